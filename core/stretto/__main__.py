@@ -1,0 +1,5 @@
+"""`python -m stretto`: the same as the command `stretto`."""
+
+from stretto.cli import main
+
+main()

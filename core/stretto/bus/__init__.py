@@ -1,0 +1,1 @@
+"""Typed messages over NATS. Private to the core: plugins import nothing from here."""

@@ -1,0 +1,620 @@
+"""Typed messages over one NATS connection: publish, subscribe, request and serve, streams, queue, state.
+
+What it promises:
+
+- *publish → subscribe*: at most once, in order for one publisher and subject; a handler runs for one
+  message at a time. *request → serve*: the handler runs once for a request, however often the network
+  makes the client repeat it; requests run concurrently. *streams*: stored before `append` returns.
+- Bytes that are not the expected message are refused: counted, logged, never raised to a handler.
+- Payloads above the server's limit travel in parts and are joined before anybody sees them.
+- A lost connection is taken up again for as long as the process wants; what is published meanwhile is
+  held back. Every wait for another process has a deadline, and ends in `NoAnswer` naming who is silent.
+- A handler that raises ends the bus: the exception comes out of `async with connect(...)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import struct
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+import anyio
+import msgspec
+import nats
+import nats.errors
+import structlog
+from anyio.abc import TaskGroup
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, KeyNotFoundError, NotFoundError
+from nats.js.kv import KeyValue
+
+from stretto.bus.messages import Message, Refusal
+from stretto.bus.server import Bootstrap
+from stretto.errors import BusError, Malformed, NoAnswer, Refused, StrettoError
+
+__all__ = ["Bus", "Taken", "connect"]
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R", bound=Message)
+T = TypeVar("T")
+Handler = Callable[[M], Awaitable[None] | None]
+
+log = structlog.get_logger()
+
+# First byte of a part of a larger payload: one that msgpack never uses.
+_PART = 0xC1
+_PART_HEAD = struct.Struct(">B16sII")  # mark, id of the whole, index, count
+_RESEND_S = 2.0
+_KEEP_ANSWERS = 1024
+_MAX_UNFINISHED = 64
+_LOGGED_REFUSALS = 100
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@lru_cache(maxsize=256)
+def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
+    return msgspec.msgpack.Decoder(kind).decode
+
+
+@dataclass
+class Taken(Generic[M]):
+    """A message taken from a work queue: acknowledged when done, or delivered again after a while."""
+
+    message: M
+    _msg: Msg
+
+    async def done(self) -> None:
+        """Take it off the queue for good."""
+        await self._msg.ack()
+
+    async def in_progress(self) -> None:
+        """Put off its redelivery."""
+        await self._msg.in_progress()
+
+
+@asynccontextmanager
+async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncGenerator[Bus]:
+    """A bus for the duration of the block; leaving it unsubscribes everything and closes the connection.
+
+    Args:
+        inbox: prefix of this process's inboxes, which its role may subscribe to.
+        name: for the server's own monitoring.
+
+    Raises:
+        NoAnswer: if the server cannot be reached, or refuses the credentials.
+    """
+    client = Client()
+    bus = Bus(client, inbox)
+    options: dict[str, Any] = {}
+    if bootstrap.credentials_file:
+        options["user_credentials"] = bootstrap.credentials_file
+    elif bootstrap.user:
+        options |= {"user": bootstrap.user, "password": bootstrap.password}
+    try:
+        with anyio.fail_after(20):
+            await client.connect(
+                bootstrap.url,
+                name=name or bootstrap.role,
+                inbox_prefix=inbox.encode(),
+                allow_reconnect=True,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0,
+                connect_timeout=5,
+                skip_subject_validation=True,  # subjects are made in one place, from checked names
+                error_cb=bus.on_error,
+                disconnected_cb=bus.on_disconnected,
+                reconnected_cb=bus.on_reconnected,
+                **options,
+            )
+    except (TimeoutError, OSError, nats.errors.Error) as error:
+        raise NoAnswer(f"nats-server at {bootstrap.url}", "connect", 20.0) from error
+    try:
+        async with anyio.create_task_group() as tasks:
+            await bus.open(tasks)
+            yield bus
+            tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(2), suppress(nats.errors.Error, OSError):
+                await client.flush(2)
+            with anyio.move_on_after(2), suppress(nats.errors.Error, OSError):
+                await client.close()
+
+
+class Bus:
+    """One process's connection. Made by `connect`."""
+
+    def __init__(self, client: Client, inbox: str) -> None:
+        self._nats = client
+        self._jetstream: JetStreamContext = client.jetstream(timeout=10)
+        self._inbox = f"{inbox}.{client.new_inbox().rsplit('.', 1)[-1]}"
+        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._requests = 0
+        self._parts = _Parts()
+        self._tasks: TaskGroup | None = None
+        self._up = asyncio.Event()
+        self.refused = 0
+        """Malformed messages refused so far."""
+
+    @property
+    def inbox(self) -> str:
+        """Prefix of subjects that reach this process alone."""
+        return self._inbox
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is up at this moment."""
+        return self._nats.is_connected
+
+    # ---------------------------------------------------------------------- publish and subscribe
+
+    async def publish(self, subject: str, message: Message, *, reply: str = "") -> None:
+        """Send to whoever subscribes now."""
+        await self._send(subject, _encode(message), reply)
+
+    async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
+        """Call `handler` with each message, one at a time, until the bus closes. It may be a coroutine
+        function or a plain one; it should not wait for long, since messages queue up behind it. What is
+        published after this returns is not missed."""
+        decode = _decoder(kind)
+
+        async def deliver(msg: Msg) -> None:
+            data = self._whole(msg)
+            if data is None:
+                return
+            try:
+                message = decode(data)
+            except msgspec.DecodeError as error:
+                self._refuse(msg.subject, kind, error)
+                return
+            try:
+                result = handler(message)
+                if result is not None:
+                    await result
+            except Exception as error:
+                self._fail(error)
+
+        await self._nats.subscribe(subject, cb=deliver)
+        await self._nats.flush()
+
+    # -------------------------------------------------------------------------- request and serve
+
+    async def request(
+        self, subject: str, message: Message, answer: type[R], *, who: str, deadline_s: float
+    ) -> R:
+        """Ask one process and wait for its answer. The request is repeated until then, and served once.
+
+        Raises:
+            NoAnswer: after `deadline_s`.
+            Refused: if it answers that it cannot.
+        """
+        self._requests += 1
+        token = str(self._requests)
+        data = _encode(message)
+        decode = _decoder(answer | Refusal)
+        began = anyio.current_time()
+        try:
+            while (left := began + deadline_s - anyio.current_time()) > 0:
+                future = self._waiting[token] = asyncio.get_running_loop().create_future()
+                with anyio.move_on_after(min(_RESEND_S, left)):
+                    await self._send(subject, data, f"{self._inbox}.{token}")
+                    msg = await future
+                    if _no_responders(msg):
+                        await anyio.sleep(min(0.1, left))
+                        continue
+                    reply = self._decoded(msg, decode, answer)
+                    if isinstance(reply, Refusal):
+                        raise Refused(who, reply.reason)
+                    if reply is not None:
+                        return reply
+        finally:
+            self._waiting.pop(token, None)
+        raise NoAnswer(who, subject, deadline_s)
+
+    async def serve(self, subject: str, kind: type[M], handler: Callable[[M], Awaitable[Message]]) -> None:
+        """Answer requests until the bus closes. What the handler raises goes to the asker as a refusal."""
+        decode = _decoder(kind)
+        answers: OrderedDict[str, bytes | None] = OrderedDict()  # reply subject -> answer, None while at it
+
+        async def answer(reply: str, message: M) -> None:
+            try:
+                result: Message = await handler(message)
+            except StrettoError as error:
+                result = Refusal(str(error))
+            except Exception as error:
+                log.exception("request failed", subject=subject)
+                result = Refusal(f"{type(error).__name__}: {error}")
+            answers[reply] = data = _encode(result)
+            while len(answers) > _KEEP_ANSWERS and next(iter(answers.values())) is not None:
+                answers.popitem(last=False)
+            await self._send(reply, data, "")
+
+        async def deliver(msg: Msg) -> None:
+            data = self._whole(msg)
+            if data is None:
+                return
+            if msg.reply in answers:
+                known = answers[msg.reply]
+                if known is not None:
+                    await self._send(msg.reply, known, "")
+                return
+            try:
+                message = decode(data)
+            except msgspec.DecodeError as error:
+                self._refuse(msg.subject, kind, error)
+                await self._send(msg.reply, _encode(Refusal(f"malformed {kind.__name__}: {error}")), "")
+                return
+            answers[msg.reply] = None
+            self._start(answer, msg.reply, message)
+
+        await self._nats.subscribe(subject, cb=deliver)
+        await self._nats.flush()
+
+    # ---------------------------------------------------------------------------------- streams
+
+    async def make_log(self, stream: str, subjects: list[str]) -> None:
+        """Create a stream that is read by sequence number and purged from below. Idempotent."""
+        subjects = [*subjects, *(f"{subject}.part" for subject in subjects)]
+        await self._make_stream(StreamConfig(name=stream, subjects=subjects, allow_direct=True))
+
+    async def make_queue(self, stream: str, subjects: list[str], *, redeliver_s: float) -> None:
+        """Create a work queue with one consumer for each subject, which gets a name from it. Idempotent."""
+        await self._make_stream(
+            StreamConfig(name=stream, subjects=subjects, retention=RetentionPolicy.WORK_QUEUE)
+        )
+        for subject in subjects:
+            consumer = ConsumerConfig(
+                durable_name=_consumer(subject),
+                filter_subject=subject,
+                ack_policy=AckPolicy.EXPLICIT,
+                ack_wait=redeliver_s,
+                max_ack_pending=-1,
+            )
+            await self._storing(lambda c=consumer: self._jetstream.add_consumer(stream, c), stream)
+
+    async def append(self, subject: str, message: Message, *, id: str) -> int:
+        """Store a message in the stream of its subject, once for each `id`; returns its sequence number.
+
+        Raises:
+            NoAnswer: if the server does not confirm in time.
+            BusError: if it cannot store, such as on a full disk.
+        """
+        data = _encode(message)
+        if len(data) > self._limit:
+            # The parts lie beside, and the message itself says where.
+            parts = _split(data, self._limit)
+            sequences = [
+                await self._store(f"{subject}.part", part, f"{id}.{index}")
+                for index, part in enumerate(parts)
+            ]
+            data = bytes([_PART]) + msgspec.msgpack.encode(sequences)
+        return await self._store(subject, data, id)
+
+    async def read(self, stream: str, sequence: int, kind: type[M]) -> M:
+        """The message at a sequence number.
+
+        Raises:
+            NoAnswer: if the server does not answer in time.
+            BusError: if it is not there.
+            Malformed: if it is not of this kind.
+        """
+        data = await self._joined(stream, await self._stored(stream, sequence))
+        try:
+            return _decoder(kind)(data)
+        except msgspec.DecodeError as error:
+            self._refuse(f"{stream} {sequence}", kind, error)
+            raise Malformed(f"{stream} {sequence}", kind.__name__, str(error)) from error
+
+    async def follow(
+        self, stream: str, subject: str, kind: Any, *, start: int
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """(sequence, message) of a stream from `start` on, for ever, in order, each once.
+
+        Args:
+            kind: a message type or a union of some. Malformed messages are refused and passed over.
+        """
+        decode = _decoder(kind)
+        following = start
+        while True:
+            consumer = ConsumerConfig(
+                filter_subject=subject,
+                deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=max(1, following),
+                ack_policy=AckPolicy.NONE,
+                inactive_threshold=120,
+            )
+            try:
+                info = await self._storing(lambda c=consumer: self._jetstream.add_consumer(stream, c), stream)
+                async for sequence, data in self._pull(stream, info.name):
+                    if sequence < following:
+                        continue
+                    following = sequence + 1
+                    try:
+                        message = decode(await self._joined(stream, data))
+                    except msgspec.DecodeError as error:
+                        self._refuse(subject, kind, error)
+                        continue
+                    yield sequence, message
+            except (NoAnswer, NotFoundError):
+                # The consumer went with a restart of the server; make another from where we are.
+                log.warning("stream interrupted", stream=stream, following=following)
+                await anyio.sleep(0.5)
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence number of the newest message of a stream; 0 if there was none."""
+        info = await self._storing(lambda: self._jetstream.stream_info(stream), stream)
+        return info.state.last_seq
+
+    async def purge(self, stream: str, below: int) -> None:
+        """Remove the messages with a sequence number under `below`."""
+        await self._storing(lambda: self._jetstream.purge_stream(stream, seq=below), stream)
+
+    async def delete(self, stream: str, sequence: int) -> None:
+        """Remove one message; nothing happens if it is gone."""
+        with suppress(NotFoundError, APIError):
+            await self._jetstream.delete_msg(stream, sequence)
+
+    async def take(self, stream: str, subject: str, kind: type[M]) -> AsyncIterator[Taken[M]]:
+        """Messages of a work queue, each to one taker. Pulls one only when the caller asks for the next."""
+        subscription = await self._jetstream.pull_subscribe_bind(
+            consumer=_consumer(subject), stream=stream, pending_msgs_limit=16
+        )
+        decode = _decoder(kind)
+        while True:
+            try:
+                [msg] = await subscription.fetch(1, timeout=10)
+            except (TimeoutError, nats.errors.TimeoutError):
+                continue
+            except (nats.errors.Error, APIError) as error:
+                log.warning("work queue interrupted", stream=stream, error=str(error))
+                await anyio.sleep(0.5)
+                continue
+            try:
+                yield Taken(decode(msg.data), msg)
+            except msgspec.DecodeError as error:
+                self._refuse(subject, kind, error)
+                await msg.term()
+
+    # ----------------------------------------------------------------------------------- state
+
+    async def make_state(self, bucket: str) -> None:
+        """Create a bucket of named values. Idempotent."""
+        await self._storing(lambda: self._jetstream.create_key_value(bucket=bucket, history=1), bucket)
+
+    async def put_state(self, bucket: str, key: str, message: Message) -> int:
+        """Store a value; returns its revision, which only grows within a bucket."""
+        values = await self._bucket(bucket)
+        return await self._storing(lambda: values.put(key, _encode(message)), bucket)
+
+    async def get_state(self, bucket: str, key: str, kind: type[M]) -> M | None:
+        """The value of a key, or None."""
+        values = await self._bucket(bucket)
+        try:
+            entry = await self._storing(lambda: values.get(key), bucket)
+        except KeyNotFoundError:
+            return None
+        return _decoder(kind)(entry.value or b"")
+
+    # ------------------------------------------------------------------------------------ private
+
+    async def open(self, tasks: TaskGroup) -> None:
+        """Called by `connect`."""
+        self._tasks = tasks
+        self._up.set()
+        await self._nats.subscribe(f"{self._inbox}.*", cb=self._on_answer)
+
+    async def on_error(self, error: Exception) -> None:
+        """Called by the client: what the server or the connection complains of."""
+        log.warning("bus", error=f"{type(error).__name__}: {error}")
+
+    async def on_disconnected(self) -> None:
+        """Called by the client, also at the end."""
+        self._up.clear()
+        if not self._nats.is_closed:
+            log.warning("bus disconnected")
+
+    async def on_reconnected(self) -> None:
+        """Called by the client."""
+        self._up.set()
+        log.info("bus reconnected")
+
+    @property
+    def _limit(self) -> int:
+        return self._nats.max_payload - 1024  # room for headers
+
+    async def _send(self, subject: str, data: bytes, reply: str) -> None:
+        if not self._up.is_set():
+            await self._up.wait()
+        if len(data) <= self._limit:
+            await self._nats.publish(subject, data, reply)
+            return
+        for part in _split(data, self._limit):
+            await self._nats.publish(subject, part, reply)
+
+    def _whole(self, msg: Msg) -> bytes | None:
+        """The payload, or None until its last part is there."""
+        data = msg.data
+        if data[:1] != b"\xc1":
+            return data
+        try:
+            return self._parts.add(data)
+        except ValueError as error:
+            self._refuse(msg.subject, bytes, error)
+            return None
+
+    async def _on_answer(self, msg: Msg) -> None:
+        future = self._waiting.get(msg.subject.rsplit(".", 1)[-1])
+        data = self._whole(msg)
+        if data is not None and future is not None and not future.done():
+            msg.data = data
+            future.set_result(msg)
+
+    def _decoded(self, msg: Msg, decode: Callable[[bytes], Any], kind: type[R]) -> R | Refusal | None:
+        try:
+            return decode(msg.data)
+        except msgspec.DecodeError as error:
+            self._refuse(msg.subject, kind, error)
+            return None
+
+    def _refuse(self, subject: str, kind: Any, error: Exception) -> None:
+        self.refused += 1
+        if self.refused <= _LOGGED_REFUSALS:
+            expected = getattr(kind, "__name__", str(kind))
+            log.warning(
+                "message refused", subject=subject, expected=expected, reason=str(error), refused=self.refused
+            )
+
+    def _fail(self, error: Exception) -> None:
+        """A handler is broken: end the bus, and with it whoever lives on it."""
+
+        async def raise_it() -> None:
+            raise error
+
+        self._start(raise_it)
+
+    def _start(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        assert self._tasks is not None, "the bus is not open"
+        self._tasks.start_soon(function, *arguments)
+
+    async def _make_stream(self, config: StreamConfig) -> None:
+        config.storage = StorageType.FILE
+        await self._storing(lambda: self._jetstream.add_stream(config), config.name or "")
+
+    async def _bucket(self, bucket: str) -> KeyValue:
+        return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
+
+    async def _storing(self, operation: Callable[[], Awaitable[T]], what: str) -> T:
+        """Run a JetStream operation, again while the server does not answer. All of them are idempotent."""
+        began = anyio.current_time()
+        while True:
+            try:
+                return await operation()
+            except (NotFoundError, KeyNotFoundError):
+                raise
+            except APIError as error:
+                if not _temporary(error) or anyio.current_time() - began > 30:
+                    raise BusError(f"nats-server refuses {what!r}: {error.description}") from error
+            except (TimeoutError, nats.errors.Error) as error:
+                if anyio.current_time() - began > 30:
+                    raise NoAnswer("nats-server", what, 30.0) from error
+            await anyio.sleep(0.2)
+
+    async def _store(self, subject: str, data: bytes, id: str) -> int:
+        headers = {"Nats-Msg-Id": id}
+        ack = await self._storing(
+            lambda: self._jetstream.publish(subject, data, headers=headers), f"append to {subject}"
+        )
+        return ack.seq
+
+    async def _stored(self, stream: str, sequence: int) -> bytes:
+        try:
+            raw = await self._storing(
+                lambda: self._jetstream.get_msg(stream, sequence, direct=True), f"{stream} {sequence}"
+            )
+        except NotFoundError as error:
+            raise BusError(f"message {sequence} of {stream} is gone") from error
+        return raw.data or b""
+
+    async def _joined(self, stream: str, data: bytes) -> bytes:
+        """What was appended, put together if it was stored in parts."""
+        if data[:1] != b"\xc1":
+            return data
+        sequences = msgspec.msgpack.decode(data[1:], type=list[int])
+        return b"".join([(await self._stored(stream, part))[_PART_HEAD.size :] for part in sequences])
+
+    async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, bytes]]:
+        """Messages as they come, in order. Ends with `NoAnswer` when the server has lost the consumer."""
+        inbox = f"{self._inbox}_pull_{consumer}"
+        queue: asyncio.Queue[Msg] = asyncio.Queue()
+
+        async def enqueue(msg: Msg) -> None:
+            queue.put_nowait(msg)
+
+        subscription = await self._nats.subscribe(inbox, cb=enqueue)
+        ask = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        batch, expires_s = 256, 15
+        request = msgspec.json.encode(
+            {"batch": batch, "expires": expires_s * 10**9, "idle_heartbeat": 5 * 10**9}
+        )
+        try:
+            while True:
+                await self._nats.publish(ask, request, inbox)
+                got = 0
+                while got < batch:
+                    try:
+                        with anyio.fail_after(12):  # heartbeats come every 5 s
+                            msg = await queue.get()
+                    except TimeoutError:
+                        raise NoAnswer("nats-server", ask, 12.0) from None
+                    status = (msg.headers or {}).get("Status")
+                    if status == "100":
+                        continue
+                    if status in ("404", "408", "409") and "Deleted" not in str(msg.headers):
+                        break
+                    if status is not None:
+                        raise NoAnswer("nats-server", ask, 0.0)
+                    got += 1
+                    yield msg.metadata.sequence.stream, msg.data
+        finally:
+            with suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+
+
+class _Parts:
+    """Payloads that are arriving in parts."""
+
+    def __init__(self) -> None:
+        self._unfinished: OrderedDict[bytes, list[bytes | None]] = OrderedDict()
+
+    def add(self, data: bytes) -> bytes | None:
+        """Take one part; returns the whole when it is complete.
+
+        Raises:
+            ValueError: for a part that cannot belong to anything.
+        """
+        if len(data) < _PART_HEAD.size:
+            raise ValueError("a part without a head")
+        _, key, index, count = _PART_HEAD.unpack_from(data)
+        pieces = self._unfinished.setdefault(key, [None] * count)
+        if index >= len(pieces) or count != len(pieces):
+            raise ValueError(f"part {index} of {count}, where {len(pieces)} were announced")
+        pieces[index] = data[_PART_HEAD.size :]
+        if all(piece is not None for piece in pieces):
+            del self._unfinished[key]
+            return b"".join(piece for piece in pieces if piece is not None)
+        if len(self._unfinished) > _MAX_UNFINISHED:
+            self._unfinished.popitem(last=False)  # its sender is gone
+        return None
+
+
+def _split(data: bytes, limit: int) -> list[bytes]:
+    """Parts of at most `limit` bytes, or the payload itself if that is enough."""
+    if len(data) <= limit:
+        return [data]
+    key = secrets.token_bytes(16)
+    room = limit - _PART_HEAD.size
+    pieces = [data[start : start + room] for start in range(0, len(data), room)]
+    return [_PART_HEAD.pack(_PART, key, index, len(pieces)) + piece for index, piece in enumerate(pieces)]
+
+
+def _no_responders(msg: Msg) -> bool:
+    return not msg.data and (msg.headers or {}).get("Status") == "503"
+
+
+def _consumer(subject: str) -> str:
+    return subject.replace(".", "_")
+
+
+def _temporary(error: APIError) -> bool:
+    # 503: JetStream is starting, or has no leader yet.
+    return error.code == 503 and "insufficient" not in (error.description or "").lower()

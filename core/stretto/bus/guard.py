@@ -1,0 +1,76 @@
+"""A small process between the kernel and the nats-server: nothing is left running by itself.
+
+Run as a file, with nothing but the standard library:
+`guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S`. The kernel holds a lock on the file LOCK for as
+long as it lives; the system releases it however the kernel ends. When nobody has held it for GRACE_S
+seconds, the server is ended; a kernel that takes it within that time finds its server running. A server
+that ends unasked is started again on its store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+_POLL_S = 0.25
+_PR_SET_PDEATHSIG = 1
+
+
+def _held(lock: Path) -> bool:
+    """Whether some kernel holds the lock. Taking it here for an instant does not hurt: kernels retry."""
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def _start(server: str, configuration: str) -> subprocess.Popen[bytes]:
+    def die_with_guard() -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return subprocess.Popen([server, "-c", configuration], preexec_fn=die_with_guard)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(5)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
+    """Keep the server until asked to stop or the kernel is gone."""
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        asked.append(number)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    server = _start(binary, configuration)
+    seen = time.monotonic()
+    while not asked and time.monotonic() - seen <= grace_s:
+        time.sleep(_POLL_S)
+        if _held(lock):
+            seen = time.monotonic()
+        if server.poll() is not None:
+            print(f"nats-server ended with status {server.returncode}; starting it again", flush=True)
+            time.sleep(_POLL_S)  # a server that cannot start must not spin
+            server = _start(binary, configuration)
+    _end(server)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))

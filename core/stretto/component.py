@@ -1,0 +1,107 @@
+"""What a plugin offers: components. And what the framework tells a component when it makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from stretto.config import RunConfig
+
+__all__ = [
+    "Component",
+    "Context",
+    "Importable",
+    "Kind",
+    "LocalPath",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "Problem",
+    "Share",
+]
+
+Kind = Literal[
+    "algorithm",
+    "training",
+    "inference",
+    "workflow",
+    "reward",
+    "dataset",
+    "launcher",
+    "weights",
+    "tracker",
+]
+
+# Field types for config structs, so that their bounds reach the JSON schema and the error messages.
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+# A file or folder that must exist. Looked up from the working directory, else beside the run file;
+# the config that a component receives holds it absolute.
+LocalPath = Annotated[str, msgspec.Meta(extra={"stretto": "local_path"})]
+# `path.py:name` or `module:name`. A path is found and made absolute like a `LocalPath`.
+Importable = Annotated[str, msgspec.Meta(pattern=r"^.+:\w+$", extra={"stretto": "importable"})]
+
+ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """The run a component is made for, as far as components need to know it."""
+
+    run: str
+    """Id of the run, unique on its bus."""
+    name: str
+    """The run's `name`, as the user wrote it."""
+    seed: int
+    """The run's seed."""
+    model: str | None = None
+    """Local folder or hub id of the initial model; None where the engines need none."""
+    folder: str = ""
+    """The run's folder; empty in a process that cannot see it."""
+    worker: str = "kernel"
+    """Id of the process the component lives in."""
+
+    def path(self, *parts: str) -> Path:
+        """A path inside the run's folder."""
+        return Path(self.folder, *parts)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a composed run. A warning is printed; an error refuses the run; `machine` is an
+    error of this machine rather than of the file: `check` only warns, so that a file can be checked
+    anywhere."""
+
+    path: str
+    """Dotted path of the key in the run file."""
+    message: str
+    """What is wrong, what was expected, and what to do."""
+    severity: Literal["error", "machine", "warning"] = "error"
+
+
+@dataclass(frozen=True)
+class Component(Generic[ConfigT]):
+    """One named thing a plugin offers for one kind of task."""
+
+    name: str
+    """What stands after `use:`; equal to the entry point's name."""
+    factory: Callable[[ConfigT, Context], Any]
+    """Makes the object that keeps the kind's contract. Heavy imports belong in here."""
+    config: type[ConfigT]
+    """Struct of the component's section: a subclass of the kind's base, such as `RewardConfig`."""
+    summary: str
+    """One line for `stretto plugins`."""
+    check: Callable[[ConfigT, RunConfig], Iterable[Problem]] | None = None
+    """What can be wrong beyond types, found before any process starts. May read other sections."""
+    requires: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Modules that the factory imports, each with what to install for it: `{"torch": "stretto[torch]"}`."""
+    needs_model: bool = True
+    """Whether an engine needs the run's `model`; read for the kinds training and inference only."""

@@ -1,0 +1,598 @@
+"""From a run file to typed structs: reads YAML, merges overrides, and checks every key of every section.
+
+OmegaConf reads, merges and interpolates; nothing of it leaves this module. The result is a
+`RunConfig` whose sections are the structs of the chosen components.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from stretto.algorithm import AlgorithmConfig
+from stretto.component import (
+    Component,
+    Context,
+    Kind,
+    LocalPath,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from stretto.dataset import DatasetConfig
+from stretto.engine import InferenceConfig, Sampling, TrainingConfig
+from stretto.errors import ConfigError, PluginError, nearest
+from stretto.launcher import LauncherConfig, Resources
+from stretto.plugins import BASES, Plugins
+from stretto.reward import RewardConfig
+from stretto.tracker import TrackerConfig
+from stretto.weights import WeightsConfig
+from stretto.workflow import WorkflowConfig
+
+__all__ = [
+    "BusConfig",
+    "CheckpointConfig",
+    "Composed",
+    "EvaluationConfig",
+    "QueueConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "VerifierConfig",
+    "compose",
+    "compose_mapping",
+]
+
+
+class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far generation may run ahead of training."""
+
+    batch_size: PositiveInt = 32
+    """Groups in each train step, B. A step trains on B × `algorithm.group_size` samples."""
+    max_staleness: NonNegativeInt = 2
+    """Train steps a token may be older than the weights it trains, η. 0 is synchronous training."""
+    on_late: Literal["wait", "drop"] = "wait"
+    """A group that is due but unfinished: wait for it, so that long answers are never lost; or expire
+    it and issue its prompt again."""
+    max_attempts: PositiveInt = 3
+    """How often a ticket is issued before it fails, when workers die or, with `drop`, when it is late."""
+    max_failures: PositiveInt | None = None
+    """Tickets that may fail one after the other before the run stops. Default: 2 × `batch_size`."""
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Held-out evaluation: at version 0, every so many versions, and at the last."""
+
+    dataset: DatasetConfig
+    """Held-out rows."""
+    every: NonNegativeInt = 0
+    """Versions between two evaluations; 0 evaluates the first and the last only."""
+    rows: PositiveInt | None = None
+    """Use the first so many rows; default all."""
+    samples: PositiveInt = 1
+    """Answers to each row."""
+    sampling: Sampling | None = None
+    """How answers are drawn; default as in training."""
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints in the run's folder. One is always written when the run ends or is interrupted."""
+
+    every: NonNegativeInt = 0
+    """Train steps between two checkpoints; 0 writes the last only."""
+    keep: PositiveInt = 2
+    """Newest checkpoints that are kept."""
+
+
+class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The NATS server that carries the run."""
+
+    url: str | None = None
+    """A server of one's own, `nats://host:4222` or `tls://…`. By default the run starts the bundled one,
+    on loopback, with its store in the run's folder."""
+    credentials: LocalPath | None = None
+    """With `url`: file with `user` and `password` as JSON, or a NATS credentials file (`.creds`)."""
+    grace_s: PositiveFloat = 10.0
+    """Seconds that workers and the bundled server outlive a kernel that has gone."""
+    max_payload_mb: PositiveInt = 8
+    """Largest single message of the bundled server in MiB; larger ones travel in parts."""
+
+
+class RolloutConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The workers that run workflows."""
+
+    processes: PositiveInt = 1
+    """Rollout workers."""
+    concurrency: PositiveInt = 64
+    """Tickets that each works on at once."""
+
+
+class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The workers that run rewards."""
+
+    processes: PositiveInt = 1
+    """Verifier workers."""
+    children: PositiveInt = 1
+    """Scoring processes of each; a child that exceeds the time limit is killed alone."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole run. In a composed run each section is the struct of the component it chose."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    """Name of the run; letters, digits, `-` and `_`."""
+    steps: PositiveInt
+    """Train steps."""
+    algorithm: AlgorithmConfig
+    """What is optimised."""
+    reward: RewardConfig
+    """What scores the answers."""
+    dataset: DatasetConfig
+    """Rows to train on."""
+    model: str | None = None
+    """The initial policy: a local folder in Hugging Face format, or a hub id."""
+    seed: int = 1
+    """Seed of everything drawn at random."""
+    out: str | None = None
+    """The run's folder; default `runs/<name>-<time>-<seed>`."""
+    plugins: tuple[str, ...] = ()
+    """Python files with plugins of one's own, looked up like all paths: from the working directory,
+    else beside the run file."""
+    training: TrainingConfig = TrainingConfig()
+    """The engine that trains."""
+    inference: InferenceConfig = InferenceConfig()
+    """The engine that samples."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Workers that run workflows."""
+    verifier: VerifierConfig = VerifierConfig()
+    """Workers that run rewards."""
+    workflow: WorkflowConfig = WorkflowConfig()
+    """How a prompt becomes trajectories."""
+    sampling: Sampling = Sampling()
+    """How tokens are drawn in training."""
+    queue: QueueConfig = QueueConfig()
+    """How far generation may run ahead."""
+    evaluation: EvaluationConfig | None = None
+    """Held-out evaluation; none by default."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights reach the engines."""
+    launcher: LauncherConfig = LauncherConfig()
+    """What starts the workers."""
+    bus: BusConfig = BusConfig()
+    """The NATS server."""
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Where the figures go besides the run's folder."""
+
+
+# Sections that choose a component: dotted key -> kind.
+SECTIONS: dict[str, Kind] = {
+    "algorithm": "algorithm",
+    "training": "training",
+    "inference": "inference",
+    "workflow": "workflow",
+    "reward": "reward",
+    "dataset": "dataset",
+    "launcher": "launcher",
+    "weights": "weights",
+    "evaluation.dataset": "dataset",
+}
+LIST_SECTIONS: dict[str, Kind] = {"trackers": "tracker"}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A run file that has been read, merged and checked key by key."""
+
+    config: RunConfig
+    plugins: Plugins
+    components: Mapping[str, Component[Any]]
+    """By the dotted key of their section; `trackers.0` and so on in a list."""
+    document: Mapping[str, Any]
+    """The whole run with all defaults, as it is written to `config.yaml`: secrets from the
+    environment stand there as the interpolations they came from."""
+    notices: tuple[str, ...] = ()
+    """What was decided for the user, to be shown."""
+    source: str = ""
+    """The run file, as it was named."""
+
+    def section(self, path: str) -> Any:
+        """The struct at a dotted key."""
+        node: Any = self.config
+        for part in path.split("."):
+            node = node[int(part)] if part.isdigit() else getattr(node, part)
+        return node
+
+    def make(self, path: str, context: Context) -> Any:
+        """The object of the component that the section at `path` chose."""
+        return self.components[path].factory(self.section(path), context)
+
+
+def compose(file: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> Composed:
+    """Read a run file, merge `key=value` overrides, and type every section.
+
+    Raises:
+        ConfigError: for a key, a type or a path that is wrong, with its place.
+        PluginError: for a component that is not to be had.
+    """
+    source = _Source(file, overrides)
+    notices: list[str] = []
+    plain, secret = _read(source)
+    composed = _Composer(source, plugins or Plugins()).run(plain, notices)
+    document = _overlay(msgspec.to_builtins(composed.config), secret, plain)
+    return Composed(
+        composed.config, composed.plugins, composed.components, document, tuple(notices), str(file)
+    )
+
+
+def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
+    """Type a run that was composed before, such as the one a worker gets from its kernel."""
+    source = _Source(Path("config"), ())
+    return _Composer(source, Plugins()).run(dict(mapping), [])
+
+
+# ------------------------------------------------------------------------------ reading and merging
+
+
+class _Source:
+    """Where the keys of a run come from, to say so in errors."""
+
+    def __init__(self, file: Path, overrides: Sequence[str]) -> None:
+        self.file = file
+        self.overrides = dict(self._split(item) for item in overrides)
+
+    def _split(self, item: str) -> tuple[str, str]:
+        key, equals, value = item.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
+            raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
+        return key, value
+
+    def overridden(self, path: str) -> bool:
+        return any(path == key or path.startswith(key + ".") for key in self.overrides)
+
+    def place(self, path: str) -> str:
+        """`run.yaml:14: training.lr`, or `override training.lr`."""
+        if self.overridden(path):
+            return f"override {path}"
+        line = self._line(path)
+        return f"{self.file}:{line}: {path}" if line else f"{self.file}: {path}"
+
+    def error(self, path: str, message: str, value: Any = None) -> ConfigError:
+        return ConfigError(f"{self.place(path)}: {message}", path=path, value=value)
+
+    def _line(self, path: str) -> int:
+        """Line of the deepest key of `path` that the file has; 0 if it has none."""
+        try:
+            node = yaml.compose(self.file.read_text(), Loader=yaml.SafeLoader)
+        except (OSError, yaml.YAMLError):
+            return 0
+        line = 0
+        for part in path.split("."):
+            if not isinstance(node, yaml.MappingNode):
+                break
+            found = [(key, value) for key, value in node.value if key.value == part]
+            if not found:
+                break
+            line, node = found[0][0].start_mark.line + 1, found[0][1]
+        return line
+
+
+def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The merged run file with all interpolations resolved, and again with those of the environment kept."""
+    try:
+        loaded = OmegaConf.load(source.file)
+    except FileNotFoundError:
+        raise ConfigError(f"no run file {str(source.file)!r}", value=str(source.file)) from None
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{source.file}: not readable as YAML: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
+    try:
+        merged = OmegaConf.merge(_shorts_expanded(loaded), _override_tree(source))
+        plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
+        kept = OmegaConf.create(_escape_env(OmegaConf.to_container(merged, resolve=False)))
+        secret = cast("dict[str, Any]", OmegaConf.to_container(kept, resolve=True))
+    except OmegaConfBaseException as error:
+        path = getattr(error, "full_key", "") or ""
+        raise source.error(path, str(error).splitlines()[0]) from error
+    return plain, secret
+
+
+def _override_tree(source: _Source) -> DictConfig:
+    """Overrides as a tree. `training=mock` replaces the choice of a section, as `training.use=mock`."""
+    items = [
+        f"{key}.use={value}" if key in SECTIONS and not value.startswith("{") else f"{key}={value}"
+        for key, value in source.overrides.items()
+    ]
+    return OmegaConf.from_dotlist(items)
+
+
+def _shorts_expanded(loaded: DictConfig) -> DictConfig:
+    """`workflow: single_turn` is short for `workflow: {use: single_turn}`."""
+    for path in SECTIONS:
+        raw = OmegaConf.to_container(loaded, resolve=False)
+        for part in path.split("."):
+            raw = cast("dict[str, Any]", raw).get(part) if isinstance(raw, dict) else None
+        if isinstance(raw, str):
+            OmegaConf.update(loaded, path, {"use": raw}, merge=False)
+    return loaded
+
+
+def _escape_env(node: Any) -> Any:
+    """The tree with every text that reads the environment turned into a literal."""
+    if isinstance(node, dict):
+        return {key: _escape_env(value) for key, value in cast("dict[str, Any]", node).items()}
+    if isinstance(node, list):
+        return [_escape_env(value) for value in cast("list[Any]", node)]
+    if isinstance(node, str) and "oc.env" in node:
+        return node.replace("${", r"\${")
+    return node
+
+
+def _overlay(full: Any, secret: Any, plain: Any) -> Any:
+    """`full`, with the texts of `secret` wherever those differ from `plain`."""
+    if isinstance(full, dict) and isinstance(secret, dict):
+        merged = dict(cast("dict[str, Any]", full))
+        for key in merged.keys() & cast("dict[str, Any]", secret).keys():
+            merged[key] = _overlay(merged[key], secret[key], plain[key])
+        return merged
+    if isinstance(full, (list, tuple)) and isinstance(secret, list):
+        triples = zip(full, secret, plain, strict=True)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        return [_overlay(*triple) for triple in triples]
+    return secret if secret != plain else full
+
+
+# ------------------------------------------------------------------------------------------ typing
+
+
+class _Composer:
+    """Turns a plain mapping into a `RunConfig` whose sections are the chosen components' structs."""
+
+    def __init__(self, source: _Source, plugins: Plugins) -> None:
+        self.source = source
+        self.plugins = plugins
+        self.components: dict[str, Component[Any]] = {}
+
+    def run(self, data: dict[str, Any], notices: list[str]) -> Composed:
+        self._load_paths(data)
+        sections: dict[str, type[msgspec.Struct]] = {}
+        for path, kind in SECTIONS.items():
+            if (section := self._section(data, path)) is not None:
+                component = self._component(kind, path, section)
+                self._drop_stale_keys(kind, path, section, component, notices)
+                sections[path] = component.config
+        struct = self._struct(sections, self._lists(data))
+        self._refuse_unknown(data, struct, "")
+        if isinstance(model := data.get("model"), str) and (found := find_path(model, self.source.file)):
+            data["model"] = str(found)
+        config = self._convert(data, struct)
+        config = cast("RunConfig", self._resolve_paths(config, ""))
+        return Composed(config, self.plugins, self.components, msgspec.to_builtins(config))
+
+    def _load_paths(self, data: dict[str, Any]) -> None:
+        paths = data.get("plugins") or []
+        if not isinstance(paths, (list, tuple)):
+            raise self.source.error("plugins", f"expected a list of files, found {paths!r}", paths)
+        for index, path in enumerate(cast("list[Any]", paths)):
+            where = self._existing(f"plugins.{index}", str(path))
+            try:
+                self.plugins.add_path(where)
+            except PluginError as error:
+                raise PluginError(f"{self.source.place('plugins')}: {error}") from error
+        if paths:
+            data["plugins"] = [str(self._existing("plugins", str(path))) for path in cast("list[Any]", paths)]
+
+    def _section(self, data: dict[str, Any], path: str) -> dict[str, Any] | None:
+        """The mapping at `path`, made if its component has a default; None where it may be left out."""
+        owner, _, key = path.rpartition(".")
+        parent = data.get(owner) if owner else data
+        if not isinstance(parent, dict):
+            return None
+        parent = cast("dict[str, Any]", parent)
+        if parent.get(key) is None:
+            if _default_use(SECTIONS[path]) is None:
+                return None  # the conversion below says that the section is missing
+            parent[key] = {}
+        section = parent[key]
+        if isinstance(section, str):
+            section = parent[key] = {"use": section}
+        if not isinstance(section, dict):
+            raise self.source.error(
+                path, f"expected a name or a mapping with `use`, found {section!r}", section
+            )
+        return cast("dict[str, Any]", section)
+
+    def _component(self, kind: Kind, path: str, section: dict[str, Any]) -> Component[Any]:
+        name = section.setdefault("use", _default_use(kind))
+        where = f"{path}.use"
+        if not isinstance(name, str):
+            names = ", ".join(self.plugins.names(kind)) or "none"
+            raise self.source.error(
+                where, f"expected the name of a {kind}, found {name!r}; installed: {names}"
+            )
+        try:
+            component = self.plugins.get(kind, name)
+        except PluginError as error:
+            raise PluginError(f"{self.source.place(where)}: {error}", kind=kind, name=name) from error
+        self.components[path] = component
+        return component
+
+    def _drop_stale_keys(
+        self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
+    ) -> None:
+        """When an override swaps a section's component, keys that only the file's own one had are left out."""
+        if not (self.source.overridden(f"{path}.use") or path in self.source.overrides):
+            return
+        accepted = {field.encode_name for field in msgspec.structs.fields(component.config)}
+        unknown = [key for key in section if key not in accepted]
+        stale = [key for key in unknown if not self.source.overridden(f"{path}.{key}")]
+        former = self._former_keys(kind, path)
+        stale = [key for key in stale if former is None or key in former]
+        for key in stale:
+            del section[key]
+        if stale:
+            notices.append(
+                f"{path}: {component.name!r} does not use {', '.join(stale)} of {self.source.file}"
+            )
+
+    def _former_keys(self, kind: Kind, path: str) -> set[str] | None:
+        """Keys of the component that the file itself names; None if that one cannot be loaded here."""
+        raw: Any = OmegaConf.to_container(OmegaConf.load(self.source.file), resolve=False)
+        for part in path.split("."):
+            raw = cast("dict[str, Any]", raw).get(part, {}) if isinstance(raw, dict) else raw
+        name = raw if isinstance(raw, str) else cast("dict[str, Any]", raw).get("use", "")
+        try:
+            former = self.plugins.get(kind, str(name))
+        except PluginError:
+            return None
+        return {field.encode_name for field in msgspec.structs.fields(former.config)}
+
+    def _lists(self, data: dict[str, Any]) -> dict[str, list[type[msgspec.Struct]]]:
+        chosen: dict[str, list[type[msgspec.Struct]]] = {}
+        for path, kind in LIST_SECTIONS.items():
+            items = data.get(path) or []
+            if not isinstance(items, (list, tuple)):
+                raise self.source.error(path, f"expected a list, found {items!r}", items)
+            items = [{"use": item} if isinstance(item, str) else item for item in cast("list[Any]", items)]
+            data[path] = items
+            components = [
+                self._component(kind, f"{path}.{index}", cast("dict[str, Any]", item))
+                for index, item in enumerate(items)
+            ]
+            chosen[path] = [component.config for component in components]
+        return chosen
+
+    def _struct(
+        self, sections: Mapping[str, type[msgspec.Struct]], lists: Mapping[str, list[type[msgspec.Struct]]]
+    ) -> type[msgspec.Struct]:
+        """`RunConfig` with the sections narrowed to the chosen structs."""
+        narrowed: list[tuple[str, Any]] = []
+        for path, struct in sections.items():
+            if "." not in path:
+                narrowed.append((path, struct))
+        if "evaluation.dataset" in sections:
+            fields = [("dataset", sections["evaluation.dataset"])]
+            evaluation = msgspec.defstruct(
+                "EvaluationConfig", fields, bases=(EvaluationConfig,), kw_only=True, frozen=True
+            )
+            narrowed.append(("evaluation", evaluation))
+        for path, structs in lists.items():
+            narrowed.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
+        return msgspec.defstruct("RunConfig", narrowed, bases=(RunConfig,), kw_only=True, frozen=True)
+
+    def _refuse_unknown(self, data: Any, struct: type[msgspec.Struct], path: str) -> None:
+        """msgspec names an unknown key, but not the nearest known one."""
+        if not isinstance(data, dict):
+            return
+        known = {field.encode_name: field for field in msgspec.structs.fields(struct)}
+        for key, value in cast("dict[str, Any]", data).items():
+            here = f"{path}.{key}" if path else str(key)
+            if key not in known:
+                accepted = ", ".join(known)
+                raise self.source.error(
+                    here, f"unknown key {key!r}{nearest(str(key), known)}; accepted here: {accepted}", value
+                )
+            for part, item in _structs_in(known[key].type, value, here):
+                self._refuse_unknown(item[1], part, item[0])
+
+    def _convert(self, data: dict[str, Any], struct: type[msgspec.Struct]) -> RunConfig:
+        try:
+            return cast("RunConfig", msgspec.convert(data, struct))
+        except msgspec.ValidationError as error:
+            message, _, place = str(error).partition(" - at ")
+            path = place.strip("`").removeprefix("$").removeprefix(".").replace("[", ".").replace("]", "")
+            missing = re.match(r"Object missing required field `(\w+)`", message)
+            if missing:
+                path = f"{path}.{missing[1]}" if path else missing[1]
+                raise self.source.error(path, "this key is required and not there") from error
+            value = _at(data, path)
+            text = message[0].lower() + message[1:].replace("`", "")
+            shown = "" if isinstance(value, dict) else f"; found {value!r}"
+            raise self.source.error(path, f"{text}{shown}", value) from error
+
+    def _resolve_paths(self, struct: msgspec.Struct, path: str) -> msgspec.Struct:
+        """The struct with every `LocalPath` made absolute, nested structs included."""
+        changes: dict[str, Any] = {}
+        for field in msgspec.structs.fields(type(struct)):
+            value = getattr(struct, field.name)
+            here = f"{path}.{field.name}" if path else field.name
+            if isinstance(value, msgspec.Struct):
+                changes[field.name] = self._resolve_paths(value, here)
+            elif isinstance(value, str):
+                changes[field.name] = self._resolve_path(_marks(field.type), value, here)
+        return msgspec.structs.replace(struct, **changes) if changes else struct
+
+    def _resolve_path(self, marks: set[str], value: str, path: str) -> str:
+        if "local_path" in marks:
+            return str(self._existing(path, value))
+        module, _, name = value.rpartition(":")
+        if "importable" in marks and module.endswith(".py"):
+            return f"{self._existing(path, module)}:{name}"
+        return value
+
+    def _existing(self, key: str, path: str) -> Path:
+        found = find_path(path, self.source.file)
+        if found is None:
+            raise self.source.error(
+                key,
+                f"no such file or folder: {path!r} (looked from the working directory, then beside the run file)",
+                path,
+            )
+        return found
+
+
+def _default_use(kind: Kind) -> str | None:
+    """The component that a section stands for when it names none."""
+    use = next(field for field in msgspec.structs.fields(BASES[kind]) if field.name == "use")
+    return None if use.required else use.default
+
+
+def find_path(path: str, run_file: Path) -> Path | None:
+    """A path as written in a run file: from the working directory, else beside the file; None if neither."""
+    for candidate in (Path(path).expanduser(), run_file.parent / path):
+        if candidate.exists():
+            return candidate.resolve()
+    return None
+
+
+def _structs_in(
+    annotation: Any, value: Any, path: str
+) -> Iterator[tuple[type[msgspec.Struct], tuple[str, Any]]]:
+    """The struct types that a field's value has to match, each with the place and the value."""
+    info = msgspec.inspect.type_info(annotation)
+    for part in getattr(info, "types", (info,)):
+        if isinstance(part, msgspec.inspect.StructType):
+            yield part.cls, (path, value)
+    if isinstance(info, msgspec.inspect.TupleType) and isinstance(value, list):
+        for index, (item_type, item) in enumerate(
+            zip(info.item_types, cast("list[Any]", value), strict=False)
+        ):
+            if isinstance(item_type, msgspec.inspect.StructType):
+                yield item_type.cls, (f"{path}.{index}", item)
+
+
+def _marks(annotation: Any) -> set[str]:
+    """The marks of `stretto.component` that a field's type carries, such as `local_path`."""
+    info = msgspec.inspect.type_info(annotation)
+    return {
+        (part.extra or {}).get("stretto", "")
+        for part in (info, *getattr(info, "types", ()))
+        if isinstance(part, msgspec.inspect.Metadata)
+    }
+
+
+def _at(data: Any, path: str) -> Any:
+    for part in path.split(".") if path else []:
+        if isinstance(data, dict):
+            data = cast("dict[str, Any]", data).get(part)
+        elif isinstance(data, (list, tuple)) and part.isdigit():
+            data = cast("list[Any]", data)[int(part)]
+    return data

@@ -1,0 +1,140 @@
+"""Every exception that stretto raises on purpose, and what each one carries.
+
+    StrettoError
+    ├── ConfigError       a run file or an override that is refused: `path`, `value`
+    ├── PluginError       a component that is unknown, broken or ambiguous: `kind`, `name`
+    ├── BusError
+    │   ├── NoAnswer      another process did not answer in time: `who`, `subject`, `waited_s`
+    │   ├── Refused       another process answered with a refusal: `who`, `reason`
+    │   └── Malformed     bytes that are not the message they should be: `subject`, `expected`
+    ├── EngineError       an engine that cannot do what it was asked
+    ├── RewardError       a reward that raised, took too long, or gave no number
+    ├── WeightsError      weights that are missing, damaged or not the announced ones: `version`
+    ├── LaunchError       a worker that could not be started: `worker`
+    └── RunError          a run that cannot go on: `reason`
+
+Whatever a user or another process can cause is one of these; a bug in stretto is an
+`AssertionError`. Exit status of the command line: 2 for `ConfigError` and `PluginError` (nothing was
+started), 1 for the others.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "BusError",
+    "ConfigError",
+    "EngineError",
+    "LaunchError",
+    "Malformed",
+    "NoAnswer",
+    "PluginError",
+    "Refused",
+    "RewardError",
+    "RunError",
+    "StrettoError",
+    "WeightsError",
+    "nearest",
+]
+
+
+class StrettoError(Exception):
+    """The root of all exceptions raised on purpose."""
+
+
+class ConfigError(StrettoError):
+    """A run file or an override is refused; nothing was started.
+
+    Args:
+        path: dotted path of the key at fault, such as `training.lr`.
+        value: what stands there.
+    """
+
+    def __init__(self, message: str, *, path: str = "", value: Any = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.value = value
+
+
+class PluginError(StrettoError):
+    """A component cannot be had: unknown, ambiguous, or its plugin does not load."""
+
+    def __init__(self, message: str, *, kind: str = "", name: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.name = name
+
+
+class BusError(StrettoError):
+    """Something went wrong between processes."""
+
+
+class NoAnswer(BusError):
+    """A peer did not answer before the deadline."""
+
+    def __init__(self, who: str, subject: str, waited_s: float) -> None:
+        super().__init__(f"{who} did not answer on {subject!r} within {waited_s:.1f} s")
+        self.who = who
+        self.subject = subject
+        self.waited_s = waited_s
+
+
+class Refused(BusError):
+    """A peer answered that it cannot or will not."""
+
+    def __init__(self, who: str, reason: str) -> None:
+        super().__init__(f"{who} refused: {reason}")
+        self.who = who
+        self.reason = reason
+
+
+class Malformed(BusError):
+    """Bytes on a subject are not the message that belongs there."""
+
+    def __init__(self, subject: str, expected: str, why: str) -> None:
+        super().__init__(f"malformed message on {subject!r}, expected {expected}: {why}")
+        self.subject = subject
+        self.expected = expected
+
+
+class EngineError(StrettoError):
+    """A training or inference engine cannot do what it was asked."""
+
+
+class RewardError(StrettoError):
+    """A reward raised, took too long, or gave no number."""
+
+
+class WeightsError(StrettoError):
+    """Published weights are missing, damaged, or not those that were announced."""
+
+    def __init__(self, message: str, *, version: int) -> None:
+        super().__init__(message)
+        self.version = version
+
+
+class LaunchError(StrettoError):
+    """A worker could not be started, or ends again and again."""
+
+    def __init__(self, message: str, *, worker: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+class RunError(StrettoError):
+    """A run in progress cannot go on; `reason` goes to its summary."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'grpo'?"` for the known word nearest to `word`, or an empty string."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.55)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,245 @@
+"""(torch) The arithmetic of reinforcement learning on packed batches: pure functions of tensors.
+
+Shapes: T tokens of S sequences end to end; `index` (T,) names each token's sequence. A column of
+logprobs stands at the token it is the probability of. Policies are named: *behaviour* sampled the
+token, *proximal* is the policy at the start of the train step, *current* is being optimised.
+
+Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (1506.02438); dual-clip,
+Ye et al. 2019 (1912.09729); GRPO, Shao et al. 2024 (2402.03300); decoupled PPO, Hilton et al. 2021
+(2110.00641) as used by AReaL, Fu et al. 2025 (2505.24298); Dr. GRPO, Liu et al. 2025 (2503.20783).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stretto.algorithm import Reduction
+
+__all__ = [
+    "behaviour_weight",
+    "clipped_objective",
+    "entropy_of",
+    "gae",
+    "group_normalise",
+    "kl_to_behaviour",
+    "logprobs_of",
+    "loss_weights",
+    "masked_whiten",
+    "sequence_sum",
+]
+
+
+def logprobs_of(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Log-probability of each target under softmax(logits / temperature).
+
+    Args:
+        logits: (N, V), any floating dtype; computed in float32.
+        targets: (N,) int64.
+
+    Returns:
+        (N,) float32.
+    """
+    scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
+    picked = scaled.gather(-1, targets[:, None]).squeeze(-1)
+    return picked - scaled.logsumexp(-1)
+
+
+def entropy_of(logits: Tensor, temperature: float) -> Tensor:
+    """Entropy in nats of softmax(logits / temperature): (N, V) -> (N,) float32."""
+    logprobs = torch.log_softmax(logits.float() / temperature, -1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def sequence_sum(values: Tensor, index: Tensor, num_sequences: int) -> Tensor:
+    """Sum of each sequence's tokens: (T,), (T,) int64 -> (S,) in the dtype of `values`."""
+    return values.new_zeros(num_sequences).index_add_(0, index, values)
+
+
+# ------------------------------------------------------------------------------------ advantages
+
+
+def group_normalise(rewards: Tensor, group: Tensor, *, std: bool = True, eps: float = 1e-6) -> Tensor:
+    """Group-relative rewards, GRPO eq. 3: (R - mean_G) / (std_G + eps), with the unbiased standard deviation.
+
+    A group of one has nothing to be compared with: its advantage is 0.
+
+    Args:
+        rewards: (S,) float32.
+        group: (S,) int64, equal for sequences of one prompt; any numbers.
+        std: divide by the standard deviation; without it this is Dr. GRPO's advantage.
+
+    Returns:
+        (S,) float32.
+    """
+    members = torch.unique(group, return_inverse=True)[1]  # (S,) 0..G-1
+    ones = torch.ones_like(rewards)
+    num_groups = int(members.max()) + 1 if len(members) else 0
+    size = sequence_sum(ones, members, num_groups)  # (G,)
+    mean = sequence_sum(rewards, members, num_groups) / size
+    centred = rewards - mean[members]
+    if not std:
+        return centred
+    variance = sequence_sum(centred.square(), members, num_groups) / (size - 1).clamp(min=1)
+    return centred / (variance.sqrt()[members] + eps)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    lengths: list[int],
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over each sequence's own tokens, GAE eq. 11, 12 and 16.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lam)^k delta_{t+k}, where t runs over the
+    tokens with `mask` only: prompts, and text between turns, are stepped over. After a sequence's last
+    such token the value is 0. With values 0 and gamma = lam = 1 every token gets the sequence's return.
+
+    Args:
+        rewards: (T,) float32, reward that follows each token.
+        values: (T,) float32, value of the state in which each token is chosen.
+        mask: (T,) bool, tokens the policy chose.
+        lengths: tokens of each sequence, S of them.
+
+    Returns:
+        advantages and returns (advantages + values), (T,) float32, 0 where `mask` is False.
+    """
+    # (S, L): the chosen tokens of each sequence, moved together to the left.
+    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[mask.cpu()]
+    counts = torch.bincount(index, minlength=len(lengths))
+    starts = counts.cumsum(0) - counts
+    column = torch.arange(len(index)) - starts[index]
+    shape = (len(lengths), int(counts.max()) if len(index) else 0)
+    place = (index.to(rewards.device), column.to(rewards.device))
+    padded_rewards = rewards.new_zeros(shape).index_put_(place, rewards[mask])
+    padded_values = rewards.new_zeros(shape).index_put_(place, values[mask])
+    padded = rewards.new_zeros(shape)
+    following_value = following_advantage = rewards.new_zeros(len(lengths))
+    for t in reversed(range(shape[1])):
+        delta = padded_rewards[:, t] + gamma * following_value - padded_values[:, t]
+        following_advantage = delta + gamma * lam * following_advantage
+        padded[:, t] = following_advantage
+        following_value = padded_values[:, t]
+    advantages = torch.zeros_like(rewards)
+    advantages[mask] = padded[place]
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, group: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Values to mean 0 and standard deviation 1 over the masked tokens, of the batch or of each group.
+
+    Args:
+        values: (T,) float32.
+        mask: (T,) bool.
+        group: (T,) int64, the group of each token; None takes all tokens as one.
+
+    Returns:
+        (T,) float32, 0 where `mask` is False.
+    """
+    chosen = values[mask]
+    members = torch.zeros_like(chosen, dtype=torch.long) if group is None else group[mask]
+    whitened = torch.zeros_like(values)
+    whitened[mask] = group_normalise(chosen, members, eps=eps)
+    return whitened
+
+
+# ------------------------------------------------------------------------------------- objective
+
+
+def clipped_objective(
+    logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    c_clip: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's clipped surrogate as a loss per token, PPO eq. 7, with dual clip for negative advantages.
+
+    r = exp(logprobs - anchor); loss = -min(r A, clip(r, 1 - eps, 1 + eps_high) A), and for A < 0 at most
+    -c A (dual-clip PPO eq. 5), so that a ratio that exploded cannot dominate.
+
+    Args:
+        logprobs: (T,) current, with gradient.
+        anchor_logprobs: (T,) of the policy that the ratio is taken to, without gradient.
+        advantages: (T,).
+        eps_clip: half-width of the trust region below 1, and above unless `eps_clip_high` is given.
+        c_clip: c > 1; None is without dual clip.
+
+    Returns:
+        loss (T,); whether the clip was active (T,) bool; whether the dual clip was (T,) bool.
+    """
+    high = eps_clip if eps_clip_high is None else eps_clip_high
+    ratio = torch.exp(logprobs - anchor_logprobs)
+    clipped_ratio = ratio.clamp(1 - eps_clip, 1 + high)
+    surrogate, clipped = ratio * advantages, clipped_ratio * advantages
+    loss = -torch.minimum(surrogate, clipped)
+    is_clipped = clipped < surrogate
+    if c_clip is None:
+        return loss, is_clipped, torch.zeros_like(is_clipped)
+    bound = -c_clip * advantages  # (T,), positive where the advantage is negative
+    is_dual = (advantages < 0) & (loss > bound)
+    return torch.where(is_dual, bound, loss), is_clipped, is_dual
+
+
+def behaviour_weight(
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    *,
+    cap: float | None,
+    over_cap: Literal["mask", "truncate"] = "mask",
+) -> Tensor:
+    """Weight that corrects for tokens sampled by older weights, pi_prox / pi_behav, AReaL eq. 5.
+
+    Args:
+        proximal_logprobs, behaviour_logprobs: (T,), without gradient.
+        cap: largest weight that counts; None for no bound.
+        over_cap: a token above the cap is left out (AReaL), or weighs `cap` (truncated importance sampling).
+
+    Returns:
+        (T,), without gradient.
+    """
+    weight = torch.exp(proximal_logprobs - behaviour_logprobs).detach()
+    if cap is None:
+        return weight
+    if over_cap == "truncate":
+        return weight.clamp(max=cap)
+    return torch.where(weight <= cap, weight, 0.0)
+
+
+def loss_weights(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction) -> Tensor:
+    """What each token's loss counts in the loss of the whole batch; see `stretto.algorithm.Reduction`.
+
+    The sum of `weights * losses` over any partition of the batch is the batch's loss, so micro-batches,
+    accumulation and packing cannot change the gradient. Tokens that a loss zeroes still count in the
+    denominator; sequences without a trained token do not.
+
+    Args:
+        mask: (T,) bool, trained tokens.
+        index: (T,) int64, each token's sequence.
+
+    Returns:
+        (T,) float32, 0 where `mask` is False.
+    """
+    weights = mask.float()
+    if reduction == "token":
+        return weights / weights.sum().clamp(min=1)
+    counts = sequence_sum(weights, index, num_sequences)  # (S,)
+    trained = (counts > 0).sum().clamp(min=1)
+    if reduction == "sequence":
+        weights = weights / counts.clamp(min=1)[index]
+    return weights / trained
+
+
+def kl_to_behaviour(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """Estimate of KL(behaviour || policy) at tokens the behaviour policy sampled, Schulman's k3:
+    r - 1 - log r with r = policy / behaviour. (T,) -> (T,), never negative."""
+    log_ratio = logprobs - behaviour_logprobs
+    return torch.expm1(log_ratio) - log_ratio

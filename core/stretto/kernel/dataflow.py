@@ -1,0 +1,105 @@
+"""An algorithm's calls as a graph: edges inferred from keys, checked, and put in order. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.algorithm import Call, Model
+from stretto.errors import ConfigError, nearest
+
+__all__ = ["Graph", "graph_of"]
+
+# What a call may read without another call having written it.
+GIVEN = ("prompt",)
+# Calls of these kinds run inside the ticket, in the rollout worker; all others on a worker group.
+TICKET_OPS = ("generate", "score")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A checked dataflow."""
+
+    calls: tuple[Call, ...]
+    """In an order that respects every edge; among equals, as the algorithm lists them."""
+    edges: frozenset[tuple[str, str]]
+    """(earlier call, later call)."""
+
+    @property
+    def step_calls(self) -> tuple[Call, ...]:
+        """The calls that the kernel dispatches to worker groups, once a batch is made."""
+        return tuple(call for call in self.calls if call.op not in TICKET_OPS)
+
+
+def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
+    """Infer the edges, refuse what cannot run, and order the calls.
+
+    Raises:
+        ConfigError: for a call named twice, a key that nothing writes or two calls write, an unknown
+            or frozen model, or a cycle.
+    """
+    by_name: dict[str, Call] = {}
+    for call in calls:
+        if call.name in by_name:
+            raise _error(f"two calls are named {call.name!r}; name one of them otherwise")
+        by_name[call.name] = call
+        _check_model(call, models)
+    writer = _writers(calls)
+    edges = {(writer[key], call.name) for call in calls for key in call.reads if key not in GIVEN}
+    edges |= set(_weights_edges(calls))
+    return Graph(_ordered(calls, edges), frozenset(edges))
+
+
+def _check_model(call: Call, models: Mapping[str, Model]) -> None:
+    if call.model is None:
+        return
+    if call.model not in models:
+        known = ", ".join(models) or "none"
+        raise _error(
+            f"call {call.name!r} runs on the unknown model {call.model!r}"
+            f"{nearest(call.model, models)}; models: {known}"
+        )
+    if call.op == "train" and not models[call.model].trainable:
+        raise _error(f"call {call.name!r} trains the model {call.model!r}, which is not trainable")
+
+
+def _writers(calls: Sequence[Call]) -> dict[str, str]:
+    """Key -> the one call that writes it."""
+    writer: dict[str, str] = {}
+    for call in calls:
+        for key in call.writes:
+            if key in writer:
+                raise _error(f"key {key!r} is written by both {writer[key]!r} and {call.name!r}")
+            writer[key] = call.name
+    for call in calls:
+        for key in call.reads:
+            if key not in writer and key not in GIVEN:
+                raise _error(f"call {call.name!r} reads {key!r}, which no call writes{nearest(key, writer)}")
+    return writer
+
+
+def _weights_edges(calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
+    """Every other call on a model comes before its training: they read the weights of the step's start."""
+    for last in calls:
+        if last.op == "train":
+            for call in calls:
+                if call.model == last.model and call.op != "train":
+                    yield call.name, last.name
+
+
+def _ordered(calls: Sequence[Call], edges: set[tuple[str, str]]) -> tuple[Call, ...]:
+    ordered: list[Call] = []
+    waiting = list(calls)
+    while waiting:
+        held = {later for earlier, later in edges if any(call.name == earlier for call in waiting)}
+        free = next((call for call in waiting if call.name not in held), None)
+        if free is None:
+            names = ", ".join(call.name for call in waiting)
+            raise _error(f"the calls {names} wait for each other in a cycle")
+        ordered.append(free)
+        waiting.remove(free)
+    return tuple(ordered)
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError(f"algorithm: {message}", path="algorithm")

@@ -1,0 +1,613 @@
+"""The scheduler: tickets, the ledger, the staleness gate, batches, evaluation. A plain class without I/O.
+
+Events come in as method calls; what is to be done comes out of `commands()`. It keeps these promises,
+whatever the order of events, with messages late, lost or doubled and workers dying:
+
+- every training ticket that was issued is in exactly one of: trained, filtered, expired, failed, in
+  flight; every ticket ends once;
+- at most (η + 1)·B tickets are in flight; a ticket's tokens are no older than the training version at
+  its issue;
+- no group is trained at a version beyond its oldest token's + η, none twice, and none is dropped for
+  being late unless `on_late` says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from stretto.algorithm import Group
+from stretto.bus.messages import GroupDone, GroupFailed, Purpose, Ticket
+
+__all__ = [
+    "Command",
+    "Evaluation",
+    "EvaluationDone",
+    "Fail",
+    "Finish",
+    "Issue",
+    "Ledger",
+    "Scheduler",
+    "Settings",
+    "Snapshot",
+    "StartBatch",
+    "Withdraw",
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the scheduler has to know of a run."""
+
+    steps: int
+    batch_size: int
+    """Groups in a batch, B."""
+    max_staleness: int
+    """η."""
+    rows: int
+    """Rows of the dataset."""
+    group_size: int = 1
+    on_late: Literal["wait", "drop"] = "wait"
+    max_attempts: int = 3
+    max_failures: int = 64
+    shuffle: bool = True
+    seed: int = 0
+    evaluation_rows: int = 0
+    """Rows of a held-out evaluation; 0 is without any."""
+    evaluation_every: int = 0
+    evaluation_samples: int = 1
+
+
+# --------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Put this ticket into the work queue."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Nobody waits for this attempt any more."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class StartBatch:
+    """Write this batch to the journal and train it; then call `step_finished`."""
+
+    version: int
+    groups: tuple[GroupDone, ...]
+    """In the order of their tickets."""
+
+
+@dataclass(frozen=True)
+class EvaluationDone:
+    """A held-out evaluation is complete."""
+
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Everything asked for is done."""
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The run cannot go on."""
+
+    reason: str
+
+
+Command = Issue | Withdraw | StartBatch | EvaluationDone | Finish | Fail
+
+
+# ------------------------------------------------------------------------------------------ state
+
+
+class Ledger(msgspec.Struct):
+    """Accounts of the training tickets: `issued` is the sum of the others."""
+
+    issued: int = 0
+    trained: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+    in_flight: int = 0
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Result of one held-out evaluation."""
+
+    version: int
+    """Version at which it began."""
+    accuracy: float
+    """Mean of the samples' `accuracy` metric, or of their rewards where the reward gives none."""
+    samples: int
+    failed: int
+    """Rows without a result."""
+    versions: tuple[int, int]
+    """Oldest and newest version of its tokens: equal for an exact one."""
+
+
+class OpenTicket(msgspec.Struct):
+    """A training ticket between issue and retirement."""
+
+    id: int
+    row: int
+    min_version: int
+    drops: int = 0
+    """How often its prompt was expired before."""
+    attempt: int = 0
+    tries: int = 0
+    worker: str = ""
+    """Who works on the present attempt, once known."""
+    oldest: int | None = None
+    """Version of its oldest token, once known."""
+    done: GroupDone | None = None
+
+    def deadline(self, max_staleness: int) -> int:
+        """Last training version at which the group may be trained."""
+        return (self.min_version if self.oldest is None else self.oldest) + max_staleness
+
+
+class Snapshot(msgspec.Struct):
+    """All that a restart has to know; part of every checkpoint."""
+
+    version: int
+    ledger: Ledger
+    cursor: int
+    open: list[OpenTicket]
+    again: list[tuple[int, int]]
+    evaluations: list[Evaluation]
+    staleness: dict[int, int]
+    reasons: dict[str, int]
+
+
+@dataclass
+class _Round:
+    """A held-out evaluation under way."""
+
+    version: int
+    open: dict[int, OpenTicket]
+    rewards: list[float] = field(default_factory=list[float])
+    oldest: list[int] = field(default_factory=list[int])
+    newest: list[int] = field(default_factory=list[int])
+    failed: int = 0
+
+    def result(self) -> Evaluation:
+        return Evaluation(
+            version=self.version,
+            accuracy=float(np.mean(self.rewards)) if self.rewards else float("nan"),
+            samples=len(self.rewards),
+            failed=self.failed,
+            versions=(min(self.oldest, default=self.version), max(self.newest, default=self.version)),
+        )
+
+
+class Scheduler:
+    """Lives as long as its kernel. `keep` is the algorithm's filter on finished groups."""
+
+    def __init__(self, settings: Settings, keep: Callable[[Group], bool] = lambda group: True) -> None:
+        self.settings = settings
+        self.version = 0
+        self.evaluations: list[Evaluation] = []
+        self.staleness: Counter[int] = Counter()
+        """Trajectories trained, by staleness."""
+        self.reasons: Counter[str] = Counter()
+        """Why tickets were filtered, expired or failed."""
+        self._keep = keep
+        self._ledger = Ledger()
+        self._open: dict[int, OpenTicket] = {}
+        self._training: tuple[int, ...] | None = None
+        self._cursor = 0
+        self._again: deque[tuple[int, int]] = deque()
+        """Rows to be issued again, with how often they were dropped."""
+        self._order: tuple[int, list[int]] = (-1, [])
+        self._round: _Round | None = None
+        self._eval_ids = 0
+        self._attempts_from = 0
+        self._floor = 0
+        self._failures_in_a_row = 0
+        self._state: Literal["new", "first evaluation", "training", "last evaluation", "over"] = "new"
+        self._closing = False
+        self._commands: list[Command] = []
+
+    # ------------------------------------------------------------------------------------- views
+
+    @property
+    def ledger(self) -> Ledger:
+        """The accounts as they stand."""
+        return msgspec.structs.replace(self._ledger, in_flight=len(self._open))
+
+    @property
+    def evaluating(self) -> int | None:
+        """Version of the evaluation under way."""
+        return self._round.version if self._round else None
+
+    @property
+    def evaluating_exactly(self) -> bool:
+        """Whether no swap of weights may happen now: the first or the last evaluation is under way."""
+        return self._state in ("first evaluation", "last evaluation")
+
+    @property
+    def training(self) -> bool:
+        """Whether a batch is being trained."""
+        return self._training is not None
+
+    @property
+    def done_groups(self) -> list[GroupDone]:
+        """Finished groups that wait to be trained, in the order they would be taken."""
+        return [ticket.done for ticket in self._ready() if ticket.done is not None]
+
+    def waiting_for(self) -> str:
+        """What the next step waits for, in a few words."""
+        if self._state in ("first evaluation", "last evaluation"):
+            return f"evaluation of version {self.evaluating}"
+        if self._training is not None:
+            return "the train step"
+        if self._state != "training":
+            return self._state
+        ready, size = self._ready(), self.settings.batch_size
+        if len(ready) < size:
+            return f"{size - len(ready)} of {size} groups"
+        late = self._blocking(ready[:size])
+        if late is None:
+            return "nothing"
+        by = f" at {late.worker}" if late.worker else ""
+        return f"ticket {late.id}{by}, due by version {late.deadline(self.settings.max_staleness)}"
+
+    def commands(self) -> list[Command]:
+        """What is to be done, in order; each is given out once."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def snapshot(self) -> Snapshot:
+        """The state between two steps, from which `restore` goes on."""
+        assert self._training is None, "a snapshot is taken between steps"
+        return Snapshot(
+            version=self.version,
+            ledger=self.ledger,
+            cursor=self._cursor,
+            open=[msgspec.structs.replace(ticket) for ticket in self._open.values()],
+            again=list(self._again),
+            evaluations=list(self.evaluations),
+            staleness=dict(self.staleness),
+            reasons=dict(self.reasons),
+        )
+
+    # ------------------------------------------------------------------------------------ events
+
+    def start(self) -> None:
+        """The run begins, or goes on after `restore`."""
+        if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
+            self._state = "first evaluation"
+            self._begin_round()
+        else:
+            self._state = "training"
+        self._reissue_all()
+        self._proceed()
+
+    def restore(self, snapshot: Snapshot, *, attempts_from: int) -> None:
+        """Take up a former kernel's state. What its workers finished may then be told by `replay` and
+        `group_done`, until `start`, which issues the rest again; attempts are numbered from
+        `attempts_from`, and what earlier ones still bring after `start` is void."""
+        self.version = snapshot.version
+        self._floor = snapshot.version
+        self._attempts_from = attempts_from
+        self._ledger = msgspec.structs.replace(snapshot.ledger, in_flight=0)
+        self._cursor = snapshot.cursor
+        self._open = {ticket.id: msgspec.structs.replace(ticket) for ticket in snapshot.open}
+        for ticket in self._open.values():
+            ticket.tries, ticket.worker = 0, ""
+        self._again = deque(snapshot.again)
+        self.evaluations = list(snapshot.evaluations)
+        self.staleness = Counter(snapshot.staleness)
+        self.reasons = Counter(snapshot.reasons)
+
+    def close(self) -> None:
+        """Issue nothing more and start no further batch: the run is being interrupted."""
+        self._closing = True
+
+    def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
+        """A rollout worker has taken an attempt."""
+        found = self._find(purpose, ticket)
+        if found is not None and found.attempt == attempt:
+            found.worker = worker
+
+    def first_token(self, ticket: int, version: int) -> None:
+        """The version of a training ticket's oldest token is known before its group is finished."""
+        found = self._open.get(ticket)
+        if found is not None and found.done is None and found.min_version <= version <= self.version:
+            found.oldest = version if found.oldest is None else min(found.oldest, version)
+            self._proceed()
+
+    def group_done(self, group: GroupDone) -> None:
+        """All trajectories of a ticket are in the log. The first complete attempt wins."""
+        found = self._find(group.purpose, group.ticket)
+        if found is None or found.done is not None or self._void(group.attempt):
+            return
+        oldest = min(member.oldest for member in group.members)
+        newest = max(member.newest for member in group.members)
+        if not found.min_version <= oldest <= newest <= self.version:
+            # A version is a claim. This one cannot be true, or its engine broke the ticket's terms.
+            reason = f"tokens of versions {oldest} to {newest}; allowed {found.min_version} to {self.version}"
+            self.group_failed(GroupFailed(group.purpose, found.id, found.attempt, group.worker, reason))
+            return
+        if group.attempt != found.attempt and self._state != "new":
+            self._commands.append(Withdraw(group.purpose, found.id, found.attempt))
+        if group.purpose == "eval":
+            self._evaluated(found, group)
+            return
+        self._failures_in_a_row = 0
+        found.done = group
+        found.oldest = oldest
+        lengths = tuple(member.sampled for member in group.members)
+        if not self._keep(Group(tuple(member.reward for member in group.members), lengths)):
+            self._retire(found, "filtered", "by the algorithm")
+        self._proceed()
+
+    def group_failed(self, failure: GroupFailed) -> None:
+        """The present attempt of a ticket gives no group; failures of former attempts do not count."""
+        found = self._find(failure.purpose, failure.ticket)
+        if found is None or found.done is not None:
+            return
+        if failure.attempt != found.attempt and self._state != "new":
+            return
+        if failure.purpose == "eval":
+            self._evaluated(found, None)
+        elif failure.filtered:
+            self._retire(found, "filtered", failure.reason)
+        else:
+            self._fail(found, failure.reason)
+        self._proceed()
+
+    def worker_lost(self, worker: str) -> None:
+        """A rollout worker is gone: what it had is issued again."""
+        rounds = self._round.open if self._round else {}
+        accounts: dict[Purpose, dict[int, OpenTicket]] = {"train": self._open, "eval": rounds}
+        for purpose, tickets in accounts.items():
+            for ticket in list(tickets.values()):
+                if ticket.worker == worker and ticket.done is None:
+                    self._reissue(purpose, ticket, f"its worker {worker} was lost")
+        self._proceed()
+
+    def step_finished(self) -> None:
+        """The batch that was started is trained and its weights are published."""
+        assert self._training is not None, "no batch was started"
+        for id in self._training:
+            ticket = self._open.pop(id)
+            assert ticket.done is not None
+            self._ledger.trained += 1
+            self.staleness.update(self.version - member.oldest for member in ticket.done.members)
+        self._training = None
+        self.version += 1
+        every = self.settings.evaluation_every
+        due = every and self.version % every == 0 and self.version < self.settings.steps
+        if due and self._round is None and self.settings.evaluation_rows and self._state == "training":
+            self._begin_round()
+        self._proceed()
+
+    def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
+        """After `restore`: the next batch as the journal has it, instead of one of its own making.
+
+        Args:
+            tickets: those of the batch.
+            groups: what the log holds for these tickets, by whatever attempt was trained.
+        """
+        assert self._training is None
+        finished = {group.ticket: group for group in groups}
+        self._training = tuple(sorted(tickets))
+        for id in self._training:
+            self._open_up_to(id)
+            self._open[id].done = finished[id]
+            self._open[id].oldest = min(member.oldest for member in finished[id].members)
+        return StartBatch(self.version, tuple(finished[id] for id in self._training))
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _proceed(self) -> None:
+        """Do whatever the present state allows: batch, issue, end."""
+        if self._state != "training":
+            return
+        self._start_batch()
+        self._admit()
+        if self.version == self.settings.steps and self._round is None:
+            self._end()
+
+    def _end(self) -> None:
+        evaluated = any(evaluation.version == self.version for evaluation in self.evaluations)
+        if self.settings.evaluation_rows and not evaluated and not self._closing:
+            self._state = "last evaluation"
+            self._begin_round()
+        else:
+            self._state = "over"
+            self._commands.append(Finish())
+
+    # ------------------------------------------------------------------------- tickets and ledger
+
+    def _admit(self) -> None:
+        """Issue while fewer than (η + 1)·B are in flight, but no more than the remaining steps can use."""
+        settings = self.settings
+        wanted = settings.steps * settings.batch_size - self._ledger.trained
+        room = min((settings.max_staleness + 1) * settings.batch_size, wanted)
+        while len(self._open) < room and not self._closing:
+            self._reissue("train", self._open_next(), "")
+
+    def _open_next(self) -> OpenTicket:
+        row, drops = self._again.popleft() if self._again else (self._next_row(), 0)
+        oldest_possible = self._floor if self._state == "new" else self.version
+        ticket = OpenTicket(self._ledger.issued, row, oldest_possible, drops)
+        self._ledger.issued += 1
+        self._open[ticket.id] = ticket
+        return ticket
+
+    def _open_up_to(self, id: int) -> None:
+        """After `restore`: the former kernel had issued this ticket, so it and those before it are open."""
+        most = self._ledger.issued + (self.settings.max_staleness + 1) * self.settings.batch_size
+        while self._ledger.issued <= id < most:
+            self._open_next()
+
+    def _next_row(self) -> int:
+        """Rows epoch by epoch, each epoch in an order of its own drawn from the seed."""
+        epoch, place = divmod(self._cursor, self.settings.rows)
+        if self._order[0] != epoch:
+            order = np.arange(self.settings.rows)
+            if self.settings.shuffle:
+                order = np.random.default_rng([abs(self.settings.seed), epoch]).permutation(order)
+            self._order = (epoch, order.tolist())
+        self._cursor += 1
+        return self._order[1][place]
+
+    def _reissue(self, purpose: Purpose, ticket: OpenTicket, reason: str) -> None:
+        """Issue the next attempt of a ticket. Its `min_version` stays: a former attempt may yet win."""
+        if ticket.tries == self.settings.max_attempts:
+            reason = f"issued {ticket.tries} times; at last {reason}"
+            self._evaluated(ticket, None) if purpose == "eval" else self._fail(ticket, reason)
+            return
+        if ticket.worker:
+            self._commands.append(Withdraw(purpose, ticket.id, ticket.attempt))
+        ticket.attempt = max(ticket.attempt, self._attempts_from) + 1
+        ticket.tries += 1
+        ticket.worker = ""
+        samples = self.settings.group_size if purpose == "train" else self.settings.evaluation_samples
+        self._commands.append(
+            Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, ticket.min_version, samples))
+        )
+
+    def _reissue_all(self) -> None:
+        """After a restart nobody works on the tickets that were in flight: they begin anew."""
+        for ticket in list(self._open.values()):
+            if ticket.done is None:
+                ticket.min_version, ticket.oldest = self.version, None
+                self._reissue("train", ticket, "")
+
+    def _void(self, attempt: int) -> bool:
+        """Whether an attempt is a former kernel's that was given up."""
+        return self._state != "new" and attempt <= self._attempts_from
+
+    def _find(self, purpose: Purpose, ticket: int) -> OpenTicket | None:
+        if purpose == "train":
+            if self._state == "new":
+                self._open_up_to(ticket)
+            found = self._open.get(ticket)
+            return None if self._training is not None and ticket in self._training else found
+        return self._round.open.get(ticket) if self._round else None
+
+    def _retire(
+        self, ticket: OpenTicket, account: Literal["filtered", "expired", "failed"], reason: str
+    ) -> None:
+        del self._open[ticket.id]
+        setattr(self._ledger, account, getattr(self._ledger, account) + 1)
+        self.reasons[f"{account}: {reason}"] += 1
+
+    def _fail(self, ticket: OpenTicket, reason: str) -> None:
+        self._retire(ticket, "failed", reason)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row == self.settings.max_failures:
+            count = self._failures_in_a_row
+            self._commands.append(Fail(f"{count} tickets failed one after the other; the last: {reason}"))
+            self._closing = True
+
+    # -------------------------------------------------------------------------------- the batches
+
+    def _ready(self) -> list[OpenTicket]:
+        """Finished groups, earliest deadline first."""
+        if self._training is not None:
+            busy = set(self._training)
+            ready = [ticket for ticket in self._open.values() if ticket.done and ticket.id not in busy]
+        else:
+            ready = [ticket for ticket in self._open.values() if ticket.done]
+        bound = self.settings.max_staleness
+        return sorted(ready, key=lambda ticket: (ticket.deadline(bound), ticket.id))
+
+    def _start_batch(self) -> None:
+        """Make a batch, if enough groups are finished and it leaves no deadline that cannot be met."""
+        if self._training is not None or self._closing or self.version == self.settings.steps:
+            return
+        batch = self._ready()[: self.settings.batch_size]
+        if len(batch) < self.settings.batch_size:
+            return
+        while (late := self._blocking(batch)) is not None:
+            if self.settings.on_late == "wait":
+                return
+            self._expire(late)
+        chosen = sorted(batch, key=lambda ticket: ticket.id)
+        self._training = tuple(ticket.id for ticket in chosen)
+        groups = tuple(ticket.done for ticket in chosen if ticket.done is not None)
+        self._commands.append(StartBatch(self.version, groups))
+
+    def _blocking(self, batch: list[OpenTicket]) -> OpenTicket | None:
+        """The unfinished ticket that has to be waited for, or None if the batch is admissible.
+
+        Admissible at version v: afterwards, for every j in -1..η, at most (j + 1)·B of the remaining
+        groups have a deadline of v + 1 + j or earlier, so that every later batch can be made in time.
+        (j = -1: none of them is due now.)
+        """
+        bound, size = self.settings.max_staleness, self.settings.batch_size
+        taken = {ticket.id for ticket in batch}
+        rest = [ticket for ticket in self._open.values() if ticket.id not in taken]
+        due = Counter(ticket.deadline(bound) - self.version - 1 for ticket in rest)
+        behind = 0
+        for j in range(-1, bound + 1):
+            behind += due[j]
+            if behind > (j + 1) * size:
+                # Admission sees to it that the surplus is unfinished: all finished ones are in the batch.
+                unfinished = [ticket for ticket in rest if ticket.done is None]
+                return min(unfinished, key=lambda ticket: (ticket.deadline(bound), ticket.id))
+        return None
+
+    def _expire(self, ticket: OpenTicket) -> None:
+        """Give a late ticket up, and issue its prompt again as a new one, a limited number of times."""
+        if ticket.attempt:
+            self._commands.append(Withdraw("train", ticket.id, ticket.attempt))
+        self._retire(ticket, "expired", f"due at version {self.version} and unfinished")
+        if ticket.drops + 1 < self.settings.max_attempts:
+            self._again.append((ticket.row, ticket.drops + 1))
+
+    # -------------------------------------------------------------------------------- evaluation
+
+    def _begin_round(self) -> None:
+        self._round = _Round(self.version, {})
+        for row in range(self.settings.evaluation_rows):
+            ticket = OpenTicket(self._eval_ids, row, self.version)
+            self._eval_ids += 1
+            self._round.open[ticket.id] = ticket
+            self._reissue("eval", ticket, "")
+
+    def _evaluated(self, ticket: OpenTicket, group: GroupDone | None) -> None:
+        """One row of the evaluation is through, with or without a result."""
+        under_way = self._round
+        assert under_way is not None
+        del under_way.open[ticket.id]
+        if group is None:
+            under_way.failed += 1
+        else:
+            for member in group.members:
+                under_way.rewards.append(member.metrics.get("accuracy", member.reward))
+                under_way.oldest.append(member.oldest)
+                under_way.newest.append(member.newest)
+        if under_way.open:
+            return
+        self._round = None
+        self.evaluations.append(under_way.result())
+        self._commands.append(EvaluationDone(self.evaluations[-1]))
+        if self._state == "first evaluation":
+            self._state = "training"
+            self._proceed()
+        elif self._state == "last evaluation":
+            self._state = "over"
+            self._commands.append(Finish())
+        else:
+            self._proceed()

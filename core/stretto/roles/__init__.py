@@ -1,0 +1,1 @@
+"""What each kind of worker process does. Private to the core: plugins import nothing from here."""

@@ -1,0 +1,179 @@
+"""The inference engine that draws its answers from a hat, token by token in stated time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup
+from numpy.typing import NDArray
+
+from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
+
+if TYPE_CHECKING:
+    from stretto import Context
+    from stretto.weights import WeightUpdate
+    from stretto_mock import MockInferenceConfig
+
+__all__ = ["MockInference"]
+
+_TICK_S = 0.01
+
+
+@dataclass
+class _Sample:
+    """One answer; its tokens are drawn at the start and come out as time passes."""
+
+    request: GenerateRequest
+    index: int
+    tokens: NDArray[np.int32]
+    finish: Finish
+    expires: float
+    credit: float = 0.0
+    """Tokens due, whole and part."""
+    sent: int = 0
+
+
+class MockInference:
+    """Each slot decodes at `tokens_per_s / slots`, like an engine bound by memory bandwidth."""
+
+    def __init__(self, config: MockInferenceConfig, context: Context) -> None:
+        del context
+        self._config = config
+        self._waiting: deque[_Sample] = deque()
+        self._running: list[_Sample] = []
+        self._version = -1
+        self._generated = 0
+        self._busy_s = 0.0
+        self._pauses: list[float] = []
+        self._paused = anyio.Lock()
+        self._emit: Emit | None = None
+        self._tasks: TaskGroup | None = None
+
+    async def start(self, emit: Emit) -> None:
+        """Begin to tick."""
+        self._emit = emit
+        self._tasks = await anyio.create_task_group().__aenter__()
+        self._tasks.start_soon(self._tick)
+
+    async def stop(self) -> None:
+        """Stop ticking."""
+        assert self._tasks is not None
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    def generate(self, request: GenerateRequest) -> None:
+        """Draw all answers at once; a second request with a running id is the same request."""
+        known = {sample.request.id for sample in (*self._waiting, *self._running)}
+        if request.id not in known:
+            expires = time.monotonic() + request.deadline_s
+            self._waiting.extend(self._draw(request, index, expires) for index in range(len(request.seeds)))
+
+    def abort(self, request: str) -> None:
+        """End what is left of a request."""
+        ended = [sample for sample in (*self._waiting, *self._running) if sample.request.id == request]
+        self._end(ended, "abort", "")
+
+    async def swap(self, update: WeightUpdate) -> SwapReport:
+        """Pause as long as stated, then serve the version."""
+        begun = time.monotonic()
+        async with self._paused:
+            await anyio.sleep(self._config.swap_s)
+            self._version = update.note.version
+        self._pauses.append(time.monotonic() - begun if self._config.swap_s else 0.0)
+        return SwapReport(self._version, update.note.digest, self._pauses[-1])
+
+    def load(self) -> Load:
+        """The figures so far."""
+        return Load(
+            version=self._version,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            slots=self._config.slots,
+            generated_tokens=self._generated,
+            busy_s=self._busy_s,
+            swaps=len(self._pauses),
+            pause_s=sum(self._pauses),
+            pause_max_s=max(self._pauses, default=0.0),
+        )
+
+    # ------------------------------------------------------------------------------------ private
+
+    def _draw(self, request: GenerateRequest, index: int, expires: float) -> _Sample:
+        config, limit = self._config, request.sampling.max_tokens
+        random = np.random.default_rng(request.seeds[index])
+        scale = random.lognormal(-(config.sigma**2) / 2, config.sigma)
+        length = max(1, round(config.mean_tokens * scale))
+        tokens = random.integers(config.vocab_size, size=min(length, limit), dtype=np.int32)
+        begun = len(request.begun[index]) if request.begun else 0
+        have = request.have[index] if request.have else 0
+        sample = _Sample(
+            request, index, tokens, "length" if length > limit else "stop", expires, float(begun)
+        )
+        sample.sent = max(begun, have)
+        return sample
+
+    async def _tick(self) -> None:
+        last = time.monotonic()
+        while True:
+            await anyio.sleep(_TICK_S)
+            async with self._paused:
+                now = time.monotonic()
+                passed, last = now - last, now
+                self._admit(now)
+                if self._running:
+                    self._busy_s += passed
+                    self._advance(passed * self._config.tokens_per_s / self._config.slots)
+
+    def _admit(self, now: float) -> None:
+        """Fill free slots in order of arrival with samples whose weights are there."""
+        late = [sample for sample in (*self._waiting, *self._running) if sample.expires < now]
+        self._end(late, "error", "deadline passed")
+        ready = [sample for sample in self._waiting if sample.request.min_version <= self._version]
+        for sample in sorted(ready, key=lambda sample: sample.request.priority):
+            if len(self._running) == self._config.slots:
+                break
+            self._waiting.remove(sample)
+            self._running.append(sample)
+
+    def _advance(self, tokens: float) -> None:
+        chunks: list[Chunk] = []
+        for sample in self._running:
+            sample.credit = min(sample.credit + tokens, len(sample.tokens))
+            upto = int(sample.credit)
+            done = upto == len(sample.tokens)
+            if upto > sample.sent or done:
+                chunks.append(self._chunk(sample, upto, sample.finish if done else ""))
+        self._running = [sample for sample in self._running if sample.sent < len(sample.tokens)]
+        if chunks:
+            self._send(chunks)
+
+    def _chunk(self, sample: _Sample, upto: int, finish: Finish, error: str = "") -> Chunk:
+        new = sample.tokens[sample.sent : upto]
+        chunk = Chunk(
+            request=sample.request.id,
+            sample=sample.index,
+            position=sample.sent,
+            tokens=new,
+            logprobs=np.full(len(new), -np.log(self._config.vocab_size), np.float32),
+            versions=np.full(len(new), self._version, np.int32),
+            finish=finish,
+            error=error,
+        )
+        sample.sent = max(upto, sample.sent)
+        self._generated += len(new)
+        return chunk
+
+    def _end(self, samples: list[_Sample], finish: Finish, error: str) -> None:
+        if samples:
+            self._waiting = deque(sample for sample in self._waiting if sample not in samples)
+            self._running = [sample for sample in self._running if sample not in samples]
+            self._send([self._chunk(sample, sample.sent, finish, error) for sample in samples])
+
+    def _send(self, chunks: list[Chunk]) -> None:
+        assert self._emit is not None, "start comes first"
+        self._emit(chunks)

@@ -1,0 +1,59 @@
+"""The training engine that only takes its time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from stretto import Context
+    from stretto.algorithm import Loss
+    from stretto.batch import Batch
+    from stretto_mock import MockTrainingConfig
+
+__all__ = ["MockTraining"]
+
+
+class MockTraining:
+    """Its one weight counts the optimizer steps, so versions differ and a checkpoint can be compared."""
+
+    def __init__(self, config: MockTrainingConfig, context: Context) -> None:
+        del context
+        self._config = config
+        self._steps = 0
+
+    def load(self, folder: Path | None) -> None:
+        """Start at 0, or where a checkpoint stands."""
+        self._steps = 0 if folder is None else json.loads((folder / "mock.json").read_text())["steps"]
+
+    def forward(self, batch: Batch, *, temperature: float) -> Tensor:
+        """The behaviour policy's own logprobs, as if nothing had been learned since."""
+        del temperature
+        return batch["behaviour_logprobs"]
+
+    def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
+        """Sleep as long as a step is said to take."""
+        del loss, temperature
+        seconds = self._config.seconds_per_step
+        if self._config.tokens_per_s is not None:
+            seconds += batch.num_tokens / self._config.tokens_per_s
+        time.sleep(seconds)
+        self._steps += 1
+        return {"loss": 0.0, "grad_norm": 0.0, "lr": self._config.lr, "micro_batches": 1.0}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The count."""
+        yield "steps", torch.tensor([self._steps])
+
+    def save(self, folder: Path) -> None:
+        """The count, as JSON."""
+        (folder / "mock.json").write_text(json.dumps({"steps": self._steps}))
+
+    def stop(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,80 @@
+"""The `torch` engines: sampling and training in plain PyTorch, on CPU or one GPU a process.
+
+Importing this module imports neither torch nor transformers; the factory does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+from stretto.component import Component, Context, NonNegativeFloat, PositiveInt, Problem
+from stretto.engine import InferenceConfig, InferenceEngine
+from stretto.errors import PluginError
+from stretto.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from stretto.config import RunConfig
+
+__all__ = ["TorchInferenceConfig", "stretto_inference"]
+
+
+class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """In-process continuous batching with PyTorch.
+
+    `deterministic` makes prompts be computed one at a time instead of together: about a fifth fewer
+    tokens a second on a model of 0.2 M parameters with long-tailed answers, a few percent with groups
+    of samples, whose prompt is computed once either way. It ties the bits to the processor, the number
+    of threads and the versions of torch and its libraries, and to nothing else.
+    """
+
+    slots: PositiveInt = 32
+    """Samples decoded at once. More raises the tokens a second of all and lowers those of each; each
+    costs `context_length` tokens of cache. On one core the gain flattens out at about 32."""
+    context_length: PositiveInt | None = None
+    """Tokens a slot can hold, prompt and answer together. None takes what the model was made for, at
+    most 4096, because the cache of every slot is allocated at the start."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes a GPU if the process can see one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and cache. In float32 the logprobs agree with a float32 trainer's to about 1e-5;
+    bfloat16 halves memory and moves them by about 0.05, which the trainer has to correct for."""
+    linear: Literal["auto", "torch", "onednn"] = "auto"
+    """Kernels of large float32 products on a CPU. torch calls MKL, which has half the speed of oneDNN
+    on AMD; oneDNN is reached through a private operator. `auto` measures once at the start, or takes
+    torch if `deterministic`, where bits must not hang on a measurement."""
+    evaluation_delay_s: NonNegativeFloat = 2.0
+    """A request of priority 1 is served as if it had come so many seconds later: training goes first,
+    and evaluation still has its turn under any load."""
+
+
+def _make_inference(config: TorchInferenceConfig, context: Context) -> InferenceEngine:
+    try:
+        from stretto_torch.inference import TorchInferenceEngine
+    except ImportError as error:
+        raise PluginError(
+            f"the torch engine needs {error.name}: pip install 'stretto[torch]'", kind="inference", name="torch"
+        ) from error
+    return TorchInferenceEngine(config, context)
+
+
+def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[Problem]:
+    if config.device == "cuda" and not config.gpus:
+        yield Problem("inference.gpus", "is 0, but inference.device is 'cuda'; set it to 1")
+    longest = run.sampling.max_tokens
+    if config.context_length is not None and longest >= config.context_length:
+        yield Problem(
+            "inference.context_length",
+            f"is {config.context_length}; a prompt and sampling.max_tokens ({longest}) need more",
+        )
+
+
+@hookimpl
+def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
+    yield Component(
+        name="torch",
+        factory=_make_inference,
+        config=TorchInferenceConfig,
+        summary="samples in process with PyTorch: continuous batching, exact versions, bit-reproducible",
+        check=_check_inference,
+    )

@@ -1,0 +1,245 @@
+"""Continuous batching: requests come in, tokens go out, weights change in between.
+
+Everything here happens in the engine's compute thread, one call after the other. Nothing waits: the
+thread in `inference.py` does, and asks for one step at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.engine import Chunk, Finish, GenerateRequest
+from stretto_torch.model import Model
+from stretto_torch.requests import Job, Refusal, Sample, open_job
+from stretto_torch.slots import NO_TOKENS, Answer, Ending, Slots
+from stretto_torch.stops import StopStrings
+from stretto_torch.swap import Targets
+from stretto_torch.waiting import WaitingLine
+
+
+@dataclass
+class Figures:
+    """Totals since the start. Written by the compute thread, read by any."""
+
+    generated_tokens: int = 0
+    busy_s: float = 0.0
+    swaps: int = 0
+    pause_s: float = 0.0
+    pause_max_s: float = 0.0
+
+
+class Batcher:
+    """One model being served.
+
+    Args:
+        model: the loaded model.
+        tokenizer: gives its tokenizer; called only if a request has stop strings.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Callable[[], Any],
+        *,
+        deterministic: bool,
+        recompute_on_swap: bool,
+        evaluation_delay_s: float,
+    ) -> None:
+        self.version = -1
+        self.figures = Figures()
+        self._model = model
+        self._tokenizer = tokenizer
+        self._deterministic = deterministic
+        self._recompute_on_swap = recompute_on_swap
+        self._slots = Slots(model.decoder, model.shapes, model.eos, one_by_one=deterministic)
+        # With many slots, computing several new prompts together saves more than the slots lose by
+        # standing empty for a few steps.
+        self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
+        self._waiting = WaitingLine(evaluation_delay_s)
+        self._jobs: dict[str, Job] = {}
+        self._next_deadline = inf  # of a job; perhaps of one that has ended
+        self._chunks: list[Chunk] = []
+
+    # -------------------------------------------------------------------------- what is asked of it
+
+    def take(self, request: GenerateRequest, arrived: float) -> None:
+        """Take a request that arrived at some time of `time.monotonic`."""
+        if request.id in self._jobs:
+            return
+        try:
+            job = open_job(
+                request,
+                arrived,
+                vocabulary=self._model.decoder.vocabulary,
+                context=self._model.shapes.context,
+                deterministic=self._deterministic,
+            )
+            if request.sampling.stop:
+                job.stops = StopStrings(request.sampling.stop, self._tokenizer())
+        except Refusal as refusal:
+            self._chunks += error_chunks(request, str(refusal))
+            return
+        self._jobs[request.id] = job
+        self._next_deadline = min(self._next_deadline, job.deadline)
+        for sample in tuple(job.samples):
+            if finish := self._finish_of_begun(sample):
+                self._end(sample, finish)
+        self._waiting.add(job, arrived)
+
+    def abort(self, request: str) -> None:
+        """End what is left of a request."""
+        if request in self._jobs:
+            self._end_all(self._jobs[request].samples, "abort")
+
+    def fail(self, why: str) -> list[Chunk]:
+        """The last chunks of a batcher that cannot go on: an error for each unfinished sample."""
+        for job in self._jobs.values():
+            self._chunks += [_chunk(sample, NO_TOKENS, "error", why) for sample in job.samples]
+        return self._chunks
+
+    def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
+        """Serve these checked weights from the next token on. Returns the seconds it took."""
+        started = monotonic()
+        self.targets.load(tensors)
+        self.version = version
+        ahead = [sample for sample in self._slots.running if sample.job.request.min_version > version]
+        self._end_all(ahead, "error", f"the weights went back to version {version}")
+        if self._recompute_on_swap:
+            self._slots.recompute()
+        for job in self._jobs.values():
+            job.shared = None
+        self._waiting.set_version(version)
+        if self._model.decoder.cache.device.type == "cuda":
+            torch.cuda.synchronize()
+        pause_s = monotonic() - started
+        self.figures.swaps += 1
+        self.figures.pause_s += pause_s
+        self.figures.pause_max_s = max(self.figures.pause_max_s, pause_s)
+        return pause_s
+
+    # ------------------------------------------------------------------------------- what it does
+
+    @property
+    def targets(self) -> Targets:
+        """Where weights go."""
+        return self._model.decoder.targets
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._slots.running or self._waiting.ready)
+
+    @property
+    def running(self) -> int:
+        """Samples being decoded."""
+        return len(self._slots.running)
+
+    @property
+    def waiting(self) -> int:
+        """Samples without a slot."""
+        return len(self._waiting)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `step` must be called even if there is nothing to do."""
+        return self._next_deadline
+
+    def step(self) -> None:
+        """Fill free slots if that is worth it, and draw one token of every running sample."""
+        started = monotonic()
+        if started >= self._next_deadline:
+            self._expire(started)
+        self._refill()
+        if self._slots.running:
+            self.figures.generated_tokens += len(self._slots.running)
+            self._take_out(self._slots.step(self.version))
+            self.figures.busy_s += monotonic() - started
+
+    def collect(self) -> list[Chunk]:
+        """All that is new since the last call."""
+        for sample in self._slots.running:
+            if self._slots.length(sample) > sample.sent:
+                answer = self._slots.answer(sample, sample.sent)
+                self._chunks.append(_chunk(sample, answer))
+                sample.sent += len(answer.tokens)
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def _refill(self) -> None:
+        free, ready = self._slots.free, self._waiting.ready
+        if not free or not ready or free < min(self._refill_from, ready):
+            return
+        samples: list[Sample] = []
+        while len(samples) < free and self._waiting.ready:
+            samples.append(self._waiting.pop())
+        self.figures.generated_tokens += len(samples)
+        self._take_out(self._slots.admit(samples, self.version))
+
+    # ------------------------------------------------------------------------------------ endings
+
+    def _finish_of_begun(self, sample: Sample) -> Finish:
+        """The finish of an answer that was complete when it came."""
+        begun, job = sample.begun, sample.job
+        if not len(begun):
+            return ""
+        if int(begun[-1]) in self._model.eos or (job.stops is not None and job.stops.end(begun)):
+            return "stop"
+        return "length" if len(begun) == job.request.sampling.max_tokens else ""
+
+    def _expire(self, now: float) -> None:
+        for job in [job for job in self._jobs.values() if job.deadline <= now]:
+            self._end_all(job.samples, "error", f"not finished within {job.request.deadline_s:g} s")
+        self._next_deadline = min((job.deadline for job in self._jobs.values()), default=inf)
+
+    def _take_out(self, endings: Iterable[Ending]) -> None:
+        """Say what ended by itself and has left its slot."""
+        for ending in endings:
+            self._end(ending.sample, ending.finish, ending.error, ending.unsent)
+
+    def _end_all(self, samples: Iterable[Sample], finish: Finish, error: str = "") -> None:
+        """End samples before their time, running or waiting."""
+        samples = tuple(samples)
+        running = [sample for sample in samples if sample.row >= 0]
+        unsent = {sample: self._slots.answer(sample, sample.sent) for sample in running}
+        self._slots.remove(running)
+        for sample in samples:
+            if sample not in unsent:
+                self._waiting.leave()
+            self._end(sample, finish, error, unsent.get(sample, NO_TOKENS))
+
+    def _end(self, sample: Sample, finish: Finish, error: str = "", unsent: Answer = NO_TOKENS) -> None:
+        self._chunks.append(_chunk(sample, unsent, finish, error))
+        sample.ended = True
+        job = sample.job
+        job.samples.remove(sample)
+        if not job.samples:
+            del self._jobs[job.request.id]
+
+
+def error_chunks(request: GenerateRequest, why: str) -> list[Chunk]:
+    """The answer to a request that is not served at all."""
+    positions = request.have or (0,) * max(1, len(request.seeds))
+    return [
+        Chunk(request.id, i, position, NO_TOKENS.tokens, NO_TOKENS.logprobs, NO_TOKENS.versions, "error", why)
+        for i, position in enumerate(positions)
+    ]
+
+
+def _chunk(sample: Sample, answer: Answer, finish: Finish = "", error: str = "") -> Chunk:
+    return Chunk(
+        request=sample.job.request.id,
+        sample=sample.index,
+        position=sample.sent,
+        tokens=answer.tokens,
+        logprobs=answer.logprobs,
+        versions=answer.versions,
+        finish=finish,
+        error=error,
+    )

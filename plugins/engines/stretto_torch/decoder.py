@@ -1,0 +1,70 @@
+"""What the engine asks of a model: fill a slot with a prompt, and decode one token of every row.
+
+There are two: `decoder_fast` is written by hand for the Llama and Qwen families, `decoder_hf` runs any
+causal language model of transformers. `model.py` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from stretto_torch.kv import SlotCache
+from stretto_torch.shapes import Span
+from stretto_torch.swap import Targets
+
+
+class Decoder(Protocol):
+    """A model with a slot cache. N: prompts, P: columns, R: rows, V: vocabulary.
+
+    A row's logits depend on nothing but what its own slot holds, up to rounding.
+    """
+
+    @property
+    def name(self) -> str:
+        """For logs: which decoder, of which architecture."""
+        ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def cache(self) -> SlotCache: ...
+
+    @property
+    def targets(self) -> Targets:
+        """Where new weights go."""
+        ...
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """Lengths, ascending, at which it pays to attend separately to the rows beyond; may be empty."""
+        ...
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+        """Compute prompts from their first token on and store their keys and values in slots.
+
+        Args:
+            tokens: (N, P) int64, padded on the right with any tokens.
+            lengths: (N,) int64, each >= 1.
+            rows: (N,) int64, the slot of each prompt.
+
+        Returns:
+            (N, V) float32 logits after the last token of each prompt.
+        """
+        ...
+
+    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Compute one more token of rows 0..R-1, storing its keys and values.
+
+        Args:
+            tokens: (R,) int64.
+            positions: (R,) int64; row r attends to its positions 0..positions[r].
+            spans: cover the rows 0..R-1 in order.
+
+        Returns:
+            (R, V) float32 logits after each token.
+        """
+        ...

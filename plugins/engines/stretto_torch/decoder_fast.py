@@ -1,0 +1,218 @@
+"""A decoder written by hand for models built like Llama, Mistral, Qwen2 and Qwen3.
+
+A decode step of a small model is mostly the cost of starting kernels, so this one has as few as
+possible: query, key and value in one product, gate and up in one, residuals added by the product before
+them, rotary embedding as one complex multiplication. For that, rows of the query and key weights are
+reordered when they are loaded: what Hugging Face pairs as (i, i + D/2) stands at (2i, 2i + 1).
+
+N: tokens computed at once, D: head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto_torch.attention import Attend, Heads, SlotAttention, over_prompts
+from stretto_torch.kv import LayerShape, SlotCache
+from stretto_torch.linear import Linear, OnednnFrom
+from stretto_torch.shapes import Span, padded_rows
+from stretto_torch.swap import Target, Targets, tied_names
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Rotary variants whose frequencies follow from the config alone. Others change with the length.
+_ROPES = ("default", "linear", "llama3", "yarn")
+
+
+class Unsuitable(Exception):
+    """The hand-written decoder cannot run this model; the message says why."""
+
+
+class FastDecoder:
+    """Keeps `stretto_torch.decoder.Decoder`, with fused weights of its own.
+
+    Args:
+        model: a causal language model of transformers; not kept.
+        rows: rows of the cache.
+        length: tokens of a slot.
+        onednn_from: which products go to oneDNN.
+
+    Raises:
+        Unsuitable: if the model is built otherwise. Whether what was accepted computes the same as
+            transformers is for `model.py` to test.
+    """
+
+    classes = (128, 512, 2048)
+
+    def __init__(self, model: Any, rows: int, length: int, onednn_from: OnednnFrom) -> None:
+        config = model.config
+        _check(model)
+        self.name = f"hand-written {config.model_type}"
+        self.vocabulary: int = config.vocab_size
+        self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, _head_dim(config))
+        self._eps: float = config.rms_norm_eps
+
+        weights = _Weights(model.state_dict(), self._heads.dim, onednn_from)
+        self._embedding = weights.take("model.embed_tokens.weight")
+        self._layers = [_layer(weights, f"model.layers.{i}") for i in range(config.num_hidden_layers)]
+        self._norm = weights.take("model.norm.weight")
+        self._head = weights.linear("lm_head", tied_to=self._embedding)
+        self.targets = weights.load()
+
+        device, dtype = self._embedding.device, self._embedding.dtype
+        layer = LayerShape(self._heads.kv, self._heads.dim)
+        self.cache = SlotCache([layer] * len(self._layers), rows, length, device, dtype)
+        self._attention = SlotAttention(self.cache, self._heads)
+        self._positions = torch.arange(length, device=device)
+        self._rotations = _rotations(model.model.rotary_emb, self._positions)
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+        """See `Decoder`."""
+        count, columns = tokens.shape
+        positions = self._positions[:columns].repeat(count)
+        attend = over_prompts(self.cache, self._heads, rows, columns)
+        hidden = self._forward(tokens.flatten(), positions, attend)
+        last = torch.arange(count, device=tokens.device) * columns + lengths - 1
+        # Padded like the rows of a step: a product of fewer gives other bits.
+        return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]
+
+    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+        """See `Decoder`."""
+        return self._logits(self._forward(tokens, positions, self._attention.at(positions, spans)))
+
+    def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states (N, hidden) of tokens (N,) at positions (N,), before the last norm."""
+        hidden = F.embedding(tokens, self._embedding)
+        rotations = self._rotations[positions].unsqueeze(1)
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(self._normed(hidden, layer.attention_norm))
+            self._rotate(layer, qkv, rotations)
+            hidden = layer.out.added_to(hidden, attend(index, qkv))
+            gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+            hidden = layer.down.added_to(hidden, F.silu(gate).mul_(up))
+        return hidden
+
+    def _rotate(self, layer: _Layer, qkv: Tensor, rotations: Tensor) -> None:
+        """Norm (where the model does) and rotate queries and keys in place. `rotations`: (N, 1, D / 2)."""
+        queries, both, dim = self._heads.query, self._heads.query + self._heads.kv, self._heads.dim
+        heads = qkv[:, : both * dim].view(len(qkv), both, dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            heads[:, :queries] = self._normed(heads[:, :queries], layer.query_norm)
+            heads[:, queries:] = self._normed(heads[:, queries:], layer.key_norm)
+        pairs = torch.view_as_complex(heads.float().view(len(qkv), both, dim // 2, 2)).mul_(rotations)
+        if heads.dtype != torch.float32:  # then `pairs` is no view of `qkv`
+            heads.copy_(torch.view_as_real(pairs).flatten(2))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._head(self._normed(hidden, self._norm)).float()
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+def _layer(weights: _Weights, prefix: str) -> _Layer:
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return _Layer(
+        attention_norm=weights.take(f"{prefix}.input_layernorm.weight"),
+        qkv=weights.linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+        query_norm=weights.find(f"{attention}.q_norm.weight"),
+        key_norm=weights.find(f"{attention}.k_norm.weight"),
+        out=weights.linear(f"{attention}.o_proj"),
+        mlp_norm=weights.take(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        down=weights.linear(f"{mlp}.down_proj"),
+    )
+
+
+class _Weights:
+    """Allocates the decoder's weights and notes where each tensor of a checkpoint goes in them."""
+
+    def __init__(self, state: Mapping[str, Tensor], head_dim: int, onednn_from: OnednnFrom) -> None:
+        self._state = state
+        self._tied = tied_names(state)
+        self._targets: dict[str, Target] = {}
+        self._head_dim = head_dim
+        self._onednn_from = onednn_from
+
+    def find(self, *names: str) -> Tensor | None:
+        """Room for these tensors, one above the other; None if the model has not all of them."""
+        if any(name not in self._state for name in names):
+            return None
+        tensors = [self._state[name] for name in names]
+        heights = [len(tensor) for tensor in tensors]
+        whole = tensors[0].new_empty(sum(heights), *tensors[0].shape[1:])
+        for name, part in zip(names, whole.split(heights), strict=True):
+            self._targets[name] = Target(part, self._order(name, len(part)))
+        return whole
+
+    def take(self, *names: str) -> Tensor:
+        """The same, where the decoder cannot do without."""
+        whole = self.find(*names)
+        if whole is None:
+            raise Unsuitable(f"it lacks one of the tensors {', '.join(names)}")
+        return whole
+
+    def linear(self, *names: str, tied_to: Tensor | None = None) -> Linear:
+        """The product with several weights at once."""
+        weights = [f"{name}.weight" for name in names]
+        weight = tied_to if tied_to is not None and self._tied.issuperset(weights) else self.take(*weights)
+        return Linear(weight, self.find(*(f"{name}.bias" for name in names)), self._onednn_from)
+
+    def load(self) -> Targets:
+        """Fill everything from the model itself."""
+        unknown = self._state.keys() - self._targets.keys() - self._tied
+        if unknown:
+            raise Unsuitable(f"it has tensors this decoder does not know: {', '.join(sorted(unknown)[:3])}")
+        targets = Targets(self._targets, self._tied)
+        targets.load(self._state)
+        return targets
+
+    def _order(self, name: str, height: int) -> Tensor | None:
+        """Row 2i of a head takes row i, row 2i + 1 takes row i + D/2, in what gets rotated."""
+        if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            return None
+        return torch.arange(height).view(-1, 2, self._head_dim // 2).transpose(1, 2).flatten()
+
+
+def _check(model: Any) -> None:
+    """Raise `Unsuitable` for what can be told from the config."""
+    config = model.config
+    if config.model_type not in _FAMILIES:
+        raise Unsuitable(f"its architecture is not one of {', '.join(_FAMILIES)}")
+    if config.hidden_act != "silu":
+        raise Unsuitable(f"its activation is {config.hidden_act!r}, not 'silu'")
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windowed or (config.model_type == "mistral" and config.sliding_window is not None):
+        raise Unsuitable("its attention has a sliding window")
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in _ROPES:
+        raise Unsuitable(f"its rope type is {rope_type!r}, not one of {', '.join(_ROPES)}")
+    if model.model.rotary_emb.inv_freq.numel() * 2 != _head_dim(config):
+        raise Unsuitable("it rotates only a part of each head")
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rotations(rope: Any, positions: Tensor) -> Tensor:
+    """(length, D / 2) complex: what a pair at each position is multiplied by."""
+    angles = positions.float().unsqueeze(1) * rope.inv_freq.float()
+    return torch.polar(torch.full_like(angles, rope.attention_scaling), angles)

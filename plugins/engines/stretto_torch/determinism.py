@@ -1,0 +1,89 @@
+"""The test, at the start of a deterministic engine, that a row's bits do not depend on its company.
+
+No library promises that; on the machines seen so far it holds for shapes padded as `shapes.py` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import structlog
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.errors import EngineError
+from stretto_torch.decoder import Decoder
+from stretto_torch.shapes import Shapes, padded_prompt
+
+log = structlog.get_logger(__name__)
+
+_PROMPT = 21
+_STEPS = 3
+
+
+def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
+    """Shapes with which a row gives the same bits alone, in company, and in another place.
+
+    Raises:
+        EngineError: if not even fixed shapes do.
+    """
+    if _same_bits(decoder, shapes):
+        return shapes
+    log.warning("rows of a step are not independent here: shapes are fixed, so the bits depend on `slots`")
+    shapes = dataclasses.replace(shapes, fixed=True)
+    if _same_bits(decoder, shapes):
+        return shapes
+    raise EngineError("inference.deterministic: the same row gives other bits in other company on this machine")
+
+
+def _same_bits(decoder: Decoder, shapes: Shapes) -> bool:
+    longest = shapes.context - _STEPS
+    prompt = min(_PROMPT, longest)
+    alone = _logprobs(decoder, shapes, _Company(live=1, row=0, prompt=prompt, others=0))
+    return all(
+        torch.equal(alone, _logprobs(decoder, shapes, _Company(live, row, prompt, min(others, longest))))
+        for live in {shapes.slots, min(shapes.slots, 9), min(shapes.slots, 17)}
+        for row in {0, live // 2, live - 1}
+        for others in (5, 140)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Company:
+    """One sample among others."""
+
+    live: int
+    """Rows of the step."""
+    row: int
+    """Where the sample stands."""
+    prompt: int
+    """Its length before the first step."""
+    others: int
+    """Theirs."""
+
+
+def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor:
+    """(steps, V) of the sample."""
+    row, device = company.row, decoder.cache.device
+    texts = torch.arange(company.live * shapes.context).mul(7919).remainder(decoder.vocabulary)
+    texts = texts.view(company.live, shapes.context)
+    texts[row] = torch.arange(shapes.context).mul(104_729).remainder(decoder.vocabulary)
+    texts = texts.to(device)
+    lengths = torch.full((company.live,), company.others)
+    lengths[row] = company.prompt
+    for i, length in enumerate(lengths.tolist()):
+        columns = padded_prompt(length)
+        tokens = F.pad(texts[i : i + 1, :length], (0, columns - length))
+        decoder.prefill(tokens, lengths[i : i + 1].to(device), torch.tensor([i], device=device))
+
+    rows = shapes.rows(company.live)
+    found: list[Tensor] = []
+    for step in range(_STEPS):
+        positions = F.pad(lengths + step, (0, rows - company.live))
+        tokens = F.pad(texts[torch.arange(company.live), lengths + step], (0, rows - company.live))
+        spans = shapes.spans(positions[: company.live].numpy(), rows, decoder.classes)
+        logits = decoder.decode(tokens, positions.to(device), spans)[: company.live]
+        found.append(logits.log_softmax(-1)[row])
+    return torch.stack(found)

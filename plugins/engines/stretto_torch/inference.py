@@ -1,0 +1,308 @@
+"""The `torch` inference engine, as its worker sees it: an event loop's face on a compute thread.
+
+The thread owns the model and does everything that touches it; the loop hands it commands through a
+queue, which it reads between two decode steps, and gets chunks handed back at most every 20 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+import torch
+from torch import Tensor
+
+from stretto.engine import Chunk, Emit, GenerateRequest, Load, SwapReport
+from stretto.errors import EngineError
+from stretto_torch.batcher import Batcher, error_chunks
+from stretto_torch.determinism import stable_shapes
+from stretto_torch.model import load_model
+from stretto_torch.stops import load_tokenizer
+from stretto_torch.swap import digest_of_tensors
+
+if TYPE_CHECKING:
+    from stretto.component import Context
+    from stretto.weights import WeightUpdate
+    from stretto_torch import TorchInferenceConfig
+
+log = structlog.get_logger(__name__)
+
+_EMIT_EVERY_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Generate:
+    request: GenerateRequest
+    arrived: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    order: int
+    """Rises with each call of `swap`; of several that are due, the last called is the one that counts."""
+    version: int
+    digest: str
+    tensors: Mapping[str, Tensor]
+    report: Future[SwapReport] = field(default_factory=Future[SwapReport])
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Command = _Generate | _Abort | _Swap | _Stop
+
+
+class TorchInferenceEngine:
+    """Keeps `stretto.engine.InferenceEngine`.
+
+    An exception in the compute thread breaks the engine for good: what is unfinished, and whatever is
+    asked later, is answered by `error` chunks, `swap` raises, and so does `wait`, which the worker awaits
+    beside its other tasks.
+    """
+
+    def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
+        self._config = config
+        self._folder = context.model
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="torch-inference", daemon=True)
+        self._loaded: Future[Batcher] = Future()
+        # Touched by the event loop only.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._emit: Emit | None = None
+        self._batcher: Batcher | None = None
+        self._ended = asyncio.Event()
+        self._failure: EngineError | None = None
+        self._samples_posted = 0
+        self._swaps_called = 0
+        # Touched by the compute thread only (`_samples_taken` is read by both).
+        self._samples_taken = 0
+        self._swaps_due: list[_Swap] = []
+        self._newest_swap = 0
+        self._served = SwapReport(-1, "", 0.0)
+
+    # --------------------------------------------------------------------------- on the event loop
+
+    async def start(self, emit: Emit) -> None:
+        """See `InferenceEngine`."""
+        self._loop = asyncio.get_running_loop()
+        self._emit = emit
+        self._thread.start()
+        self._batcher = await asyncio.wrap_future(self._loaded)
+
+    def generate(self, request: GenerateRequest) -> None:
+        """See `InferenceEngine`."""
+        if self._failure is not None:
+            asyncio.get_running_loop().call_soon(self._deliver, error_chunks(request, str(self._failure)))
+            return
+        self._samples_posted += len(request.seeds)
+        self._commands.put(_Generate(request, monotonic()))
+
+    def abort(self, request: str) -> None:
+        """See `InferenceEngine`."""
+        self._commands.put(_Abort(request))
+
+    async def swap(self, update: WeightUpdate) -> SwapReport:
+        """See `InferenceEngine`. Of several at once only the last called is loaded; all are answered
+        by what is served then.
+
+        Raises:
+            WeightsError: if the weights do not fit the model; the engine then still serves the old ones.
+            EngineError: if the engine broke or was stopped.
+        """
+        self._swaps_called += 1
+        order, version = self._swaps_called, update.note.version
+        tensors, digest = await anyio.to_thread.run_sync(self._inspect, update)
+        if self._failure is not None or self._emit is None:
+            raise self._failure or EngineError("the torch inference engine was stopped")
+        command = _Swap(order, version, digest, tensors)
+        self._commands.put(command)
+        # The compute thread may be reading the tensors now, so the caller must not go and close them.
+        with anyio.CancelScope(shield=True):
+            return await asyncio.wrap_future(command.report)
+
+    def load(self) -> Load:
+        """See `InferenceEngine`."""
+        if self._batcher is None:
+            return Load(-1, 0, 0, self._config.slots, 0, 0.0, 0, 0.0, 0.0)
+        batcher, figures = self._batcher, self._batcher.figures
+        return Load(
+            version=batcher.version,
+            running=batcher.running,
+            waiting=batcher.waiting + self._samples_posted - self._samples_taken,
+            slots=self._config.slots,
+            generated_tokens=figures.generated_tokens,
+            busy_s=figures.busy_s,
+            swaps=figures.swaps,
+            pause_s=figures.pause_s,
+            pause_max_s=figures.pause_max_s,
+        )
+
+    async def wait(self) -> None:
+        """Return once the engine is stopped.
+
+        Raises:
+            EngineError: as soon as the engine broke; its cause is what happened.
+        """
+        await self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self) -> None:
+        """See `InferenceEngine`. May be called at any time, and again."""
+        self._emit = None
+        if self._loop is not None:
+            self._commands.put(_Stop())
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._thread.join)
+        self._turn_down(EngineError("the torch inference engine was stopped"))
+        self._ended.set()
+
+    def _inspect(self, update: WeightUpdate) -> tuple[Mapping[str, Tensor], str]:
+        """Check and digest an update, in a thread of its own."""
+        tensors = update.tensors()
+        self._loaded.result().targets.check(tensors, update.note.version)
+        return tensors, digest_of_tensors(tensors)
+
+    def _deliver(self, chunks: list[Chunk]) -> None:
+        if self._emit is not None and chunks:
+            self._emit(chunks)
+
+    def _break(self, failure: EngineError, chunks: list[Chunk]) -> None:
+        """The compute thread has ended by an exception."""
+        self._failure = failure
+        self._deliver(chunks)
+        self._turn_down(failure)
+        self._ended.set()
+
+    def _turn_down(self, why: EngineError) -> None:
+        """Answer the commands that the compute thread did not take before it ended."""
+        while not self._commands.empty():
+            command = self._commands.get_nowait()
+            if isinstance(command, _Generate):
+                self._deliver(error_chunks(command.request, str(why)))
+            elif isinstance(command, _Swap):
+                command.report.set_exception(why)
+
+    # ---------------------------------------------------------------------- in the compute thread
+
+    def _run(self) -> None:
+        self._loaded.set_running_or_notify_cancel()  # a start that is cancelled leaves it to this thread
+        with torch.inference_mode():
+            try:
+                batcher = self._load()
+            except EngineError as error:
+                self._loaded.set_exception(error)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever keeps a model from loading, start says it
+                failure = EngineError(f"cannot serve the model {self._folder!r}: {error!r}")
+                failure.__cause__ = error
+                self._loaded.set_exception(failure)
+                return
+            self._loaded.set_result(batcher)
+            try:
+                self._serve(batcher)
+            except Exception as error:
+                log.exception("the torch inference engine broke")
+                failure = EngineError(f"the torch inference engine broke: {error!r}")
+                failure.__cause__ = error
+                self._end_swaps(failure)
+                self._post(self._break, failure, batcher.fail(str(failure)))
+
+    def _load(self) -> Batcher:
+        config = self._config
+        if self._folder is None:
+            raise EngineError("the torch inference engine needs a model (run.yaml: model)")
+        model = load_model(self._folder, config)
+        if config.deterministic:
+            model = replace(model, shapes=stable_shapes(model.decoder, model.shapes))
+        log.info(
+            "model loaded",
+            decoder=model.decoder.name,
+            slots=config.slots,
+            context_length=model.shapes.context,
+            device=str(model.decoder.cache.device),
+        )
+        return Batcher(
+            model,
+            partial(load_tokenizer, self._folder),
+            deterministic=config.deterministic,
+            recompute_on_swap=config.on_swap == "recompute",
+            evaluation_delay_s=config.evaluation_delay_s,
+        )
+
+    def _serve(self, batcher: Batcher) -> None:
+        emitted = monotonic()
+        while True:
+            for command in self._take_commands(batcher):
+                match command:
+                    case _Generate(request, arrived):
+                        batcher.take(request, arrived)
+                        self._samples_taken += len(request.seeds)
+                    case _Abort(request):
+                        batcher.abort(request)
+                    case _Swap():
+                        self._swaps_due.append(command)
+                    case _Stop():
+                        self._end_swaps(EngineError("the torch inference engine was stopped"))
+                        return
+            if self._swaps_due:
+                self._swap(batcher)
+            batcher.step()
+            now = monotonic()
+            if now - emitted >= _EMIT_EVERY_S or not batcher.busy:
+                emitted = now
+                self._post(self._deliver, batcher.collect())
+
+    def _take_commands(self, batcher: Batcher) -> list[_Command]:
+        """All that came since; waits for one where there is nothing to compute."""
+        commands: list[_Command] = []
+        if not batcher.busy:
+            patience = min(batcher.next_deadline - monotonic(), threading.TIMEOUT_MAX)
+            with suppress(Empty):
+                commands.append(self._commands.get(timeout=max(patience, 0.0)))
+        while not self._commands.empty():
+            commands.append(self._commands.get_nowait())
+        return commands
+
+    def _swap(self, batcher: Batcher) -> None:
+        """Load the newest of the swaps that are due, and answer all."""
+        newest = max(self._swaps_due, key=lambda swap: swap.order)
+        if newest.order > self._newest_swap:
+            pause_s = batcher.swap(newest.tensors, newest.version)
+            self._newest_swap = newest.order
+            self._served = SwapReport(newest.version, newest.digest, pause_s)
+            newest.report.set_result(self._served)
+            self._swaps_due.remove(newest)
+        for superseded in self._swaps_due:
+            superseded.report.set_result(msgspec.structs.replace(self._served, pause_s=0.0))
+        self._swaps_due.clear()
+
+    def _end_swaps(self, why: EngineError) -> None:
+        for due in self._swaps_due:
+            due.report.set_exception(why)
+        self._swaps_due.clear()
+
+    def _post(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Have the event loop call something."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed, and with it whoever would have listened
+            self._loop.call_soon_threadsafe(call, *arguments)

@@ -1,0 +1,139 @@
+"""Loading a model and choosing its decoder.
+
+The decoder is tested against the plain forward of transformers before anything is served: a decoder
+that would be wrong is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stretto.errors import EngineError
+from stretto_torch.decoder import Decoder
+from stretto_torch.decoder_fast import FastDecoder, Unsuitable
+from stretto_torch.decoder_hf import HFDecoder
+from stretto_torch.linear import choose_kernel
+from stretto_torch.shapes import Shapes, Span, padded_length
+
+if TYPE_CHECKING:
+    from stretto_torch import TorchInferenceConfig
+
+log = structlog.get_logger(__name__)
+
+# Longest slot that is allocated without being asked for.
+_LONGEST = 4096
+# Root mean square of the difference of logits, as a part of their own standard deviation, that rounding
+# explains. A wrong decoder is off by tenths.
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model ready to be served."""
+
+    decoder: Decoder
+    shapes: Shapes
+    eos: tuple[int, ...]
+    """Tokens that end an answer."""
+
+
+def load_model(folder: str, config: TorchInferenceConfig) -> Model:
+    """Load a model from a local folder or the hub.
+
+    Raises:
+        EngineError: if it cannot be loaded or served.
+    """
+    device, dtype = _device(config), getattr(torch, config.dtype)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise EngineError(f"cannot load the model {folder!r}: {error}") from error
+    shapes = Shapes(config.slots, _context(model.config, config.context_length))
+    return Model(_choose(model, shapes, config), shapes, _eos(model))
+
+
+def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
+    onednn_from = choose_kernel(
+        config.linear,
+        deterministic=config.deterministic,
+        rows=shapes.most_rows,
+        device=model.device,
+        dtype=model.dtype,
+    )
+    try:
+        decoder = FastDecoder(model, shapes.most_rows, shapes.length, onednn_from)
+        difference = _difference(decoder, model)
+        if difference <= _ROUNDING[model.dtype]:
+            return decoder
+        why = f"its logits differ by {difference:.1e} of their deviation"
+    except Unsuitable as reason:
+        why = str(reason)
+    log.info("model is run by transformers, not by the hand-written decoder", why=why)
+    decoder = HFDecoder(model, shapes.most_rows, shapes.length)
+    difference = _difference(decoder, model)
+    if difference > _ROUNDING[model.dtype]:
+        raise EngineError(
+            f"{decoder.name} does not compute over slots what it computes over a whole text (logits differ"
+            f" by {difference:.1e} of their deviation); the torch engine cannot serve it"
+        )
+    return decoder
+
+
+def _difference(decoder: Decoder, model: Any) -> float:
+    """How far a decoder's logits are from the model's own: prompts of several lengths, then more tokens."""
+    prompts, more = (9, 20), 4
+    length = max(prompts) + more
+    tokens = torch.arange(7, 7 + length * len(prompts)).mul(7919).remainder(decoder.vocabulary)
+    tokens = tokens.view(len(prompts), length).to(model.device)
+    whole = model(input_ids=tokens).logits.float()
+
+    positions = torch.tensor(prompts, device=model.device)
+    rows = torch.arange(len(prompts), device=model.device)
+    found = [decoder.prefill(tokens[:, : max(prompts)], positions, rows)]
+    spans = [Span(0, len(prompts), padded_length(length))]
+    expected = [whole[rows, positions - 1]]
+    for _ in range(more):
+        found.append(decoder.decode(tokens[rows, positions], positions, spans))
+        expected.append(whole[rows, positions])
+        positions = positions + 1
+    return _relative(torch.stack(found), torch.stack(expected))
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).square().mean().sqrt() / expected.std())
+
+
+def _device(config: TorchInferenceConfig) -> torch.device:
+    if config.device == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    else:
+        kind = config.device
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise EngineError("inference.device is 'cuda', but torch sees no GPU in this process")
+        torch.cuda.set_per_process_memory_fraction(config.share)
+    return torch.device(kind)
+
+
+def _context(config: Any, wanted: int | None) -> int:
+    """Tokens a sample may have."""
+    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if wanted is not None and most is not None and wanted > most:
+        raise EngineError(f"inference.context_length is {wanted}; the model has {most} positions")
+    return wanted or min(most or _LONGEST, _LONGEST)
+
+
+def _eos(model: Any) -> tuple[int, ...]:
+    """End-of-text tokens; those of the generation config go first, as in transformers."""
+    for config in (model.generation_config, model.config.get_text_config()):
+        ids: int | Iterable[int] | None = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()

@@ -1,0 +1,120 @@
+"""What the engine knows of a request it has taken, and of each of its samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.engine import GenerateRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto_torch.stops import StopStrings
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request from its arrival until its last sample has ended."""
+
+    request: GenerateRequest
+    prompt: NDArray[np.int32]
+    deadline: float
+    """On the clock of `time.monotonic`."""
+    samples: list[Sample] = field(default_factory=list["Sample"])
+    """Those that have not ended."""
+    stops: StopStrings | None = None
+    """What recognises the request's stop strings, if it has any."""
+    shared: SharedPrompt | None = None
+
+    @property
+    def prompt_is_lent(self) -> bool:
+        """Whether a running sample has the prompt's keys and values to copy."""
+        return self.shared is not None and self.shared.lender.row >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """A prompt that was computed for one sample of a job with the weights of now, for others to copy."""
+
+    lender: Sample
+    """The sample whose slot holds its keys and values, while it is running."""
+    logits: Tensor
+    """(V,) float32, after the last token of the prompt."""
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One answer in the making."""
+
+    job: Job
+    index: int
+    begun: NDArray[np.int32]
+    """Tokens it had when it came."""
+    sent: int
+    """Tokens of the answer that the asker has; grows with what is emitted."""
+    row: int = -1
+    """Its row among the running ones; -1 before and after."""
+    ended: bool = False
+
+    @property
+    def seed(self) -> int:
+        return self.job.request.seeds[self.index]
+
+
+class Refusal(Exception):
+    """A request that cannot be served; the message says why."""
+
+
+def open_job(
+    request: GenerateRequest,
+    arrived: float,
+    *,
+    vocabulary: int,
+    context: int,
+    deterministic: bool,
+) -> Job:
+    """Read a request that arrived at some time of `time.monotonic`.
+
+    Raises:
+        Refusal: if it cannot be served by this engine.
+    """
+    count, longest = len(request.seeds), request.sampling.max_tokens
+    prompt = _tokens(request.prompt_ids, vocabulary, "prompt_ids")
+    if not count or not len(prompt):
+        raise Refusal(f"{len(prompt)} prompt tokens and {count} seeds; each must be at least 1")
+    if len(prompt) + longest > context:
+        raise Refusal(
+            f"a prompt of {len(prompt)} tokens and max_tokens {longest} need {len(prompt) + longest};"
+            f" a slot holds {context} (inference.context_length)"
+        )
+    for name, given in (("begun", request.begun), ("have", request.have)):
+        if given and len(given) != count:
+            raise Refusal(f"{name!r} is for {len(given)} samples, the request has {count}")
+    if deterministic and any(len(tokens) for tokens in request.begun):
+        raise Refusal("inference.deterministic: an answer is repeated from its seed, never gone on with")
+    begun = [_tokens(tokens, vocabulary, "begun") for tokens in request.begun] or [_NOTHING] * count
+    if max(map(len, begun)) > longest:
+        raise Refusal(f"'begun' has {max(map(len, begun))} tokens, more than max_tokens {longest}")
+    job = Job(request, prompt, arrived + request.deadline_s)
+    have = request.have or (0,) * count
+    job.samples = [Sample(job, i, begun[i], max(have[i], len(begun[i]))) for i in range(count)]
+    return job
+
+
+_NOTHING: NDArray[np.int32] = np.empty(0, np.int32)
+
+
+def _tokens(array: Any, vocabulary: int, name: str) -> NDArray[np.int32]:
+    try:
+        tokens = array.numpy()
+    except ValueError as error:
+        raise Refusal(f"{name!r}: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise Refusal(f"{name!r} is {tokens.dtype} of shape {tokens.shape}; expected integers (P,)")
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise Refusal(f"{name!r} has tokens outside the vocabulary of {vocabulary}")
+    return tokens.astype(np.int32)

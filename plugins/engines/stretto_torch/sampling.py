@@ -1,0 +1,103 @@
+"""Drawing tokens: logits and one uniform number a row become a token and its logprob.
+
+Everything here works on each row by itself, so a row's token never depends on its neighbours.
+R: rows, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Most answers under top_p need far fewer tokens than the vocabulary has, and topk of a few is some ten
+# times cheaper than sorting it.
+_LIKELIEST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How each row is drawn: `temperature`, `top_k` and `top_p`, each (R,)."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+
+
+def uniforms(seed: int, count: int) -> NDArray[np.float32]:
+    """The first `count` numbers in [0, 1) of a sample: a function of seed and position only.
+
+    They are multiples of 2^-23: the largest times a sum near 1 then stays below that sum in float32,
+    so that the search in `draw` never runs past the last token that has a probability.
+    """
+    raw = np.random.Philox(key=seed % 2**64).random_raw((count + 1) // 2)
+    return (raw.view(np.uint32)[:count] >> 9).astype(np.float32) * np.float32(2**-23)
+
+
+def draw(
+    logits: Tensor, uniform: NDArray[np.float32], settings: Settings | None
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Draw one token a row by inverting the cumulative distribution.
+
+    Args:
+        logits: (R, V) float32; may be overwritten.
+        uniform: (R,) in [0, 1).
+        settings: None where every row has temperature 1 and keeps every token.
+
+    Returns:
+        Tokens (R,) and the logprobs (R,) of the distribution they were drawn from. A row whose logits
+        are not finite has a logprob that is not finite either.
+    """
+    if settings is not None:
+        logits = _shape(logits, settings)
+    logprobs = logits.log_softmax(-1)
+    # A GPU sums in parallel; in float32 the rounding could give an impossible token a sliver.
+    cumulative = logprobs.exp().cumsum(-1, dtype=None if logits.device.type == "cpu" else torch.float64)
+    threshold = torch.from_numpy(uniform).to(logits.device).unsqueeze(1) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, threshold.to(cumulative.dtype), right=True)
+    tokens.clamp_(max=logits.shape[1] - 1)  # logits that are not finite
+    if settings is not None and not settings.temperature.all():
+        greedy = torch.from_numpy(settings.temperature == 0).to(logits.device)
+        tokens[greedy] = logits[greedy].argmax(-1, keepdim=True)
+    chosen = logprobs.gather(1, tokens)
+    return _host(tokens), _host(chosen)
+
+
+def _host(column: Tensor) -> NDArray[Any]:
+    return column.squeeze(1).cpu().numpy()
+
+
+def _shape(logits: Tensor, settings: Settings) -> Tensor:
+    """Divide by the temperature and take out what top_k and top_p do not keep. A greedy row stays as
+    it is: its logprobs are those of the plain distribution."""
+    sampled = settings.temperature > 0
+    divisor = torch.from_numpy(np.where(sampled, settings.temperature, np.float32(1)))
+    logits = logits / divisor.to(logits.device).unsqueeze(1)
+    restricted = sampled & ((settings.top_k > 0) | (settings.top_p < 1))
+    for top_k, top_p in {(int(settings.top_k[r]), float(settings.top_p[r])) for r in restricted.nonzero()[0]}:
+        rows = restricted & (settings.top_k == top_k) & (settings.top_p == np.float32(top_p))
+        index = torch.from_numpy(rows.nonzero()[0]).to(logits.device)
+        logits[index] = _keep_likeliest(logits[index], top_k, top_p)
+    return logits
+
+
+def _keep_likeliest(logits: Tensor, top_k: int, top_p: float, width: int = _LIKELIEST) -> Tensor:
+    """(R, V) with -inf outside the `top_k` likeliest tokens (0: all) and, of what these leave, outside
+    the smallest set with at least `top_p` of the probability. `width`: tokens looked at if top_k is 0."""
+    width = min(top_k or width, logits.shape[1])
+    values, tokens = logits.topk(width)  # (R, width), descending
+    whole = (values if top_k else logits).logsumexp(-1, keepdim=True)
+    probabilities = (values - whole).exp()
+    cumulative = probabilities.cumsum(-1)
+    kept = values.masked_fill(cumulative - probabilities >= top_p, -inf)
+    result = torch.full_like(logits, -inf).scatter_(1, tokens, kept)
+    if not top_k and width < logits.shape[1]:
+        flat = cumulative[:, -1] < top_p  # rows whose set is larger than what was looked at
+        if bool(flat.any()):
+            result[flat] = _keep_likeliest(logits[flat], top_k, top_p, logits.shape[1])
+    return result

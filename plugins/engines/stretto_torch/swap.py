@@ -1,0 +1,96 @@
+"""What a swap of weights does with them: check, digest, and copy into place.
+
+The first two need no pause of the engine and run outside its compute thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stretto.errors import WeightsError, nearest
+from stretto.weights import digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a decoder keeps one tensor of the checkpoint."""
+
+    into: Tensor
+    """A view of the decoder's own weights, shaped like the tensor."""
+    order: Tensor | None = None
+    """Rows of the tensor in the order in which `into` wants them; None leaves them as they are."""
+
+    def load(self, tensor: Tensor) -> None:
+        """Copy, converting dtype and device."""
+        self.into.copy_(tensor if self.order is None else tensor[self.order])
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Every tensor a decoder serves, by Hugging Face name."""
+
+    by_name: Mapping[str, Target]
+    tied: frozenset[str] = frozenset()
+    """Names that a checkpoint may hold besides, for tensors that are the same as one of the above."""
+
+    def check(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """See that the tensors are the model's: its names, shapes and kind of numbers.
+
+        Raises:
+            WeightsError: naming the first that is not.
+        """
+        for name, target in self.by_name.items():
+            if name not in tensors:
+                raise WeightsError(f"version {version} lacks the tensor {name!r}", version=version)
+            tensor, expected = tensors[name], target.into
+            if tensor.shape != expected.shape:
+                raise WeightsError(
+                    f"{name!r} of version {version} has shape {tuple(tensor.shape)};"
+                    f" the model's has {tuple(expected.shape)}",
+                    version=version,
+                )
+            if tensor.is_floating_point() != expected.is_floating_point():
+                raise WeightsError(
+                    f"{name!r} of version {version} is {tensor.dtype}; the model's is {expected.dtype}",
+                    version=version,
+                )
+        for name in tensors:
+            if name not in self.by_name and name not in self.tied:
+                raise WeightsError(
+                    f"version {version} has a tensor {name!r} that the model has not"
+                    f"{nearest(name, self.by_name)}",
+                    version=version,
+                )
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors that passed `check` into place."""
+        for name, target in self.by_name.items():
+            target.load(tensors[name])
+
+
+def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
+    """Names whose tensor is the very memory of one named earlier. Checkpoints leave them out."""
+    seen: set[int] = set()
+    tied: set[str] = set()
+    for name, tensor in state.items():
+        if tensor.data_ptr() in seen:
+            tied.add(name)
+        seen.add(tensor.data_ptr())
+    return frozenset(tied)
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """`digest_of` these tensors, read from their own bytes."""
+    return digest_of((name, _sha256(tensor)) for name, tensor in tensors.items())
+
+
+def _sha256(tensor: Tensor) -> str:
+    assert sys.byteorder == "little", "tensors are hashed as they lie in memory"
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()

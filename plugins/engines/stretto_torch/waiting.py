@@ -1,0 +1,64 @@
+"""The order in which samples get a slot."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from itertools import count
+
+from stretto_torch.requests import Job, Sample
+
+
+class WaitingLine:
+    """Samples without a slot: first come, first served, except that priority 1 counts as having come
+    later by a fixed time. Whoever needs newer weights than there are stands aside and holds up nobody.
+    """
+
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+        self._version = -1
+        self._tickets = count()
+        self._ready: list[tuple[float, int, Sample]] = []
+        self._aside: list[tuple[float, int, Sample]] = []
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        """Samples that wait, whether or not they could be served."""
+        return self._waiting
+
+    @property
+    def ready(self) -> int:
+        """How many could be served now; may count some that have ended, but never those alone."""
+        while self._ready and self._ready[0][2].ended:
+            heappop(self._ready)
+        return len(self._ready)
+
+    def add(self, job: Job, arrived: float) -> None:
+        """Let all samples of a job wait, in their order."""
+        for sample in job.samples:
+            due = arrived + self._delay_s * job.request.priority
+            self._place((due, next(self._tickets), sample))
+            self._waiting += 1
+
+    def pop(self) -> Sample:
+        """The next sample to serve; only if `ready`."""
+        self._waiting -= 1
+        return heappop(self._ready)[2]
+
+    def leave(self) -> None:
+        """One sample has ended while it waited; it is dropped when its turn comes."""
+        self._waiting -= 1
+
+    def set_version(self, version: int) -> None:
+        """Weights of another version are served from now on."""
+        self._version = version
+        entries = self._ready + self._aside
+        self._ready, self._aside = [], []
+        for entry in entries:
+            if not entry[2].ended:
+                self._place(entry)
+
+    def _place(self, entry: tuple[float, int, Sample]) -> None:
+        if max(entry[2].job.request.min_version, 0) <= self._version:
+            heappush(self._ready, entry)
+        else:
+            self._aside.append(entry)

@@ -1,0 +1,163 @@
+"""Launcher `local`: workers as processes of this machine, each with its threads and GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+from anyio.abc import Process
+
+from stretto import Component, Context, LauncherConfig, Problem, hookimpl
+from stretto.errors import LaunchError
+from stretto.launcher import Job
+
+__all__ = ["LocalHandle", "LocalLauncher", "place", "visible_gpus"]
+
+
+class LocalHandle:
+    """One process in a session of its own, so that signals of the terminal do not reach it."""
+
+    def __init__(self, job: Job, process: Process) -> None:
+        self._job = job
+        self._process = process
+
+    @property
+    def worker(self) -> str:
+        """Id of the worker."""
+        return self._job.worker
+
+    @property
+    def place(self) -> str:
+        """Its process id."""
+        return f"pid {self._process.pid}"
+
+    async def wait(self) -> int:
+        """The exit status; whatever the worker left running in its session is killed."""
+        status = await self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return status
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL to the whole session after `grace_s`."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        with anyio.move_on_after(grace_s):
+            await self.wait()
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self.wait()
+
+    def tail(self, lines: int) -> str:
+        """The last lines of its stdout and stderr."""
+        path = Path(self._job.log)
+        if not path.exists():
+            return ""
+        with path.open(errors="replace") as file:
+            return "".join(deque(file, maxlen=lines)).rstrip()
+
+
+class LocalLauncher:
+    """Starts workers on this machine."""
+
+    def __init__(self, config: LauncherConfig, context: Context) -> None:
+        del config, context
+        self._gpus: dict[str, list[str]] = {}
+
+    def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
+        """GPUs and memory asked for, against those of this machine."""
+        try:
+            place(jobs, visible_gpus(os.environ))
+        except LaunchError as error:
+            yield Problem("launcher", str(error), "machine")
+        asked = sum(job.resources.memory_gb or 0 for job in jobs)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        if asked > there:
+            yield Problem(
+                "launcher", f"workers ask for {asked:g} GiB; this machine has {there:.0f}", "warning"
+            )
+
+    async def launch(self, jobs: Sequence[Job]) -> list[LocalHandle]:
+        """Start the jobs; a worker that ran before gets the GPUs it had."""
+        fresh = [job for job in jobs if job.worker not in self._gpus]
+        if fresh:
+            self._gpus |= place(fresh, visible_gpus(os.environ))
+        handles: list[LocalHandle] = []
+        for job in jobs:
+            try:
+                handles.append(LocalHandle(job, await self._start(job)))
+            except OSError as error:
+                for handle in handles:
+                    await handle.stop(0)
+                raise LaunchError(f"{job.worker} cannot be started: {error}", worker=job.worker) from error
+        return handles
+
+    async def _start(self, job: Job) -> Process:
+        with Path(job.log).open("ab") as log:
+            return await anyio.open_process(
+                job.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    **_threads(job),
+                    **job.env,
+                    "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[job.worker]),
+                },
+                start_new_session=True,
+            )
+
+
+def place(jobs: Sequence[Job], gpus: Sequence[str]) -> dict[str, list[str]]:
+    """Which GPUs each worker sees. Emptiest first; several share one only if their shares say they can.
+
+    Raises:
+        LaunchError: if they do not fit.
+    """
+    free = dict.fromkeys(gpus, 1.0)
+    placed: dict[str, list[str]] = {}
+    # Large shares first: a small one must not take the GPU that a whole one needs.
+    for job in sorted(jobs, key=lambda job: -job.resources.share):
+        share = job.resources.share
+        fitting = [gpu for gpu in sorted(free, key=lambda gpu: -free[gpu]) if free[gpu] >= share - 1e-9]
+        if len(fitting) < job.resources.gpus:
+            raise LaunchError(
+                f"{job.worker} asks for {job.resources.gpus} GPU(s) with {share:g} of the memory free; "
+                f"{len(gpus)} visible, {len(fitting)} with so much left",
+                worker=job.worker,
+            )
+        placed[job.worker] = fitting[: job.resources.gpus]
+        for gpu in placed[job.worker]:
+            free[gpu] -= share
+    return placed
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """GPUs that processes of this machine may use, as CUDA_VISIBLE_DEVICES names them."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    devices = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+    return sorted((match[1] for match in devices if match), key=int)
+
+
+def _threads(job: Job) -> dict[str, str]:
+    """Compute threads for every library that would otherwise take all cores."""
+    libraries = ("OMP", "MKL", "OPENBLAS")
+    threads = {f"{library}_NUM_THREADS": str(job.resources.threads) for library in libraries}
+    # Idle OpenMP threads that spin slow their neighbours down by an order of magnitude.
+    return threads | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@hookimpl
+def stretto_launcher() -> Iterator[Component[LauncherConfig]]:
+    """The component of this package."""
+    yield Component("local", LocalLauncher, LauncherConfig, "processes of this machine")

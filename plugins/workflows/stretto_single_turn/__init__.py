@@ -1,0 +1,31 @@
+"""Workflow `single_turn`: each sample is one answer to the row's prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stretto import Component, Context, WorkflowConfig, hookimpl
+from stretto.workflow import Prompt, Session, Trajectory
+
+__all__ = ["SingleTurn"]
+
+
+class SingleTurn:
+    """Sample a group of answers, score them, done."""
+
+    def __init__(self, config: WorkflowConfig, context: Context) -> None:
+        del config, context
+
+    async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
+        """One trajectory for each of the group's answers."""
+        answers = await session.generate(prompt.ids, n=session.group_size)
+        scores = await session.score(prompt, answers)
+        return [
+            Trajectory.of(prompt.ids, answer, score) for answer, score in zip(answers, scores, strict=True)
+        ]
+
+
+@hookimpl
+def stretto_workflow() -> Iterator[Component[WorkflowConfig]]:
+    """The component of this package."""
+    yield Component("single_turn", SingleTurn, WorkflowConfig, "one answer to each prompt, then the reward")

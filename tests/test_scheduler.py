@@ -1,0 +1,537 @@
+"""The scheduler's promises, held against generated sequences of events, and its rules by example."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from stretto.algorithm import Group
+from stretto.bus.messages import GroupDone, GroupFailed, Member, Ticket
+from stretto.kernel.scheduler import (
+    EvaluationDone,
+    Fail,
+    Finish,
+    Issue,
+    Scheduler,
+    Settings,
+    StartBatch,
+    Withdraw,
+)
+
+
+def done(ticket: Ticket, oldest: int, newest: int | None = None, reward: float = 1.0) -> GroupDone:
+    """A finished group of one sample."""
+    member = Member(
+        id=f"{ticket.name}/0",
+        sequence=1,
+        index=0,
+        length=9,
+        sampled=5,
+        oldest=oldest,
+        newest=oldest if newest is None else newest,
+        reward=reward,
+        metrics={},
+        finish="stop",
+    )
+    return GroupDone(ticket.purpose, ticket.id, ticket.attempt, "w", (member,), 0.1)
+
+
+def failed(ticket: Ticket, reason: str = "raised", *, filtered: bool = False) -> GroupFailed:
+    return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, "w", reason, filtered)
+
+
+def issued(scheduler: Scheduler) -> list[Ticket]:
+    """Tickets given out by the commands so far; other commands must not be there."""
+    commands = scheduler.commands()
+    assert all(isinstance(command, Issue) for command in commands), commands
+    return [command.ticket for command in commands if isinstance(command, Issue)]
+
+
+def batches(commands: list[object]) -> list[StartBatch]:
+    return [command for command in commands if isinstance(command, StartBatch)]
+
+
+# ------------------------------------------------------------------------------- generated events
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A world around the scheduler: a work queue, workers that die, an engine that lags, a network that
+    loses and doubles. The invariants are those of the module's docstring."""
+
+    @initialize(
+        batch_size=st.integers(1, 4),
+        max_staleness=st.integers(0, 3),
+        steps=st.integers(1, 6),
+        on_late=st.sampled_from(["wait", "drop"]),
+        rows=st.integers(1, 9),
+        evaluation_rows=st.integers(0, 2),
+        evaluation_every=st.integers(0, 2),
+    )
+    def begin(
+        self,
+        batch_size: int,
+        max_staleness: int,
+        steps: int,
+        on_late: str,
+        rows: int,
+        evaluation_rows: int,
+        evaluation_every: int,
+    ) -> None:
+        self.settings = Settings(
+            steps=steps,
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            rows=rows,
+            on_late="wait" if on_late == "wait" else "drop",
+            max_attempts=3,
+            max_failures=1000,
+            evaluation_rows=evaluation_rows,
+            evaluation_every=evaluation_every,
+        )
+        self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
+        self.queue: list[Ticket] = []
+        self.held: dict[str, list[tuple[Ticket, int | None]]] = {"a": [], "b": []}
+        self.sent: list[GroupDone | GroupFailed] = []
+        self.engine_version = 0
+        self.training: StartBatch | None = None
+        self.trained: Counter[int] = Counter()
+        self.retired: set[int] = set()
+        self.over = False
+        self.scheduler.start()
+        self.obey()
+
+    def obey(self) -> None:
+        """Carry out the commands, as the kernel would, and check each."""
+        for command in self.scheduler.commands():
+            match command:
+                case Issue(ticket):
+                    assert ticket.min_version <= self.scheduler.version
+                    self.queue.append(ticket)
+                case StartBatch(version, groups):
+                    assert self.training is None, "two batches at once"
+                    assert version == self.scheduler.version < self.settings.steps
+                    assert len(groups) == self.settings.batch_size
+                    for group in groups:
+                        oldest = min(member.oldest for member in group.members)
+                        assert 0 <= version - oldest <= self.settings.max_staleness, "too stale"
+                        assert group.members[0].reward >= 0, "a filtered group is trained"
+                        self.trained[group.ticket] += 1
+                        assert self.trained[group.ticket] == 1, "trained twice"
+                    self.training = command
+                case Finish():
+                    assert not self.over
+                    self.over = True
+                case Withdraw() | EvaluationDone():
+                    pass
+                case Fail():
+                    raise AssertionError("failures were few")
+
+    # ---- what the world may do, in any order
+
+    @precondition(lambda self: self.queue)
+    @rule(worker=st.sampled_from("ab"), pick=st.randoms(use_true_random=False), tell=st.booleans())
+    def take(self, worker: str, pick: random.Random, tell: bool) -> None:
+        """A worker takes a ticket; the news of it may be lost."""
+        ticket = self.queue.pop(pick.randrange(len(self.queue)))
+        self.held[worker].append((ticket, None))
+        if tell:
+            self.scheduler.ticket_started(ticket.purpose, ticket.id, ticket.attempt, worker)
+        self.obey()
+
+    @precondition(lambda self: self.engine_version < self.scheduler.version)
+    @rule()
+    def swap(self) -> None:
+        """The engine catches up by one version."""
+        self.engine_version += 1
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(worker=st.sampled_from("ab"), pick=st.randoms(use_true_random=False), tell=st.booleans())
+    def sample(self, worker: str, pick: random.Random, tell: bool) -> None:
+        """The first token of a ticket, if the engine may give it."""
+        waiting = [
+            index
+            for index, (ticket, oldest) in enumerate(self.held[worker])
+            if oldest is None and ticket.min_version <= self.engine_version
+        ]
+        if waiting:
+            index = pick.choice(waiting)
+            ticket, _ = self.held[worker][index]
+            self.held[worker][index] = (ticket, self.engine_version)
+            if tell and ticket.purpose == "train":
+                self.scheduler.first_token(ticket.id, self.engine_version)
+                self.obey()
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(
+        worker=st.sampled_from("ab"),
+        pick=st.randoms(use_true_random=False),
+        fate=st.sampled_from(["done", "done", "done", "done", "filtered", "failed", "unfit"]),
+    )
+    def finish(self, worker: str, pick: random.Random, fate: str) -> None:
+        """A ticket comes to its end; its message is on the way."""
+        ripe = [index for index, (_, oldest) in enumerate(self.held[worker]) if oldest is not None]
+        if not ripe:
+            return
+        ticket, oldest = self.held[worker].pop(pick.choice(ripe))
+        assert oldest is not None
+        match fate:
+            case "failed":
+                self.sent.append(failed(ticket))
+            case "unfit":
+                self.sent.append(failed(ticket, "prompt too long", filtered=True))
+            case _:
+                reward = -1.0 if fate == "filtered" and ticket.purpose == "train" else 1.0
+                self.sent.append(done(ticket, oldest, self.engine_version, reward))
+
+    @precondition(lambda self: self.sent)
+    @rule(pick=st.randoms(use_true_random=False), again=st.booleans())
+    def deliver(self, pick: random.Random, again: bool) -> None:
+        """A message arrives, in any order, and perhaps once more later."""
+        index = pick.randrange(len(self.sent))
+        message = self.sent[index] if again else self.sent.pop(index)
+        if isinstance(message, GroupDone):
+            self.scheduler.group_done(message)
+        else:
+            self.scheduler.group_failed(message)
+        self.obey()
+
+    @rule(worker=st.sampled_from("ab"), with_message=st.booleans(), unlucky=st.integers(0, 7))
+    def die(self, worker: str, with_message: bool, unlucky: int) -> None:
+        """A worker is killed; what it held is gone, and the kernel learns of it."""
+        if unlucky:
+            return
+        lost, self.held[worker] = self.held[worker], []
+        if with_message and lost and lost[0][1] is not None:
+            self.sent.append(done(lost[0][0], lost[0][1], self.engine_version))
+        self.scheduler.worker_lost(worker)
+        # What was taken without the kernel knowing comes back to the queue by itself.
+        self.queue.extend(ticket for ticket, _ in lost if self._unknown(ticket))
+        self.obey()
+
+    def _unknown(self, ticket: Ticket) -> bool:
+        opened = self.scheduler._find(ticket.purpose, ticket.id)  # pyright: ignore[reportPrivateUsage]
+        return opened is not None and opened.attempt == ticket.attempt
+
+    @rule(slow=st.integers(2, 5), swapped=st.booleans())
+    def hurry(self, slow: int, swapped: bool) -> None:
+        """Everybody but the slow does all they can: finished young groups overtake unfinished old ones."""
+        if self.training:
+            self.step()
+        if swapped:
+            self.engine_version = self.scheduler.version
+        for ticket in [ticket for ticket in self.queue if ticket.min_version <= self.engine_version]:
+            self.queue.remove(ticket)
+            self.held["a"].append((ticket, self.engine_version))
+        quick = [held for held in self.held["a"] if held[0].id % slow and held[1] is not None]
+        self.held["a"] = [held for held in self.held["a"] if held not in quick]
+        for ticket, oldest in quick:
+            assert oldest is not None
+            self.scheduler.group_done(done(ticket, oldest, self.engine_version))
+        self.obey()
+
+    @precondition(lambda self: self.training)
+    @rule()
+    def step(self) -> None:
+        """The batch is trained."""
+        self.training = None
+        self.scheduler.step_finished()
+        self.obey()
+
+    # ---- what must hold after each
+
+    @invariant()
+    def ledger_balances(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        ledger = self.scheduler.ledger
+        parts = ledger.trained + ledger.filtered + ledger.expired + ledger.failed + ledger.in_flight
+        assert ledger.issued == parts
+        assert ledger.trained == self.settings.batch_size * self.scheduler.version
+
+    @invariant()
+    def admission_is_bounded(self) -> None:
+        if hasattr(self, "scheduler"):
+            bound = (self.settings.max_staleness + 1) * self.settings.batch_size
+            assert self.scheduler.ledger.in_flight <= bound
+
+    def teardown(self) -> None:
+        """From wherever it got to, a world that behaves brings the run to its end."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(10_000):
+            if self.over:
+                break
+            self.engine_version = self.scheduler.version
+            if self.training:
+                self.step()
+                continue
+            for message in self.sent:
+                if isinstance(message, GroupDone):
+                    self.scheduler.group_done(message)
+                else:
+                    self.scheduler.group_failed(message)
+            self.sent = []
+            todo = [*((ticket, None) for ticket in self.queue), *self.held["a"], *self.held["b"]]
+            self.queue, self.held = [], {"a": [], "b": []}
+            for ticket, oldest in todo:
+                version = self.engine_version if oldest is None else oldest
+                self.scheduler.group_done(done(ticket, version))
+            self.obey()
+        assert self.over, f"stuck, waiting for {self.scheduler.waiting_for()}"
+        ledger = self.scheduler.ledger
+        assert ledger.trained == self.settings.steps * self.settings.batch_size
+        assert ledger.in_flight == 0
+        if self.settings.on_late == "wait":
+            assert ledger.expired == 0
+        if self.settings.evaluation_rows:
+            versions = [evaluation.version for evaluation in self.scheduler.evaluations]
+            assert versions[0] == 0
+            assert versions[-1] == self.settings.steps
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# --------------------------------------------------------------------------------- rules by example
+
+
+def test_admission_fills_the_queue_and_follows_retirement() -> None:
+    scheduler = Scheduler(Settings(steps=10, batch_size=2, max_staleness=1, rows=100))
+    scheduler.start()
+    tickets = issued(scheduler)
+    assert [ticket.id for ticket in tickets] == [0, 1, 2, 3]  # (η + 1) · B
+    scheduler.group_done(done(tickets[0], 0))
+    assert scheduler.commands() == []  # finished is not retired
+    scheduler.group_failed(failed(tickets[1]))
+    assert [ticket.id for ticket in issued(scheduler)] == [4]  # a failure gives its slot back
+
+
+def test_no_more_tickets_are_issued_than_the_remaining_steps_can_use() -> None:
+    scheduler = Scheduler(Settings(steps=1, batch_size=2, max_staleness=5, rows=100))
+    scheduler.start()
+    assert len(issued(scheduler)) == 2
+
+
+def test_synchronous_training_waits_for_the_whole_batch() -> None:
+    scheduler = Scheduler(Settings(steps=2, batch_size=2, max_staleness=0, rows=100))
+    scheduler.start()
+    first, second = issued(scheduler)
+    scheduler.group_done(done(second, 0))
+    assert scheduler.commands() == []
+    scheduler.group_done(done(first, 0))
+    [start] = scheduler.commands()
+    assert isinstance(start, StartBatch)
+    assert [group.ticket for group in start.groups] == [first.id, second.id]  # in ticket order
+    scheduler.step_finished()
+    assert [ticket.min_version for ticket in issued(scheduler)] == [1, 1]
+
+
+def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs() -> None:
+    scheduler = Scheduler(Settings(steps=9, batch_size=1, max_staleness=1, rows=100))
+    scheduler.start()
+    slow, quick = issued(scheduler)  # both due by version 1
+    scheduler.group_done(done(quick, 0))
+    [start] = scheduler.commands()  # at version 0: afterwards one group is due by 1, which is in time
+    assert isinstance(start, StartBatch)
+    scheduler.step_finished()
+    [newer] = issued(scheduler)  # due by version 2
+    scheduler.group_done(done(newer, 1))
+    assert scheduler.commands() == []  # `slow` is due now: a batch of `newer` would make it late
+    assert f"ticket {slow.id}" in scheduler.waiting_for()
+    scheduler.group_done(done(slow, 0))
+    [start] = scheduler.commands()
+    assert isinstance(start, StartBatch)
+    assert start.groups[0].ticket == slow.id
+
+
+def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
+    scheduler = Scheduler(
+        Settings(steps=9, batch_size=1, max_staleness=1, rows=100, on_late="drop", max_attempts=2)
+    )
+    scheduler.start()
+    slow, quick = issued(scheduler)
+    scheduler.group_done(done(quick, 0))
+    scheduler.step_finished()
+    newer = next(
+        command.ticket for command in scheduler.commands() if isinstance(command, Issue)
+    )
+    scheduler.group_done(done(newer, 1))
+    commands = scheduler.commands()
+    assert Withdraw("train", slow.id, slow.attempt) in commands
+    assert batches(list(commands))[0].groups[0].ticket == newer.id
+    again = [command.ticket for command in commands if isinstance(command, Issue)]
+    assert [ticket.row for ticket in again] == [slow.row]
+    assert again[0].id != slow.id
+    assert scheduler.ledger.expired == 1
+
+
+def test_first_token_moves_a_deadline_back() -> None:
+    scheduler = Scheduler(Settings(steps=9, batch_size=1, max_staleness=1, rows=100))
+    scheduler.start()
+    late_start, quick = issued(scheduler)
+    scheduler.group_done(done(quick, 0))
+    scheduler.commands()
+    scheduler.step_finished()
+    [newer] = issued(scheduler)
+    scheduler.group_done(done(newer, 1))
+    assert scheduler.commands() == []  # `late_start` may hold tokens of version 0
+    scheduler.first_token(late_start.id, 1)
+    assert len(batches(list(scheduler.commands()))) == 1  # it does not: there is time
+
+
+def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:
+    scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100))
+    scheduler.start()
+    [first] = issued(scheduler)
+    scheduler.ticket_started("train", first.id, first.attempt, "w")
+    scheduler.worker_lost("w")
+    withdraw, issue = scheduler.commands()
+    assert withdraw == Withdraw("train", first.id, 1)
+    assert isinstance(issue, Issue)
+    assert issue.ticket.attempt == 2
+    scheduler.group_done(done(first, 0))  # the first attempt had been finished after all
+    commands = scheduler.commands()
+    assert Withdraw("train", first.id, 2) in commands
+    assert batches(list(commands))[0].groups[0].attempt == 1
+    scheduler.group_done(done(issue.ticket, 0))
+    scheduler.group_failed(failed(issue.ticket))
+    scheduler.step_finished()
+    scheduler.group_done(done(first, 0))
+    assert scheduler.ledger.trained == scheduler.ledger.issued == 1
+
+
+def test_a_ticket_whose_workers_keep_dying_fails() -> None:
+    scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=2))
+    scheduler.start()
+    [ticket] = issued(scheduler)
+    for attempt in (1, 2):
+        scheduler.ticket_started("train", ticket.id, attempt, "w")
+        scheduler.worker_lost("w")
+    assert scheduler.ledger.failed == 1
+    assert next(iter(scheduler.reasons)).startswith("failed: issued 2 times")
+
+
+def test_failures_one_after_the_other_end_the_run() -> None:
+    scheduler = Scheduler(Settings(steps=5, batch_size=4, max_staleness=0, rows=100, max_failures=3))
+    scheduler.start()
+    for ticket in issued(scheduler)[:3]:
+        scheduler.group_failed(failed(ticket, "ZeroDivisionError: division by zero"))
+    [end] = [command for command in scheduler.commands() if isinstance(command, Fail)]
+    assert "3 tickets failed one after the other" in end.reason
+    assert "division by zero" in end.reason
+
+
+def test_filtered_groups_are_never_trained() -> None:
+    def keep(group: Group) -> bool:
+        return max(group.rewards) > min(group.rewards)
+
+    scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100), keep)
+    scheduler.start()
+    [ticket] = issued(scheduler)
+    scheduler.group_done(done(ticket, 0))
+    assert scheduler.ledger.filtered == 1
+    assert len(issued(scheduler)) == 1
+
+
+@pytest.mark.parametrize("oldest", [-1, 1])
+def test_a_group_with_impossible_versions_fails(oldest: int) -> None:
+    scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100))
+    scheduler.start()
+    [ticket] = issued(scheduler)
+    scheduler.group_done(done(ticket, oldest))
+    assert scheduler.ledger.failed == 1
+    assert "allowed 0 to 0" in next(iter(scheduler.reasons))
+
+
+def test_every_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
+    scheduler = Scheduler(Settings(steps=100, batch_size=7, max_staleness=2, rows=7, seed=3))
+    scheduler.start()
+    epochs = [[ticket.row for ticket in issued(scheduler)][start : start + 7] for start in (0, 7, 14)][:1]
+    scheduler = Scheduler(Settings(steps=100, batch_size=7, max_staleness=2, rows=7, seed=3))
+    scheduler.start()
+    rows = [ticket.row for ticket in issued(scheduler)]
+    epochs = [rows[start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_first_and_last_evaluation_are_alone_and_others_run_beside() -> None:
+    scheduler = Scheduler(
+        Settings(
+            steps=2, batch_size=1, max_staleness=0, rows=9, evaluation_rows=1, evaluation_every=1
+        )
+    )
+    scheduler.start()
+    [first] = issued(scheduler)
+    assert first.purpose == "eval"
+    assert scheduler.evaluating_exactly
+    scheduler.group_done(done(first, 0, reward=0.25))
+    result, issue = scheduler.commands()
+    assert isinstance(result, EvaluationDone)
+    assert result.evaluation.accuracy == 0.25
+    assert isinstance(issue, Issue)
+    scheduler.group_done(done(issue.ticket, 0))
+    scheduler.commands()
+    scheduler.step_finished()
+    middle = issued(scheduler)
+    assert sorted(ticket.purpose for ticket in middle) == ["eval", "train"]
+    assert not scheduler.evaluating_exactly
+    train = next(ticket for ticket in middle if ticket.purpose == "train")
+    scheduler.group_done(done(train, 1))
+    assert len(batches(list(scheduler.commands()))) == 1  # training goes on beside it
+    scheduler.step_finished()
+    assert scheduler.commands() == []  # the last one waits for the one under way
+    scheduler.group_done(done(next(ticket for ticket in middle if ticket.purpose == "eval"), 1, 2))
+    result, last = scheduler.commands()
+    assert isinstance(result, EvaluationDone)
+    assert result.evaluation.versions == (1, 2)
+    assert isinstance(last, Issue)
+    assert last.ticket.min_version == 2
+    scheduler.group_done(done(last.ticket, 2))
+    assert isinstance(scheduler.commands()[-1], Finish)
+
+
+def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
+    options = Settings(steps=4, batch_size=2, max_staleness=1, rows=50)
+    scheduler = Scheduler(options)
+    scheduler.start()
+    tickets = issued(scheduler)
+    for ticket in tickets[:2]:
+        scheduler.group_done(done(ticket, 0))
+    scheduler.commands()
+    scheduler.step_finished()
+    snapshot = scheduler.snapshot()  # version 1: tickets 2 and 3 in flight, 4 and 5 just issued
+    later = [*tickets[2:], *issued(scheduler)]
+    for ticket in later[:2]:
+        scheduler.group_done(done(ticket, 0))
+    [start] = batches(list(scheduler.commands()))
+    scheduler.step_finished()
+    newest = issued(scheduler)
+    finished = done(newest[0], 2)
+    scheduler.group_done(finished)
+
+    again = Scheduler(options)
+    again.restore(snapshot, attempts_from=1000)
+    repeated = again.replay([group.ticket for group in start.groups], start.groups)
+    assert repeated == start
+    again.step_finished()
+    again.group_done(finished)
+    again.start()
+    assert again.version == 2
+    fresh = issued(again)
+    assert {ticket.id for ticket in fresh} == {later[2].id, later[3].id, newest[1].id}
+    assert all(ticket.attempt == 1001 for ticket in fresh)
+    assert {ticket.id: ticket.row for ticket in fresh} == {
+        ticket.id: ticket.row for ticket in [later[2], later[3], newest[1]]
+    }
+    again.group_done(done(later[2], 1))  # a worker of the former kernel: void
+    assert again.ledger == scheduler.ledger
+    again.group_done(done(fresh[0], 2))
+    assert len(batches(list(again.commands()))) == 1
