@@ -22,7 +22,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: memoryview
 
     @classmethod
-    def of(cls, values: Any, dtype: DTypeLike = None) -> Self:
+    def of(cls, values: Any, dtype: DTypeLike | None = None) -> Self:
         """Wrap `values` (anything numpy takes), made contiguous and little-endian.
 
         Raises:
@@ -32,7 +32,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if array.dtype.kind not in _KINDS:
             raise TypeError(f"arrays of {array.dtype} do not travel; expected numbers or booleans")
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        return cls(array.dtype.str, array.shape, memoryview(array.reshape(-1).view(np.uint8)))
+        return cls(array.dtype.str, array.shape, array.reshape(-1).view(np.uint8).data)
 
     def numpy(self) -> NDArray[Any]:
         """The array, a view of the message's own bytes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -85,7 +85,7 @@ def plugins(
     if kind is not None and kind not in KINDS:
         raise PluginError(f"no kind {kind!r}{nearest(kind, KINDS)}; kinds: {', '.join(KINDS)}")
     if kind is not None and name is not None:
-        _show_component(installed, cast("Kind", kind), name)
+        _show_component(installed, kind, name)
     else:
         _list_components(installed, kind)
 

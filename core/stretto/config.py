@@ -428,7 +428,7 @@ class _Composer:
     def _drop_stale_keys(
         self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
     ) -> None:
-        """When an override swaps a section's component, keys that only the file's own one had are left out."""
+        """When an override swaps a section's component, keys that only the former one had are left out."""
         if not (self.source.overridden(f"{path}.use") or path in self.source.overrides):
             return
         accepted = {field.encode_name for field in msgspec.structs.fields(component.config)}
@@ -543,7 +543,7 @@ class _Composer:
         if found is None:
             raise self.source.error(
                 key,
-                f"no such file or folder: {path!r} (looked from the working directory, then beside the run file)",
+                f"no such file or folder: {path!r} (looked in the working directory and beside the run file)",
                 path,
             )
         return found

@@ -19,6 +19,7 @@ from stretto.launcher import Resources
 
 if TYPE_CHECKING:
     import numpy as np
+    from anyio.abc import TaskGroup
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -90,7 +91,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     them. Empty, or n arrays."""
     have: tuple[int, ...] = ()
     """For each sample, how many tokens of the answer the asker holds (those of `begun` included):
-    the stream begins there. Empty means none."""
+    the stream begins there. -1: all of it, nothing is wanted of this sample. Empty: none of any."""
     priority: int = 0
     """0 for training, 1 for evaluation, which waits longer but is never starved."""
     deadline_s: float = 3600.0
@@ -159,9 +160,12 @@ class InferenceEngine(Protocol):
     happens outside the event loop's thread.
     """
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, tasks: TaskGroup) -> None:
         """Load the model. From now on `emit` is called, on the event loop, with lists of new chunks,
         at most every 20 ms or so. No request is served before the first `swap`.
+
+        Args:
+            tasks: for whatever the engine does in the background. An exception there ends the worker.
 
         Raises:
             EngineError: if the model cannot be loaded or served.
@@ -185,7 +189,9 @@ class InferenceEngine(Protocol):
         """
         ...
 
-    def load(self) -> Load: ...
+    def load(self) -> Load:
+        """The figures at this moment."""
+        ...
 
     async def stop(self) -> None:
         """Free everything. No chunk is emitted afterwards."""
@@ -243,4 +249,6 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Free everything."""
+        ...

@@ -39,6 +39,7 @@ __all__ = [
     "RunError",
     "StrettoError",
     "WeightsError",
+    "leaves",
     "nearest",
 ]
 
@@ -138,3 +139,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'grpo'?"` for the known word nearest to `word`, or an empty string."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.55)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in a tree of exception groups; what only reports a cancellation is left out."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in leaves(part)]
+    return [error]

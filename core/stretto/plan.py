@@ -22,7 +22,7 @@ from stretto.kernel.dataflow import Graph, graph_of
 from stretto.launcher import Job, Launcher, Resources, Role
 from stretto.plugins import missing_extra
 
-__all__ = ["Worker", "context_of", "describe", "graph", "problems", "run_folder", "workers"]
+__all__ = ["Worker", "context_of", "describe", "graph", "problems", "resources_of", "run_folder", "workers"]
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,28 @@ class Worker:
     resources: Resources
 
 
+def resources_of(config: RunConfig, role: Role) -> Resources:
+    """What each process of a role gets."""
+    sections: dict[Role, Resources] = {
+        "trainer": config.training,
+        "inference": config.inference,
+        "rollout": config.rollout,
+        "verifier": config.verifier,
+    }
+    return sections[role]
+
+
 def workers(config: RunConfig) -> list[Worker]:
     """Every worker process the run starts with."""
-    roles: list[tuple[Role, int, Resources]] = [
-        ("trainer", config.training.processes, config.training),
-        ("inference", config.inference.replicas, config.inference),
-        ("rollout", config.rollout.processes, config.rollout),
-        ("verifier", config.verifier.processes, config.verifier),
-    ]
+    counts: dict[Role, int] = {
+        "trainer": config.training.processes,
+        "inference": config.inference.replicas,
+        "rollout": config.rollout.processes,
+        "verifier": config.verifier.processes,
+    }
     return [
-        Worker(f"{role}-{index}", role, resources)
-        for role, count, resources in roles
+        Worker(f"{role}-{index}", role, resources_of(config, role))
+        for role, count in counts.items()
         for index in range(count)
     ]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 import pluggy
@@ -108,7 +108,7 @@ class Plugins:
             accepted = {name: arguments[name] for name in implementation.argnames}
             try:
                 implementation.function(**accepted)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the caller tells
                 yield implementation.plugin_name, error
 
     def add_path(self, path: Path) -> None:
@@ -233,7 +233,8 @@ class Plugins:
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is module:
                     try:
-                        offered.extend(implementation.function())
+                        made = cast("Iterable[Component[Any]]", implementation.function())
+                        offered.extend(made)
                     except Exception as error:
                         reason = f"stretto_{kind} of {module.__name__!r} failed: {_reason(error)}"
                         raise PluginError(reason, kind=kind) from error

@@ -38,4 +38,6 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Reward(Protocol):
     """Either form; made once in each scoring process."""
 
-    def __call__(self, *args: Any, **columns: Any) -> RewardValue | list[RewardValue] | Awaitable[Any]: ...
+    def __call__(self, *args: Any, **columns: Any) -> RewardValue | list[RewardValue] | Awaitable[Any]:
+        """Score one answer, or all answers of a group."""
+        ...

@@ -10,7 +10,8 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import inspect as types
@@ -18,7 +19,7 @@ from msgspec import inspect as types
 from stretto.component import Component, Kind
 from stretto.config import LIST_SECTIONS, SECTIONS, EvaluationConfig, RunConfig
 from stretto.errors import PluginError
-from stretto.plugins import Plugins, missing_extra
+from stretto.plugins import KINDS, Plugins, missing_extra
 
 __all__ = ["Field", "fields_of", "json_schema"]
 
@@ -48,7 +49,7 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
     """JSON schema (2020-12) of run files, with every usable component installed."""
     structs: list[type[msgspec.Struct]] = [RunConfig, EvaluationConfig]
     choices: dict[Kind, list[type[msgspec.Struct]]] = {}
-    for kind in {*SECTIONS.values(), *LIST_SECTIONS.values()}:
+    for kind in KINDS:
         choices[kind] = [_choice(kind, component) for component in _usable(plugins, kind)]
         structs += choices[kind]
     refs, definitions = msgspec.json.schema_components(structs, ref_template="#/$defs/{name}")
@@ -88,7 +89,7 @@ def _choice(kind: Kind, component: Component[Any]) -> type[msgspec.Struct]:
     """The component's struct with `use` narrowed to its name."""
     return msgspec.defstruct(
         f"{kind}_{component.name}",
-        [("use", Literal[component.name])],
+        [("use", cast("Any", Literal[component.name]))],
         bases=(component.config,),
         kw_only=True,
         namespace={"__doc__": component.summary},
@@ -109,7 +110,8 @@ def _describe(definition: dict[str, Any], struct: type[msgspec.Struct]) -> None:
     for name, schema in definition.get("properties", {}).items():
         if meaning := meanings.get(name):
             if "$ref" in schema:
-                schema = definition["properties"][name] = {"allOf": [schema]}
+                schema: dict[str, Any] = {"allOf": [schema]}
+                definition["properties"][name] = schema
             schema["description"] = meaning
 
 
@@ -155,7 +157,7 @@ def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
         except (OSError, TypeError):
             continue  # made by `defstruct`: its meanings are its bases'
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-        for field, below in zip(body, body[1:], strict=False):
+        for field, below in pairwise(body):
             if (
                 isinstance(field, ast.AnnAssign)
                 and isinstance(field.target, ast.Name)

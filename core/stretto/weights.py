@@ -48,7 +48,9 @@ class WeightUpdate(Protocol):
     """One version, ready to be loaded: on this machine, complete and checked against its digest."""
 
     @property
-    def note(self) -> WeightsNote: ...
+    def note(self) -> WeightsNote:
+        """What was announced of it."""
+        ...
 
     @property
     def folder(self) -> Path | None:
@@ -60,7 +62,9 @@ class WeightUpdate(Protocol):
         written to, and valid until `close`."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nobody uses the tensors any more."""
+        ...
 
 
 class Publisher(Protocol):
@@ -90,15 +94,25 @@ class Subscriber(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing more will be received."""
+        ...
 
 
 class WeightsTransport(Protocol):
     """Both ends of a transport."""
 
-    def publisher(self) -> Publisher: ...
+    def publisher(self) -> Publisher:
+        """The end beside a trainer."""
+        ...
 
-    def subscriber(self) -> Subscriber: ...
+    def subscriber(self) -> Subscriber:
+        """The end beside an engine."""
+        ...
+
+    def clean(self) -> None:
+        """Remove what publishers of this run left behind. Called in the kernel when none is running."""
+        ...
 
 
 def digest_of(hashes: Iterable[tuple[str, str]]) -> str:

@@ -115,7 +115,9 @@ class Session(Protocol):
         ...
 
     @property
-    def sampling(self) -> Sampling: ...
+    def sampling(self) -> Sampling:
+        """How the run samples, unless `generate` is told otherwise."""
+        ...
 
     async def generate(
         self, prompt_ids: NDArray[np.int32], *, n: int = 1, sampling: Sampling | None = None

@@ -181,7 +181,7 @@ class Bus:
                 result = handler(message)
                 if result is not None:
                     await result
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised again where the bus was opened
                 self._fail(error)
 
         await self._nats.subscribe(subject, cb=deliver)
@@ -350,13 +350,16 @@ class Bus:
                 log.warning("stream interrupted", stream=stream, following=following)
                 await anyio.sleep(0.5)
 
-    async def last_sequence(self, stream: str) -> int:
-        """Sequence number of the newest message of a stream; 0 if there was none."""
-        info = await self._storing(lambda: self._jetstream.stream_info(stream), stream)
-        return info.state.last_seq
+    async def last_sequence(self, stream: str, subject: str) -> int:
+        """Sequence number of the newest message of a subject in its stream; 0 if there is none."""
+        try:
+            message = await self._storing(lambda: self._jetstream.get_last_msg(stream, subject), stream)
+        except NotFoundError:
+            return 0
+        return message.seq or 0
 
-    async def purge(self, stream: str, below: int) -> None:
-        """Remove the messages with a sequence number under `below`."""
+    async def purge(self, stream: str, *, below: int | None = None) -> None:
+        """Remove the messages with a sequence number under `below`, or all."""
         await self._storing(lambda: self._jetstream.purge_stream(stream, seq=below), stream)
 
     async def delete(self, stream: str, sequence: int) -> None:

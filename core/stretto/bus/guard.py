@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -59,6 +60,8 @@ def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    pid_file = lock.with_name("guard.pid")
+    pid_file.write_text(str(os.getpid()))
     server = _start(binary, configuration)
     seen = time.monotonic()
     while not asked and time.monotonic() - seen <= grace_s:
@@ -70,6 +73,7 @@ def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
             time.sleep(_POLL_S)  # a server that cannot start must not spin
             server = _start(binary, configuration)
     _end(server)
+    pid_file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

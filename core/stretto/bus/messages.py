@@ -19,6 +19,7 @@ from stretto.weights import WeightsNote
 __all__ = [
     "Abort",
     "AbortTicket",
+    "AskLoad",
     "Beacon",
     "Call",
     "CallDone",
@@ -35,10 +36,12 @@ __all__ = [
     "KernelLease",
     "Leaving",
     "LoadCheckpoint",
+    "LoadReport",
     "Loaded",
     "Member",
     "Message",
     "Peer",
+    "Prefetch",
     "Progress",
     "Purpose",
     "Refusal",
@@ -53,8 +56,8 @@ __all__ = [
     "Ticket",
     "TicketStarted",
     "TrajectoryBundle",
-    "WireTrajectory",
     "Welcome",
+    "WireTrajectory",
 ]
 
 
@@ -112,6 +115,8 @@ class Welcome(Message, frozen=True):
     fence: int
     grace_s: float
     """A worker that has heard no beacon for so long leaves."""
+    fingerprints: dict[str, str]
+    """Of the datasets, by the key of their section."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -119,6 +124,8 @@ class Heartbeat(Message, frozen=True):
 
     worker: str
     nonce: str
+    ready: bool
+    """It can be called."""
     busy_s: float = 0.0
     """Seconds of work since its start, by its own measure."""
     load: Load | None = None
@@ -319,6 +326,16 @@ class SwapDone(Message, frozen=True):
     report: SwapReport
 
 
+class AskLoad(Message, frozen=True):
+    """Anyone to inference worker, answered by `LoadReport`: how busy are you?"""
+
+
+class LoadReport(Message, frozen=True):
+    """The engine's figures at this moment."""
+
+    load: Load
+
+
 # --------------------------------------------------------------------------------------- scoring
 
 
@@ -433,9 +450,8 @@ class JournalStep(Message, frozen=True):
 
 
 class KernelLease(Message, frozen=True):
-    """In the run's state: which kernel owns the run."""
+    """In the run's state: which kernel owns the run. Its revision there is the fencing number."""
 
-    fence: int
     place: str
 
 

@@ -136,6 +136,7 @@ class NatsServer:
             BusError: if it does not come up; with the end of its log.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        await _end_former(folder / "guard.pid")
         port = _free_port()
         users = {role: (role, secrets.token_urlsafe(24)) for role in ROLES}
         configuration = _configuration(folder, run, port, config.max_payload_mb, users)
@@ -177,6 +178,20 @@ class NatsServer:
         log = folder / "nats.log"
         tail = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "it wrote no log"
         raise BusError(f"the bundled nats-server did not come up on port {port}: {tail}")
+
+
+async def _end_former(pid_file: Path) -> None:
+    """End the guard of a kernel that has gone, and its server, before the grace time does."""
+    if not pid_file.exists():
+        return
+    pid = pid_file.read_text().strip()
+    listed = await anyio.run_process(["ps", "-o", "args=", "-p", pid], check=False)
+    if guard.__file__.encode() in listed.stdout:
+        os.kill(int(pid), signal.SIGTERM)
+        with anyio.fail_after(15):
+            while pid_file.exists():
+                await anyio.sleep(0.02)
+    pid_file.unlink(missing_ok=True)  # of a guard that was killed
 
 
 def _binary() -> str:

@@ -222,6 +222,7 @@ class Scheduler:
         self._failures_in_a_row = 0
         self._state: Literal["new", "first evaluation", "training", "last evaluation", "over"] = "new"
         self._closing = False
+        self._held = False
         self._commands: list[Command] = []
 
     # ------------------------------------------------------------------------------------- views
@@ -383,8 +384,13 @@ class Scheduler:
                     self._reissue(purpose, ticket, f"its worker {worker} was lost")
         self._proceed()
 
-    def step_finished(self) -> None:
-        """The batch that was started is trained and its weights are published."""
+    def step_finished(self, *, hold: bool = False) -> None:
+        """The batch that was started is trained and its weights are published.
+
+        Args:
+            hold: start no further batch before `release`, so that a checkpoint can be taken between steps.
+        """
+        self._held = hold
         assert self._training is not None, "no batch was started"
         for id in self._training:
             ticket = self._open.pop(id)
@@ -397,6 +403,11 @@ class Scheduler:
         due = every and self.version % every == 0 and self.version < self.settings.steps
         if due and self._round is None and self.settings.evaluation_rows and self._state == "training":
             self._begin_round()
+        self._proceed()
+
+    def release(self) -> None:
+        """Batches may be started again."""
+        self._held = False
         self._proceed()
 
     def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
@@ -415,6 +426,11 @@ class Scheduler:
             self._open[id].oldest = min(member.oldest for member in finished[id].members)
         return StartBatch(self.version, tuple(finished[id] for id in self._training))
 
+    def expire_finished(self, reason: str) -> None:
+        """After `restore`: a new incarnation begins, and what weights of the former one sampled is void."""
+        for ticket in [ticket for ticket in self._open.values() if ticket.done]:
+            self._retire(ticket, "expired", reason)
+
     # ----------------------------------------------------------------------------------- private
 
     def _proceed(self) -> None:
@@ -423,7 +439,7 @@ class Scheduler:
             return
         self._start_batch()
         self._admit()
-        if self.version == self.settings.steps and self._round is None:
+        if self.version == self.settings.steps and self._round is None and not self._held:
             self._end()
 
     def _end(self) -> None:
@@ -534,7 +550,8 @@ class Scheduler:
 
     def _start_batch(self) -> None:
         """Make a batch, if enough groups are finished and it leaves no deadline that cannot be met."""
-        if self._training is not None or self._closing or self.version == self.settings.steps:
+        idle = self._training is None and not self._held
+        if not idle or self._closing or self.version == self.settings.steps:
             return
         batch = self._ready()[: self.settings.batch_size]
         if len(batch) < self.settings.batch_size:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import anyio
 import numpy as np
-from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
 
 if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
     from stretto import Context
     from stretto.weights import WeightUpdate
     from stretto_mock import MockInferenceConfig
@@ -52,26 +53,24 @@ class MockInference:
         self._pauses: list[float] = []
         self._paused = anyio.Lock()
         self._emit: Emit | None = None
-        self._tasks: TaskGroup | None = None
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, tasks: TaskGroup) -> None:
         """Begin to tick."""
         self._emit = emit
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self._tasks.start_soon(self._tick)
+        tasks.start_soon(self._tick)
 
     async def stop(self) -> None:
-        """Stop ticking."""
-        assert self._tasks is not None
-        self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)
+        """Nothing is held."""
 
     def generate(self, request: GenerateRequest) -> None:
         """Draw all answers at once; a second request with a running id is the same request."""
         known = {sample.request.id for sample in (*self._waiting, *self._running)}
         if request.id not in known:
             expires = time.monotonic() + request.deadline_s
-            self._waiting.extend(self._draw(request, index, expires) for index in range(len(request.seeds)))
+            wanted = [
+                index for index in range(len(request.seeds)) if not request.have or request.have[index] >= 0
+            ]
+            self._waiting.extend(self._draw(request, index, expires) for index in wanted)
 
     def abort(self, request: str) -> None:
         """End what is left of a request."""

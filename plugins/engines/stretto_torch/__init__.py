@@ -53,7 +53,9 @@ def _make_inference(config: TorchInferenceConfig, context: Context) -> Inference
         from stretto_torch.inference import TorchInferenceEngine
     except ImportError as error:
         raise PluginError(
-            f"the torch engine needs {error.name}: pip install 'stretto[torch]'", kind="inference", name="torch"
+            f"the torch engine needs {error.name}: pip install 'stretto[torch]'",
+            kind="inference",
+            name="torch",
         ) from error
     return TorchInferenceEngine(config, context)
 
@@ -71,6 +73,7 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
 
 @hookimpl
 def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
+    """The inference engine `torch`."""
     yield Component(
         name="torch",
         factory=_make_inference,

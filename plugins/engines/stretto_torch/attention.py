@@ -69,7 +69,8 @@ class SlotAttention:
         self._starts = starts.view(2, cache.rows, heads.kv).transpose(0, 1).flatten(1).contiguous()
 
     def at(self, positions: Tensor, spans: Sequence[Span]) -> Attend:
-        """Attention of a step whose new tokens stand at `positions` (R,)."""
+        """Attention of a step whose new tokens stand at `positions` (R,). Rows beyond the last span get
+        zeros."""
         heads, width = self._heads, self._heads.query * self._heads.dim
         written = (self._starts[: len(positions)] + positions.unsqueeze(1)).flatten()
         masks = [self._mask(positions, span) for span in spans]
@@ -81,7 +82,9 @@ class SlotAttention:
                 self._attend(layer, queries, span, mask) for span, mask in zip(spans, masks, strict=True)
             ]
             whole = attended[0] if len(attended) == 1 else torch.cat(attended)
-            return whole.view(len(positions), width)
+            whole = whole.view(-1, width)
+            dead = len(positions) - len(whole)
+            return F.pad(whole, (0, 0, 0, dead)) if dead else whole
 
         return attend
 

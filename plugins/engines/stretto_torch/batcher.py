@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto_torch.model import Model
-from stretto_torch.requests import Job, Refusal, Sample, open_job
+from stretto_torch.requests import UNWANTED, Job, RequestError, Sample, open_job
 from stretto_torch.slots import NO_TOKENS, Answer, Ending, Slots
 from stretto_torch.stops import StopStrings
 from stretto_torch.swap import Targets
@@ -83,8 +83,10 @@ class Batcher:
             )
             if request.sampling.stop:
                 job.stops = StopStrings(request.sampling.stop, self._tokenizer())
-        except Refusal as refusal:
-            self._chunks += error_chunks(request, str(refusal))
+        except RequestError as error:
+            self._chunks += error_chunks(request, str(error))
+            return
+        if not job.samples:
             return
         self._jobs[request.id] = job
         self._next_deadline = min(self._next_deadline, job.deadline)
@@ -225,10 +227,12 @@ class Batcher:
 
 def error_chunks(request: GenerateRequest, why: str) -> list[Chunk]:
     """The answer to a request that is not served at all."""
-    positions = request.have or (0,) * max(1, len(request.seeds))
+    count = max(1, len(request.seeds))
+    positions = request.have if len(request.have) == count else (0,) * count
     return [
         Chunk(request.id, i, position, NO_TOKENS.tokens, NO_TOKENS.logprobs, NO_TOKENS.versions, "error", why)
         for i, position in enumerate(positions)
+        if position != UNWANTED
     ]
 
 

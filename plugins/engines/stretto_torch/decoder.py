@@ -28,10 +28,14 @@ class Decoder(Protocol):
         ...
 
     @property
-    def vocabulary(self) -> int: ...
+    def vocabulary(self) -> int:
+        """V."""
+        ...
 
     @property
-    def cache(self) -> SlotCache: ...
+    def cache(self) -> SlotCache:
+        """The slots."""
+        ...
 
     @property
     def targets(self) -> Targets:
@@ -62,9 +66,9 @@ class Decoder(Protocol):
         Args:
             tokens: (R,) int64.
             positions: (R,) int64; row r attends to its positions 0..positions[r].
-            spans: cover the rows 0..R-1 in order.
+            spans: cover the rows in order, from 0 on; rows beyond the last are padding.
 
         Returns:
-            (R, V) float32 logits after each token.
+            (R, V) float32 logits after each token; anything in rows of padding.
         """
         ...

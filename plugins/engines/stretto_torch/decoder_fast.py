@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stretto_torch.attention import Attend, Heads, SlotAttention, over_prompts
 from stretto_torch.kv import LayerShape, SlotCache
-from stretto_torch.linear import Linear, OnednnFrom
+from stretto_torch.linear import Linear
 from stretto_torch.shapes import Span, padded_rows
 from stretto_torch.swap import Target, Targets, tied_names
 
@@ -29,7 +29,7 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")
 
 
-class Unsuitable(Exception):
+class UnsuitableError(Exception):
     """The hand-written decoder cannot run this model; the message says why."""
 
 
@@ -40,16 +40,16 @@ class FastDecoder:
         model: a causal language model of transformers; not kept.
         rows: rows of the cache.
         length: tokens of a slot.
-        onednn_from: which products go to oneDNN.
+        onednn: whether large products go to oneDNN.
 
     Raises:
-        Unsuitable: if the model is built otherwise. Whether what was accepted computes the same as
+        UnsuitableError: if the model is built otherwise. Whether what was accepted computes the same as
             transformers is for `model.py` to test.
     """
 
     classes = (128, 512, 2048)
 
-    def __init__(self, model: Any, rows: int, length: int, onednn_from: OnednnFrom) -> None:
+    def __init__(self, model: Any, rows: int, length: int, *, onednn: bool) -> None:
         config = model.config
         _check(model)
         self.name = f"hand-written {config.model_type}"
@@ -57,7 +57,7 @@ class FastDecoder:
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, _head_dim(config))
         self._eps: float = config.rms_norm_eps
 
-        weights = _Weights(model.state_dict(), self._heads.dim, onednn_from)
+        weights = _Weights(model.state_dict(), self._heads.dim, onednn=onednn)
         self._embedding = weights.take("model.embed_tokens.weight")
         self._layers = [_layer(weights, f"model.layers.{i}") for i in range(config.num_hidden_layers)]
         self._norm = weights.take("model.norm.weight")
@@ -144,12 +144,12 @@ def _layer(weights: _Weights, prefix: str) -> _Layer:
 class _Weights:
     """Allocates the decoder's weights and notes where each tensor of a checkpoint goes in them."""
 
-    def __init__(self, state: Mapping[str, Tensor], head_dim: int, onednn_from: OnednnFrom) -> None:
+    def __init__(self, state: Mapping[str, Tensor], head_dim: int, *, onednn: bool) -> None:
         self._state = state
         self._tied = tied_names(state)
         self._targets: dict[str, Target] = {}
         self._head_dim = head_dim
-        self._onednn_from = onednn_from
+        self._onednn = onednn
 
     def find(self, *names: str) -> Tensor | None:
         """Room for these tensors, one above the other; None if the model has not all of them."""
@@ -166,20 +166,20 @@ class _Weights:
         """The same, where the decoder cannot do without."""
         whole = self.find(*names)
         if whole is None:
-            raise Unsuitable(f"it lacks one of the tensors {', '.join(names)}")
+            raise UnsuitableError(f"it lacks one of the tensors {', '.join(names)}")
         return whole
 
     def linear(self, *names: str, tied_to: Tensor | None = None) -> Linear:
         """The product with several weights at once."""
         weights = [f"{name}.weight" for name in names]
         weight = tied_to if tied_to is not None and self._tied.issuperset(weights) else self.take(*weights)
-        return Linear(weight, self.find(*(f"{name}.bias" for name in names)), self._onednn_from)
+        return Linear(weight, self.find(*(f"{name}.bias" for name in names)), onednn=self._onednn)
 
     def load(self) -> Targets:
         """Fill everything from the model itself."""
-        unknown = self._state.keys() - self._targets.keys() - self._tied
+        unknown = sorted(self._state.keys() - self._targets.keys() - self._tied)
         if unknown:
-            raise Unsuitable(f"it has tensors this decoder does not know: {', '.join(sorted(unknown)[:3])}")
+            raise UnsuitableError(f"it has tensors this decoder does not know, such as {unknown[0]!r}")
         targets = Targets(self._targets, self._tied)
         targets.load(self._state)
         return targets
@@ -192,20 +192,20 @@ class _Weights:
 
 
 def _check(model: Any) -> None:
-    """Raise `Unsuitable` for what can be told from the config."""
+    """Raise `UnsuitableError` for what can be told from the config."""
     config = model.config
     if config.model_type not in _FAMILIES:
-        raise Unsuitable(f"its architecture is not one of {', '.join(_FAMILIES)}")
+        raise UnsuitableError(f"its architecture is not one of {', '.join(_FAMILIES)}")
     if config.hidden_act != "silu":
-        raise Unsuitable(f"its activation is {config.hidden_act!r}, not 'silu'")
+        raise UnsuitableError(f"its activation is {config.hidden_act!r}, not 'silu'")
     windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if windowed or (config.model_type == "mistral" and config.sliding_window is not None):
-        raise Unsuitable("its attention has a sliding window")
+        raise UnsuitableError("its attention has a sliding window")
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in _ROPES:
-        raise Unsuitable(f"its rope type is {rope_type!r}, not one of {', '.join(_ROPES)}")
+        raise UnsuitableError(f"its rope type is {rope_type!r}, not one of {', '.join(_ROPES)}")
     if model.model.rotary_emb.inv_freq.numel() * 2 != _head_dim(config):
-        raise Unsuitable("it rotates only a part of each head")
+        raise UnsuitableError("it rotates only a part of each head")
 
 
 def _head_dim(config: Any) -> int:

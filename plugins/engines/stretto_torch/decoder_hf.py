@@ -158,13 +158,13 @@ class _Masks:
 def _layer_shapes(model: Any) -> list[LayerShape]:
     """What each layer keeps, seen from a cache that the model fills itself."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    layers = model(input_ids=tokens, use_cache=True).past_key_values.layers
+    cache = getattr(model(input_ids=tokens, use_cache=True), "past_key_values", None)
     shapes: list[LayerShape] = []
-    for layer in layers:
+    for layer in getattr(cache, "layers", [None]):
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             raise EngineError(
-                f"{model.config.model_type!r} keeps {type(layer).__name__} of its past, not keys and values;"
-                " the torch engine cannot serve it"
+                f"the torch engine serves models that keep keys and values of every layer,"
+                f" which {model.config.model_type!r} does not"
             )
         widest = max(layer.keys.shape[3], layer.values.shape[3])
         shapes.append(LayerShape(layer.keys.shape[1], widest))

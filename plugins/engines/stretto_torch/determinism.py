@@ -35,7 +35,7 @@ def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
     shapes = dataclasses.replace(shapes, fixed=True)
     if _same_bits(decoder, shapes):
         return shapes
-    raise EngineError("inference.deterministic: the same row gives other bits in other company on this machine")
+    raise EngineError("inference.deterministic: on this machine a row's bits depend on the other rows")
 
 
 def _same_bits(decoder: Decoder, shapes: Shapes) -> bool:
@@ -83,7 +83,7 @@ def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor:
     for step in range(_STEPS):
         positions = F.pad(lengths + step, (0, rows - company.live))
         tokens = F.pad(texts[torch.arange(company.live), lengths + step], (0, rows - company.live))
-        spans = shapes.spans(positions[: company.live].numpy(), rows, decoder.classes)
+        spans = shapes.spans(positions[: company.live].numpy(), decoder.classes)
         logits = decoder.decode(tokens, positions.to(device), spans)[: company.live]
         found.append(logits.log_softmax(-1)[row])
     return torch.stack(found)

@@ -136,8 +136,10 @@ class TorchInferenceEngine:
         command = _Swap(order, version, digest, tensors)
         self._commands.put(command)
         # The compute thread may be reading the tensors now, so the caller must not go and close them.
+        report = asyncio.wrap_future(command.report)
         with anyio.CancelScope(shield=True):
-            return await asyncio.wrap_future(command.report)
+            await asyncio.wait([report])
+        return report.result()
 
     def load(self) -> Load:
         """See `InferenceEngine`."""

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from stretto.errors import EngineError
 from stretto_torch.decoder import Decoder
-from stretto_torch.decoder_fast import FastDecoder, Unsuitable
+from stretto_torch.decoder_fast import FastDecoder, UnsuitableError
 from stretto_torch.decoder_hf import HFDecoder
-from stretto_torch.linear import choose_kernel
+from stretto_torch.linear import prefers_onednn
 from stretto_torch.shapes import Shapes, Span, padded_length
 
 if TYPE_CHECKING:
@@ -52,33 +52,30 @@ def load_model(folder: str, config: TorchInferenceConfig) -> Model:
     """
     device, dtype = _device(config), getattr(torch, config.dtype)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
+    model.to(device).eval().requires_grad_(False)
     shapes = Shapes(config.slots, _context(model.config, config.context_length))
     return Model(_choose(model, shapes, config), shapes, _eos(model))
 
 
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
-    onednn_from = choose_kernel(
-        config.linear,
-        deterministic=config.deterministic,
-        rows=shapes.most_rows,
-        device=model.device,
-        dtype=model.dtype,
-    )
+    # Bits must not hang on a measurement.
+    wanted = "torch" if config.deterministic and config.linear == "auto" else config.linear
+    onednn = prefers_onednn(wanted, shapes.most_rows, model.device, model.dtype)
     try:
-        decoder = FastDecoder(model, shapes.most_rows, shapes.length, onednn_from)
+        decoder = FastDecoder(model, shapes.most_rows, shapes.length, onednn=onednn)
         difference = _difference(decoder, model)
         if difference <= _ROUNDING[model.dtype]:
             return decoder
         why = f"its logits differ by {difference:.1e} of their deviation"
-    except Unsuitable as reason:
+    except UnsuitableError as reason:
         why = str(reason)
     log.info("model is run by transformers, not by the hand-written decoder", why=why)
     decoder = HFDecoder(model, shapes.most_rows, shapes.length)
     difference = _difference(decoder, model)
-    if difference > _ROUNDING[model.dtype]:
+    if not difference <= _ROUNDING[model.dtype]:  # NaN is no agreement either
         raise EngineError(
             f"{decoder.name} does not compute over slots what it computes over a whole text (logits differ"
             f" by {difference:.1e} of their deviation); the torch engine cannot serve it"
@@ -111,15 +108,12 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def _device(config: TorchInferenceConfig) -> torch.device:
-    if config.device == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    else:
-        kind = config.device
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise EngineError("inference.device is 'cuda', but torch sees no GPU in this process")
-        torch.cuda.set_per_process_memory_fraction(config.share)
-    return torch.device(kind)
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise EngineError("inference.device is 'cuda', but torch sees no GPU in this process")
+    torch.cuda.set_per_process_memory_fraction(config.share)
+    return torch.device("cuda")
 
 
 def _context(config: Any, wanted: int | None) -> int:

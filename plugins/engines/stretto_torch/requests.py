@@ -62,10 +62,15 @@ class Sample:
 
     @property
     def seed(self) -> int:
+        """What its tokens are drawn with."""
         return self.job.request.seeds[self.index]
 
 
-class Refusal(Exception):
+UNWANTED = -1
+"""Stands in `GenerateRequest.have` for a sample that the asker holds to its end."""
+
+
+class RequestError(Exception):
     """A request that cannot be served; the message says why."""
 
 
@@ -80,28 +85,30 @@ def open_job(
     """Read a request that arrived at some time of `time.monotonic`.
 
     Raises:
-        Refusal: if it cannot be served by this engine.
+        RequestError: if it cannot be served by this engine.
     """
     count, longest = len(request.seeds), request.sampling.max_tokens
     prompt = _tokens(request.prompt_ids, vocabulary, "prompt_ids")
     if not count or not len(prompt):
-        raise Refusal(f"{len(prompt)} prompt tokens and {count} seeds; each must be at least 1")
+        raise RequestError(f"{len(prompt)} prompt tokens and {count} seeds; each must be at least 1")
     if len(prompt) + longest > context:
-        raise Refusal(
+        raise RequestError(
             f"a prompt of {len(prompt)} tokens and max_tokens {longest} need {len(prompt) + longest};"
             f" a slot holds {context} (inference.context_length)"
         )
     for name, given in (("begun", request.begun), ("have", request.have)):
         if given and len(given) != count:
-            raise Refusal(f"{name!r} is for {len(given)} samples, the request has {count}")
+            raise RequestError(f"{name!r} is for {len(given)} samples, the request has {count}")
     if deterministic and any(len(tokens) for tokens in request.begun):
-        raise Refusal("inference.deterministic: an answer is repeated from its seed, never gone on with")
+        raise RequestError("inference.deterministic: an answer is repeated from its seed, never gone on with")
     begun = [_tokens(tokens, vocabulary, "begun") for tokens in request.begun] or [_NOTHING] * count
     if max(map(len, begun)) > longest:
-        raise Refusal(f"'begun' has {max(map(len, begun))} tokens, more than max_tokens {longest}")
+        raise RequestError(f"'begun' has {max(map(len, begun))} tokens, more than max_tokens {longest}")
     job = Job(request, prompt, arrived + request.deadline_s)
     have = request.have or (0,) * count
-    job.samples = [Sample(job, i, begun[i], max(have[i], len(begun[i]))) for i in range(count)]
+    job.samples = [
+        Sample(job, i, begun[i], max(have[i], len(begun[i]))) for i in range(count) if have[i] != UNWANTED
+    ]
     return job
 
 
@@ -112,9 +119,9 @@ def _tokens(array: Any, vocabulary: int, name: str) -> NDArray[np.int32]:
     try:
         tokens = array.numpy()
     except ValueError as error:
-        raise Refusal(f"{name!r}: {error}") from error
+        raise RequestError(f"{name!r}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise Refusal(f"{name!r} is {tokens.dtype} of shape {tokens.shape}; expected integers (P,)")
+        raise RequestError(f"{name!r} is {tokens.dtype} of shape {tokens.shape}; expected integers (P,)")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
-        raise Refusal(f"{name!r} has tokens outside the vocabulary of {vocabulary}")
+        raise RequestError(f"{name!r} has tokens outside the vocabulary of {vocabulary}")
     return tokens.astype(np.int32)

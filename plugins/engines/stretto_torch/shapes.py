@@ -45,6 +45,7 @@ class Shapes:
 
     @property
     def most_rows(self) -> int:
+        """Rows of the cache and of the largest step."""
         return padded_rows(self.slots)
 
     def rows(self, live: int) -> int:
@@ -55,26 +56,25 @@ class Shapes:
         """Whether a step with so many live rows is cut into spans."""
         return not self.fixed and live >= _FEWEST_TO_SPLIT
 
-    def spans(self, positions: NDArray[np.int64], rows: int, classes: tuple[int, ...]) -> list[Span]:
-        """Cut a step's rows into spans of similar length.
+    def spans(self, positions: NDArray[np.int64], classes: tuple[int, ...]) -> list[Span]:
+        """Cut the live rows of a step into spans of similar length.
 
         Args:
-            positions: (live,) of the live rows; those beyond a cut before those below it.
-            rows: what `rows` said for them.
+            positions: (live,); those beyond a cut before those below it.
             classes: lengths at which the decoder wants a cut, ascending.
         """
+        live = len(positions)
         if self.fixed:
-            return [Span(0, rows, self.length)]
+            return [Span(0, self.most_rows, self.length)]
         longest = int(positions.max()) + 1
-        cuts = [cut for cut in classes if cut < longest] if self.splits(len(positions)) else []
         spans: list[Span] = []
         start = 0
-        for cut in reversed(cuts):
-            stop = int((positions >= cut).sum())
-            if start < stop < len(positions):
+        for cut in reversed(classes if self.splits(live) else ()):
+            stop = int((positions >= cut).sum()) if cut < longest else start
+            if start < stop < live:
                 spans.append(Span(start, stop, padded_length(longest)))
                 start, longest = stop, int(positions[stop:].max()) + 1
-        spans.append(Span(start, rows, padded_length(longest)))
+        spans.append(Span(start, live, padded_length(longest)))
         return spans
 
 

@@ -9,6 +9,7 @@ n: running samples, V: vocabulary, L: tokens of a slot.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ _PREFILL_TOKENS = 8192
 # Padding in one prefill that costs less than starting another one.
 _PREFILL_PADDING = 64
 
-_NO_CUTS: NDArray[np.int64] = np.empty(0, np.int64)
+_FREED = -1  # the class of a row whose sample has left
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Slots:
 
     @property
     def free(self) -> int:
+        """Slots without a sample."""
         return len(self._free_lanes)
 
     def admit(self, samples: Sequence[Sample], version: int) -> list[Ending]:
@@ -115,7 +117,7 @@ class Slots:
         logits = self._decoder.decode(
             torch.from_numpy(self._token[:rows]).to(self._device),
             torch.from_numpy(self._position[:rows]).to(self._device),
-            self._shapes.spans(self._position[:live], rows, self._decoder.classes),
+            self._shapes.spans(self._position[:live], self._decoder.classes),
         )
         endings = self._append(0, logits[:live], version)
         if endings:
@@ -219,7 +221,8 @@ class Slots:
         longest = padding = 0
         for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
             padding += longest - lengths[i]
-            if not batches or padding > _PREFILL_PADDING or (len(batches[-1]) + 1) * longest > _PREFILL_TOKENS:
+            full = bool(batches) and (len(batches[-1]) + 1) * longest > _PREFILL_TOKENS
+            if not batches or full or padding > _PREFILL_PADDING:
                 batches.append([])
                 longest, padding = lengths[i], 0
             batches[-1].append(i)
@@ -251,7 +254,11 @@ class Slots:
         samples = self.running[rows]
         if not any(sample.job.stops for sample in samples):
             return False
-        return np.array([s.job.stops is not None and s.job.stops.end(self.answer(s, 0).tokens) for s in samples])
+        completed = [
+            sample.job.stops is not None and sample.job.stops.end(self.answer(sample, 0).tokens)
+            for sample in samples
+        ]
+        return np.array(completed)
 
     def _ending(self, row: int, stopped: bool, version: int) -> Ending:
         sample, finish, error = self.running[row], "stop" if stopped else "length", ""
@@ -265,20 +272,23 @@ class Slots:
 
     def _arrange(self) -> None:
         """Bring the rows into order: longer classes first, freed rows last and out."""
-        position = self._position[: len(self.running)]
-        cuts = np.array(self._decoder.classes) if self._shapes.splits(len(position)) else _NO_CUTS
-        classes = np.where(position > 0, np.searchsorted(cuts, position, side="right"), -1)
-        wanted = -np.sort(-classes)
-        for row in (classes != wanted).nonzero()[0]:
-            if classes[row] != wanted[row]:  # an exchange may have put it right meanwhile
-                other = ((classes == wanted[row]) & (classes != wanted)).nonzero()[0][-1]
-                self._exchange(int(row), int(other))
-                classes[[row, other]] = classes[[other, row]]
-        live = int((classes >= 0).sum())
+        # In plain Python: for some dozens of rows that is several times faster than in numpy.
+        positions = self._position[: len(self.running)].tolist()
+        cuts = self._decoder.classes if self._shapes.splits(len(positions)) else ()
+        classes = [bisect_right(cuts, position) if position else _FREED for position in positions]
+        wanted = sorted(classes, reverse=True)
+        for row, its_class in enumerate(wanted):
+            if classes[row] != its_class:
+                other = len(classes) - 1
+                while classes[other] != its_class or wanted[other] == its_class:
+                    other -= 1
+                self._exchange(row, other)
+                classes[row], classes[other] = classes[other], classes[row]
+        live = len(classes) - classes.count(_FREED)
         del self.running[live:]
-        below = classes[:live] < len(cuts)
-        to_go = cuts[classes[:live][below]] - self._position[:live][below]
-        self._steps_in_order = int(to_go.min(initial=self._shapes.length))
+        positions = self._position[:live].tolist()
+        to_go = [cuts[c] - position for c, position in zip(classes, positions, strict=False) if c < len(cuts)]
+        self._steps_in_order = min(to_go, default=self._shapes.length)
 
     def _exchange(self, row: int, other: int) -> None:
         """Let two rows change places; `other` is live, `row` may be freed."""

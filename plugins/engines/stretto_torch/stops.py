@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from stretto_torch.requests import Refusal
+from stretto_torch.requests import RequestError
 
 
 class StopStrings:
@@ -35,9 +35,11 @@ def load_tokenizer(folder: str) -> Any:
     """The model's tokenizer.
 
     Raises:
-        Refusal: if the folder has none.
+        RequestError: if the folder has none.
     """
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise Refusal(f"stop strings need the tokenizer of {folder!r}, which does not load: {error}") from error
+        raise RequestError(
+            f"stop strings need a tokenizer; {folder!r} has none that loads: {error}"
+        ) from error

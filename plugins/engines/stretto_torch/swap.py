@@ -9,6 +9,7 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,4 +94,5 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 def _sha256(tensor: Tensor) -> str:
     assert sys.byteorder == "little", "tensors are hashed as they lie in memory"
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()
+    raw: Any = flat.view(torch.uint8).numpy()
+    return hashlib.sha256(raw).hexdigest()

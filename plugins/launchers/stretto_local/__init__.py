@@ -16,7 +16,7 @@ from anyio.abc import Process
 
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
 from stretto.errors import LaunchError
-from stretto.launcher import Job
+from stretto.launcher import Job, thread_variables
 
 __all__ = ["LocalHandle", "LocalLauncher", "place", "visible_gpus"]
 
@@ -109,7 +109,7 @@ class LocalLauncher:
                 stderr=subprocess.STDOUT,
                 env={
                     **os.environ,
-                    **_threads(job),
+                    **thread_variables(job.resources),
                     **job.env,
                     "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[job.worker]),
                 },
@@ -147,14 +147,6 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
         return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
     devices = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
     return sorted((match[1] for match in devices if match), key=int)
-
-
-def _threads(job: Job) -> dict[str, str]:
-    """Compute threads for every library that would otherwise take all cores."""
-    libraries = ("OMP", "MKL", "OPENBLAS")
-    threads = {f"{library}_NUM_THREADS": str(job.resources.threads) for library in libraries}
-    # Idle OpenMP threads that spin slow their neighbours down by an order of magnitude.
-    return threads | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @hookimpl

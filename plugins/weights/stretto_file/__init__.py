@@ -61,19 +61,28 @@ class FileTransport:
         self._context = context
 
     def publisher(self) -> FilePublisher:
-        """The end beside the trainer."""
-        config = self._config
-        if config.folder is not None:
-            root = Path(config.folder)
-        elif os.access(_SHARED_MEMORY, os.W_OK):
-            root = _SHARED_MEMORY
-        else:
-            root = self._context.path("weights")
-        return FilePublisher(root / f"stretto-{self._context.run}", config.keep, config.shard_gb)
+        """The end beside the trainer. Its folder is named after the process too: a trainer that is going
+        must not take away what its successor publishes."""
+        root = self._parent() / f"{self._prefix}-{os.getpid()}"
+        return FilePublisher(root, self._config.keep, self._config.shard_gb)
 
     def subscriber(self) -> FileSubscriber:
         """The end beside an engine."""
         return FileSubscriber()
+
+    def clean(self) -> None:
+        """Remove the folders of this run's publishers."""
+        for folder in self._parent().glob(f"{self._prefix}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _prefix(self) -> str:
+        return f"stretto-{self._context.run}"
+
+    def _parent(self) -> Path:
+        if self._config.folder is not None:
+            return Path(self._config.folder)
+        return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else self._context.path("weights")
 
 
 class FilePublisher:
@@ -207,7 +216,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
 def _bytes_of(tensor: Tensor) -> memoryview:
     import torch
 
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _hash(data: memoryview) -> str:

@@ -1,0 +1,128 @@
+"""Checkpoints: folders that are complete or not there, and the reading of the newest intact one.
+
+`checkpoints/step-000040/` holds `model/` (loads with transformers) and what else the training engine
+wrote, `kernel.json` (the ledger, the cursor, the places in journal and log) and `manifest.json` with the
+hash of every file, written last. It is made under another name and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio.to_thread
+import msgspec
+import structlog
+
+from stretto.kernel.scheduler import Snapshot
+
+__all__ = ["KernelState", "newest_intact", "prune", "writing"]
+
+log = structlog.get_logger()
+
+_PREFIX = "step-"
+
+
+class KernelState(msgspec.Struct, frozen=True):
+    """The kernel's own part of a checkpoint."""
+
+    version: int
+    incarnation: int
+    digest: str
+    """Of the weights."""
+    snapshot: Snapshot
+    log_sequence: int
+    """Last message of the log that the snapshot has taken in."""
+    lowest_sequence: int
+    """Messages of the log below it are not needed any more."""
+    layout: str
+    seed: int
+    trained_tokens: int
+    generated_tokens: int
+    wall_s: float
+
+
+@asynccontextmanager
+async def writing(root: Path, state: KernelState) -> AsyncGenerator[Path]:
+    """A folder to write a checkpoint into; complete under its name when the block is left, or gone.
+
+    Raises:
+        OSError: if it cannot be written, such as on a full disk.
+    """
+    final = root / f"{_PREFIX}{state.version:06d}"
+    aside = root / f".{final.name}-{os.getpid()}"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        (aside / "kernel.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        await anyio.to_thread.run_sync(_seal, aside)
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        _sync(root)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
+    """The newest checkpoint whose every file is what its manifest says. Damaged ones are passed over, and
+    said."""
+    for folder in sorted(root.glob(f"{_PREFIX}*"), reverse=True):
+        damage = _damage(folder)
+        if damage:
+            log.warning("checkpoint is damaged", folder=str(folder), damage=damage)
+            continue
+        return folder, msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
+    return None
+
+
+def prune(root: Path, keep: int) -> int:
+    """Remove all but the newest `keep`; returns the lowest log sequence that those need."""
+    folders = sorted(root.glob(f"{_PREFIX}*"))
+    for folder in folders[:-keep]:
+        shutil.rmtree(folder, ignore_errors=True)
+    states = [(folder / "kernel.json").read_bytes() for folder in folders[-keep:]]
+    return min((msgspec.json.decode(state, type=KernelState).lowest_sequence for state in states), default=0)
+
+
+# --------------------------------------------------------------------------------------- private
+
+
+def _seal(folder: Path) -> None:
+    """Hash every file into the manifest, and put everything on disk."""
+    hashes = {str(path.relative_to(folder)): _hash(path) for path in _files(folder)}
+    (folder / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
+    for path in (*_files(folder), folder):
+        _sync(path)
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with a checkpoint, or an empty string."""
+    try:
+        hashes = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=dict[str, str])
+        wrong = [name for name, value in hashes.items() if _hash(folder / name) != value]
+    except (OSError, msgspec.DecodeError) as error:
+        return str(error)
+    return f"{wrong[0]} is not what was written" if wrong else ""
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

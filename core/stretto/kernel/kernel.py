@@ -1,0 +1,592 @@
+"""The kernel: the process that owns a run. The I/O around the scheduler; it never touches token data.
+
+It starts the bus and the workers, carries out the scheduler's commands, keeps journal and checkpoints,
+and sees to it that nothing is left behind, however the run ends.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import msgspec
+import structlog
+import yaml
+from anyio.abc import TaskGroup
+
+from stretto.algorithm import Algorithm
+from stretto.bus.client import Bus, connect
+from stretto.bus.messages import (
+    AbortTicket,
+    Beacon,
+    GroupDone,
+    GroupFailed,
+    Heartbeat,
+    Join,
+    JournalBatch,
+    JournalStep,
+    KernelLease,
+    Leaving,
+    Progress,
+    Purpose,
+    RowRef,
+    Subjects,
+    Ticket,
+    TicketStarted,
+    Welcome,
+)
+from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
+from stretto.config import Composed, compose
+from stretto.dataset import Dataset
+from stretto.errors import BusError, ConfigError, RunError, StrettoError, leaves
+from stretto.kernel.checkpoint import KernelState, newest_intact, prune, writing
+from stretto.kernel.dataflow import graph_of
+from stretto.kernel.engines import Engines
+from stretto.kernel.fleet import Fleet, Member
+from stretto.kernel.recovery import repeat_journal
+from stretto.kernel.report import Report, Status, View, final_lines, terminal
+from stretto.kernel.scheduler import (
+    Command,
+    EvaluationDone,
+    Fail,
+    Finish,
+    Issue,
+    Scheduler,
+    Settings,
+    StartBatch,
+    Withdraw,
+)
+from stretto.kernel.trainers import Trainers
+from stretto.launcher import Role
+from stretto.logs import log_to
+from stretto.plan import context_of, run_folder, workers
+from stretto.weights import WeightsTransport
+
+__all__ = ["resume_to_end", "run_to_end"]
+
+log = structlog.get_logger()
+
+_START_S = 900.0
+"""Deadline for all workers to be ready, models loaded."""
+_LEAVE_S = 8.0
+"""What workers get to leave by themselves at the end."""
+_ATTEMPTS_PER_KERNEL = 1000
+"""Attempts of a resumed kernel's tickets begin at its fence times this."""
+
+
+def run_to_end(composed: Composed) -> int:
+    """Train a run that nothing stands against; returns the exit status."""
+    folder = run_folder(composed.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(dict(composed.document), sort_keys=False))
+    return _to_end(Kernel(composed, folder, resumed=None))
+
+
+def resume_to_end(folder: Path) -> int:
+    """Go on with a run from its newest intact checkpoint and its journal; returns the exit status.
+
+    Raises:
+        ConfigError: if the folder holds no run, or none that can go on.
+    """
+    folder = folder.absolute()
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+    composed = compose(folder / "config.yaml")
+    found = newest_intact(folder / "checkpoints")
+    if found is None:
+        raise ConfigError(f"{folder} has no intact checkpoint to resume from")
+    if found[1].version >= composed.config.steps:
+        raise ConfigError(f"the run in {folder} is complete: {found[1].version} steps are trained")
+    return _to_end(Kernel(composed, folder, resumed=found))
+
+
+def _to_end(kernel: Kernel) -> int:
+    log_to(kernel.folder / "logs" / "kernel.jsonl", console=not terminal(), run=kernel.run, role="kernel")
+    summary = anyio.run(kernel.live)
+    print(final_lines(summary, kernel.folder))
+    return {"completed": 0, "interrupted": 130}.get(summary["status"], 1)
+
+
+class Kernel:
+    """One life of a run's owner: from the start of its processes to the last one's end."""
+
+    def __init__(self, composed: Composed, folder: Path, resumed: tuple[Path, KernelState] | None) -> None:
+        config = composed.config
+        self.folder = folder
+        self.run = _run_id(folder)
+        self._composed = composed
+        self._config = config
+        self._resumed = resumed
+        self._names = Subjects(self.run)
+        self._context = context_of(config, run=self.run, folder=str(folder))
+        self._logs = folder / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._datasets: dict[str, Dataset] = {
+            path: composed.make(path, self._context)
+            for path in ("dataset", "evaluation.dataset")
+            if path in composed.components
+        }
+        algorithm: Algorithm = composed.make("algorithm", self._context)
+        self._graph = graph_of(algorithm.calls(), algorithm.models)
+        self._transport: WeightsTransport = composed.make("weights", self._context)
+        self._scheduler = Scheduler(_settings(composed, self._datasets), algorithm.keep)
+        self._fleet = Fleet(
+            composed.make("launcher", self._context),
+            folder / "bus",
+            self._logs,
+            max_restarts=config.launcher.max_restarts,
+            on_ready=self._on_ready,
+            on_lost=self._on_lost,
+        )
+        trackers = [composed.make(path, self._context) for path in composed.components if "trackers." in path]
+        self._report = Report(
+            folder, self.run, self._scheduler, self._fleet, trackers, resumed[1] if resumed else None
+        )
+        self._view = View(config.name, config.steps, self._report, self._scheduler, self._fleet)
+        self._fence = 0
+        self._incarnation = resumed[1].incarnation if resumed else 0
+        self._log_sequence = 0
+        """Last message of the log that the scheduler has taken in."""
+        self._checkpointed = resumed[1].version if resumed else -1
+        self._queued: dict[tuple[Purpose, int, int], int] = {}
+        """(purpose, ticket, attempt) -> sequence number in the work queue."""
+        self._log_at_issue: dict[int, int] = {}
+        """Training ticket -> last message of the log known when it was issued: its data lies beyond."""
+        self._todo = anyio.Event()
+        self._changed = anyio.Event()
+        self._over = anyio.Event()
+        self._started = False
+        self._interrupted = False
+        self._hurried = False
+        self._status: Status = "running"
+        self._reason = ""
+
+    # ------------------------------------------------------------------------------------- life
+
+    async def live(self) -> dict[str, Any]:
+        """The whole run; returns its summary. Whatever happens, no process is left behind."""
+        error: BaseException | None = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks: TaskGroup = tasks
+                tasks.start_soon(self._obey_signals)
+                tasks.start_soon(self._view.run)
+                try:
+                    await self._live()
+                finally:
+                    self._view.stop()
+                tasks.cancel_scope.cancel()
+        except Exception as raised:
+            error = leaves(raised)[0]
+            reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+            self._end("failed", reason)
+            log.error("run failed", reason=self._reason, exc_info=error)
+        summary = self._report.finish(self._status, self._reason)
+        if self._status == "failed":
+            self._tell_plugins("stretto_run_failed", summary=summary, error=error or RunError(self._reason))
+        else:
+            self._tell_plugins("stretto_run_finished", summary=summary)
+        return summary
+
+    async def _live(self) -> None:
+        async with self._server():
+            bootstrap = Bootstrap.read(self.folder / "bus" / "kernel.json")
+            async with connect(bootstrap, self._names.inbox("kernel"), name="kernel") as bus:
+                await self._open_bus(bus)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._beacons)
+                    tasks.start_soon(self._fleet.watch)
+                    tasks.start_soon(self._carry_out, tasks)
+                    try:
+                        await self._fleet.launch(workers(self._config), tasks)
+                        tasks.start_soon(self._begin, tasks)
+                        await self._over.wait()
+                    finally:
+                        with anyio.CancelScope(shield=True):
+                            await self._dismiss()
+                    tasks.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def _server(self) -> AsyncGenerator[None]:
+        """The run's lock, the bundled server unless there is another, and nothing left of its weights."""
+        folder = self.folder / "bus"
+        lock = lock_run(folder)
+        server = None
+        try:
+            self._transport.clean()
+            if self._config.bus.url is None:
+                server = await NatsServer.start(folder, self.run, self._config.bus, self._logs)
+            else:
+                foreign_bootstrap(folder, self.run, self._config.bus, self._logs)
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                if server is not None:
+                    await server.stop()
+            self._transport.clean()
+            lock.close()
+
+    async def _open_bus(self, bus: Bus) -> None:
+        """Streams, state, the lease, and what workers may ask."""
+        self._bus, names = bus, self._names
+        await bus.make_state(names.state_bucket)
+        self._fence = await bus.put_state(names.state_bucket, "kernel", KernelLease(str(self.folder)))
+        tickets = [names.ticket("train"), names.ticket("eval")]
+        await bus.make_queue(names.tickets_stream, tickets, redeliver_s=60)
+        await bus.make_log(names.log_stream, [names.trajectories, names.groups])
+        await bus.make_log(names.journal_stream, [names.journal])
+        self._trainers = Trainers(bus, names, self._fleet, self._graph, self._fence)
+        self._engines = Engines(
+            bus,
+            names,
+            self._fleet,
+            self._fence,
+            on_swapped=self._report.swapped,
+            on_callable=self._touch,
+        )
+        await bus.serve(names.join, Join, self._welcome)
+        await bus.subscribe(names.heartbeat, Heartbeat, self._fleet.beat)
+        await bus.subscribe(names.leaving, Leaving, self._fleet.leaving)
+        await bus.subscribe(names.ticket_started, TicketStarted, self._ticket_started)
+        await bus.subscribe(names.progress, Progress, self._progress)
+
+    async def _begin(self, tasks: TaskGroup) -> None:
+        """From processes that start to the first ticket."""
+        with anyio.move_on_after(_START_S) as starting:
+            await self._until_ready("trainer")
+        if starting.cancelled_caught:
+            raise RunError(f"not ready after {_START_S:.0f} s: {self._fleet.starting}")
+        if self._resumed is None:
+            note = await self._trainers.load(None, 0)
+        else:
+            self._view.note = "repeating the journal"
+            recovered = await repeat_journal(
+                self._bus,
+                self._names,
+                self._scheduler,
+                self._trainers,
+                self._resumed,
+                attempts_from=self._fence * _ATTEMPTS_PER_KERNEL,
+            )
+            await self._bus.purge(self._names.tickets_stream)
+            note, self._incarnation = recovered.note, recovered.incarnation
+            self._log_sequence = recovered.log_sequence
+            self._report.resumed(note.version)
+            log.info("resumed", version=note.version, repeated=recovered.repeated)
+        self._engines.announce(note)
+        self._view.note = "waiting for all workers"
+        with anyio.move_on_after(_START_S) as starting:
+            await self._until_all_callable()
+        if starting.cancelled_caught:
+            raise RunError(f"not ready after {_START_S:.0f} s: {self._fleet.starting}")
+        self._view.note = ""
+        self._started = True
+        self._tell_plugins("stretto_run_started", config=self._config)
+        tasks.start_soon(self._follow_log)
+        self._report.first_ticket()
+        self._scheduler.start()
+        self._obey()
+
+    async def _until_ready(self, role: Role) -> None:
+        while not self._fleet.of(role):
+            await self._changed.wait()
+
+    async def _until_all_callable(self) -> None:
+        wanted = {worker.id for worker in workers(self._config)}
+        while wanted - {member.worker for member in self._fleet.members.values() if member.callable}:
+            await self._changed.wait()
+
+    # -------------------------------------------------------------------------------------- the end
+
+    def _end(self, status: Status, reason: str) -> None:
+        """End the run. The first word counts."""
+        if self._status == "running":
+            self._status, self._reason = status, reason
+        self._over.set()
+
+    async def _drain(self, status: Status, reason: str) -> None:
+        """Issue nothing more, let the step under way come to its end, save, and end."""
+        self._scheduler.close()
+        self._view.note = f"the step under way and a checkpoint ({reason})"
+        while self._scheduler.training:
+            await self._changed.wait()
+        if self._started:
+            await self._checkpoint()
+        self._end(status, reason)
+
+    async def _dismiss(self) -> None:
+        """Every worker leaves: asked first, and then not."""
+        for _ in range(2):
+            with anyio.move_on_after(1):
+                await self._beacon("over")
+        await self._fleet.stop(0 if self._hurried else _LEAVE_S)
+
+    async def _obey_signals(self) -> None:
+        """The first signal drains and saves; the second ends at once."""
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for number in signals:
+                name = signal.Signals(number).name
+                if self._interrupted:
+                    log.warning("interrupted again: ending at once", signal=name)
+                    self._hurried = True
+                    self._end("interrupted", f"{name}, twice")
+                else:
+                    log.warning("interrupted: the step under way, a checkpoint, then the end", signal=name)
+                    self._interrupted = True
+                    self._tasks.start_soon(self._drain, "interrupted", name)
+
+    # --------------------------------------------------------------------------------- membership
+
+    async def _welcome(self, message: Join) -> Welcome:
+        self._fleet.join(message)
+        log.info("worker joined", worker=message.worker, place=message.place)
+        return Welcome(
+            config=msgspec.msgpack.encode(msgspec.to_builtins(self._config)),
+            run=self.run,
+            folder=str(self.folder),
+            fence=self._fence,
+            grace_s=self._config.bus.grace_s,
+            fingerprints={path: dataset.fingerprint for path, dataset in self._datasets.items()},
+        )
+
+    def _on_ready(self, member: Member) -> None:
+        log.info("worker ready", worker=member.worker)
+        if member.role == "inference":
+            self._tasks.start_soon(self._engines.keep_current, member)
+        else:
+            member.callable = True
+        self._touch()
+
+    def _on_lost(self, member: Member, how: str) -> None:
+        self._touch()
+        if member.role == "trainer":
+            self._end(
+                "failed",
+                f"{member.worker} was lost at version {self._scheduler.version} ({how}); "
+                f"`stretto resume {self.folder}` goes on from the newest checkpoint and the journal",
+            )
+        elif member.role == "rollout":
+            self._scheduler.worker_lost(member.worker)
+            self._obey()
+
+    def _touch(self) -> None:
+        """Something has changed that others wait for, or that beacons tell."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _beacons(self) -> None:
+        while True:
+            changed = self._changed
+            await self._beacon("running")
+            with anyio.move_on_after(1):
+                await changed.wait()
+
+    async def _beacon(self, state: Literal["running", "over"]) -> None:
+        beacon = Beacon(self._fence, self._scheduler.version, state, self._fleet.peers())
+        await self._bus.publish(self._names.beacon, beacon)
+
+    # ---------------------------------------------------------------------- the scheduler's commands
+
+    def _obey(self) -> None:
+        """The scheduler may want something done."""
+        self._todo.set()
+
+    async def _carry_out(self, tasks: TaskGroup) -> None:
+        """Carry out commands, one after the other, in the order they were given."""
+        while True:
+            await self._todo.wait()
+            self._todo = anyio.Event()
+            for command in self._scheduler.commands():
+                await self._do(command, tasks)
+
+    async def _do(self, command: Command, tasks: TaskGroup) -> None:
+        match command:
+            case Issue(ticket):
+                await self._issue(ticket)
+            case Withdraw(purpose, ticket, attempt):
+                await self._withdraw(purpose, ticket, attempt)
+            case StartBatch():
+                tasks.start_soon(self._step, command)
+            case EvaluationDone(evaluation):
+                log.info("evaluation", **msgspec.to_builtins(evaluation))
+            case Finish():
+                await self._checkpoint()
+                self._end("completed", "")
+            case Fail(reason):
+                tasks.start_soon(self._drain, "failed", reason)
+
+    async def _issue(self, ticket: Ticket) -> None:
+        if ticket.purpose == "train":
+            self._log_at_issue.setdefault(ticket.id, self._log_sequence)
+        sequence = await self._bus.append(self._names.ticket(ticket.purpose), ticket, id=ticket.name)
+        self._queued[ticket.purpose, ticket.id, ticket.attempt] = sequence
+
+    async def _withdraw(self, purpose: Purpose, ticket: int, attempt: int) -> None:
+        """Take an attempt out of the queue, and out of the hands of whoever works on it."""
+        sequence = self._queued.pop((purpose, ticket, attempt), None)
+        if sequence is not None:
+            await self._bus.delete(self._names.tickets_stream, sequence)
+        await self._bus.publish(self._names.abort_ticket, AbortTicket(purpose, ticket, attempt))
+
+    # ---------------------------------------------------------------------------- news of tickets
+
+    def _ticket_started(self, message: TicketStarted) -> None:
+        self._scheduler.ticket_started(message.purpose, message.ticket, message.attempt, message.worker)
+
+    def _progress(self, message: Progress) -> None:
+        for ticket, version in message.oldest:
+            self._scheduler.first_token(ticket, version)
+        self._obey()
+
+    async def _follow_log(self) -> None:
+        """Every outcome of a ticket, in the order of the log."""
+        kinds = GroupDone | GroupFailed
+        stream, start = self._names.log_stream, self._log_sequence + 1
+        async for sequence, outcome in self._bus.follow(stream, self._names.groups, kinds, start=start):
+            self._queued.pop((outcome.purpose, outcome.ticket, outcome.attempt), None)
+            if isinstance(outcome, GroupDone):
+                self._scheduler.group_done(outcome)
+            else:
+                log.warning(
+                    "ticket failed", ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason
+                )
+                self._scheduler.group_failed(outcome)
+            self._log_sequence = sequence
+            self._obey()
+
+    # --------------------------------------------------------------------------- step and checkpoint
+
+    async def _step(self, start: StartBatch) -> None:
+        """Journal, calls, new weights; then whatever the scheduler wants next."""
+        config = self._config
+        rows = _rows(start.groups)
+        tickets = tuple(group.ticket for group in start.groups)
+        batch = JournalBatch(self._incarnation, start.version, rows, tickets, self._layout, config.seed)
+        await self._journal(batch, "batch", start.version)
+        ahead = _rows(tuple(self._scheduler.done_groups))
+        result = await self._trainers.step(self._incarnation, start.version, rows, ahead)
+        version = result.note.version
+        await self._journal(JournalStep(self._incarnation, version, result.note.digest), "step", version)
+        due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
+        self._scheduler.step_finished(hold=due)
+        self._engines.announce(result.note)
+        self._obey()
+        self._touch()
+        metrics = self._report.step(
+            version, start.groups, result.statistics, result.seconds, await self._engines.busy_s()
+        )
+        self._tell_plugins("stretto_step_finished", metrics=metrics)
+        if due:
+            await self._checkpoint()
+            self._scheduler.release()
+            self._obey()
+
+    async def _journal(self, entry: JournalBatch | JournalStep, what: str, version: int) -> None:
+        name = f"{self._incarnation}/{version}/{what}/{self._fence}"
+        await self._bus.append(self._names.journal, entry, id=name)
+
+    async def _checkpoint(self) -> None:
+        """Write one of the present version, unless there is one. A failure is told; the run goes on."""
+        if self._checkpointed == self._scheduler.version:
+            return
+        state = self._state()
+        root = self.folder / "checkpoints"
+        try:
+            async with writing(root, state) as folder:
+                await self._trainers.save(folder, state.version)
+        except (OSError, BusError) as error:
+            log.error("checkpoint failed", version=state.version, error=str(error))
+            self._report.problems.append(f"checkpoint of version {state.version} not written: {error}")
+            return
+        self._checkpointed = state.version
+        final = root / f"step-{state.version:06d}"
+        self._report.checkpoints.append(final.name)
+        log.info("checkpoint", folder=final.name)
+        self._tell_plugins("stretto_checkpoint_saved", folder=final)
+        await self._bus.purge(self._names.log_stream, below=prune(root, self._config.checkpoint.keep))
+
+    def _state(self) -> KernelState:
+        """The kernel's part of a checkpoint."""
+        snapshot, note = self._scheduler.snapshot(), self._engines.note
+        assert note is not None
+        open_tickets = {ticket.id for ticket in snapshot.open}
+        self._log_at_issue = {
+            ticket: sequence for ticket, sequence in self._log_at_issue.items() if ticket in open_tickets
+        }
+        finished = [
+            member.sequence for ticket in snapshot.open if ticket.done for member in ticket.done.members
+        ]
+        return KernelState(
+            version=snapshot.version,
+            incarnation=self._incarnation,
+            digest=note.digest,
+            snapshot=snapshot,
+            log_sequence=self._log_sequence,
+            lowest_sequence=min(
+                [
+                    *finished,
+                    *(sequence + 1 for sequence in self._log_at_issue.values()),
+                    self._log_sequence + 1,
+                ]
+            ),
+            layout=self._layout,
+            seed=self._config.seed,
+            trained_tokens=self._report.trained_tokens,
+            generated_tokens=self._report.generated_tokens,
+            wall_s=self._report.wall_s,
+        )
+
+    @property
+    def _layout(self) -> str:
+        training = self._config.training
+        return f"{training.use} x {training.processes}, {training.threads} threads"
+
+    # ------------------------------------------------------------------------------------ plugins
+
+    def _tell_plugins(self, hook: str, **facts: Any) -> None:
+        for plugin, error in self._composed.plugins.life(hook, context=self._context, **facts):
+            log.error("plugin failed", plugin=plugin, hook=hook, exc_info=error)
+            self._report.problems.append(f"{plugin}: {hook}: {type(error).__name__}: {error}")
+
+
+def _settings(composed: Composed, datasets: dict[str, Dataset]) -> Settings:
+    config = composed.config
+    queue, evaluation = config.queue, config.evaluation
+    rows = len(datasets["evaluation.dataset"]) if evaluation else 0
+    return Settings(
+        steps=config.steps,
+        batch_size=queue.batch_size,
+        max_staleness=queue.max_staleness,
+        rows=len(datasets["dataset"]),
+        group_size=config.algorithm.group_size,
+        on_late=queue.on_late,
+        max_attempts=queue.max_attempts,
+        max_failures=queue.max_failures or 2 * queue.batch_size,
+        shuffle=config.dataset.shuffle,
+        seed=config.seed,
+        evaluation_rows=min(rows, evaluation.rows or rows) if evaluation else 0,
+        evaluation_every=evaluation.every if evaluation else 0,
+        evaluation_samples=evaluation.samples if evaluation else 1,
+    )
+
+
+def _rows(groups: tuple[GroupDone, ...]) -> tuple[RowRef, ...]:
+    return tuple(
+        RowRef(member.id, member.sequence, member.index, group.ticket)
+        for group in groups
+        for member in group.members
+    )
+
+
+def _run_id(folder: Path) -> str:
+    """Unique on a bus that several runs share, and the same when the run is resumed."""
+    bootstrap = folder / "bus" / "kernel.json"
+    if bootstrap.exists():
+        return Bootstrap.read(bootstrap).run
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '-', folder.name)}-{secrets.token_hex(3)}"

@@ -1,0 +1,309 @@
+"""What a run tells people: `metrics.jsonl`, `summary.json`, trackers, the live view and the log lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import msgspec
+import structlog
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stretto.bus.messages import GroupDone
+from stretto.kernel.checkpoint import KernelState
+from stretto.kernel.fleet import Fleet
+from stretto.kernel.scheduler import Scheduler
+from stretto.tracker import Tracker
+
+__all__ = ["Report", "Status", "View"]
+
+log = structlog.get_logger()
+
+Status = Literal["running", "completed", "interrupted", "failed"]
+
+
+class Report:
+    """Gathers the figures of a run and writes them. Lives as long as the kernel."""
+
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        scheduler: Scheduler,
+        fleet: Fleet,
+        trackers: Sequence[Tracker],
+        resumed: KernelState | None,
+    ) -> None:
+        self._folder = folder
+        self._run = run
+        self._scheduler = scheduler
+        self._fleet = fleet
+        self._trackers = trackers
+        self._began = time.monotonic()
+        self._former_wall_s = resumed.wall_s if resumed else 0.0
+        self._former_generated = resumed.generated_tokens if resumed else 0
+        self._first_ticket: float | None = None
+        self._steady: list[tuple[float, float, float]] = []
+        """(time, generation busy, training busy) at the end of each step."""
+        self.trained_tokens = resumed.trained_tokens if resumed else 0
+        self.train_busy_s = 0.0
+        self.checkpoints: list[str] = []
+        self.swaps = 0
+        self.swap_pause_s = 0.0
+        self.swap_pause_max_s = 0.0
+        self.last: dict[str, Any] = {}
+        """The newest line of `metrics.jsonl`."""
+        self.problems: list[str] = []
+        """What went wrong without ending the run, for the summary."""
+
+    @property
+    def _metrics(self) -> Path:
+        return self._folder / "metrics.jsonl"
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds so far, those of a former life up to its checkpoint included."""
+        return self._former_wall_s + time.monotonic() - self._began
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled so far, those of a former life up to its checkpoint included."""
+        return self._former_generated + self._fleet.generated_tokens()
+
+    def resumed(self, version: int) -> None:
+        """The run goes on from a version: lines of steps beyond it, which nothing knows of any more, go."""
+        if self._metrics.exists():
+            lines = self._metrics.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= version]
+            self._metrics.write_text("".join(kept))
+
+    def first_ticket(self) -> None:
+        """The first ticket is being issued."""
+        self._first_ticket = self._first_ticket or time.monotonic()
+
+    def swapped(self, pause_s: float) -> None:
+        """An engine has swapped weights."""
+        self.swaps += 1
+        self.swap_pause_s += pause_s
+        self.swap_pause_max_s = max(self.swap_pause_max_s, pause_s)
+
+    def step(
+        self,
+        version: int,
+        groups: Sequence[GroupDone],
+        statistics: Mapping[str, float],
+        train_s: float,
+        generate_busy_s: float,
+    ) -> dict[str, Any]:
+        """A step has led to `version`: write its line, tell the trackers, log it."""
+        now = time.monotonic()
+        members = [member for group in groups for member in group.members]
+        staleness = [version - 1 - member.oldest for member in members]
+        tokens = sum(member.sampled for member in members)
+        self.trained_tokens += tokens
+        self.train_busy_s += train_s
+        self._steady.append((now, generate_busy_s, self.train_busy_s))
+        before = self._steady[-2][0] if len(self._steady) > 1 else self._first_ticket or self._began
+        step_s = now - before
+        names = {name for member in members for name in member.metrics}
+        self.last = {
+            "step": version,
+            "time_s": round(self.wall_s, 3),
+            "step_s": round(step_s, 4),
+            "train_s": round(train_s, 4),
+            "reward": _mean([member.reward for member in members]),
+            **{
+                f"reward/{name}": _mean(
+                    [member.metrics[name] for member in members if name in member.metrics]
+                )
+                for name in sorted(names)
+            },
+            "length": _mean([member.sampled for member in members]),
+            "length_max": max(member.sampled for member in members),
+            "truncated": _mean([float(member.finish == "length") for member in members]),
+            "staleness": _mean(staleness),
+            "staleness_max": max(staleness),
+            "tokens": tokens,
+            "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
+            "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
+            **{name: round(value, 6) for name, value in statistics.items()},
+            "ledger": msgspec.to_builtins(self._scheduler.ledger),
+        }
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(self.last) + "\n")
+        for tracker in self._trackers:
+            self._tell(tracker, "step", self.last)
+        log.info("step", **{key: value for key, value in self.last.items() if key != "ledger"})
+        return self.last
+
+    def finish(self, status: Status, reason: str) -> dict[str, Any]:
+        """Write the summary and tell the trackers."""
+        summary = self.summary(status, reason)
+        aside = self._folder / ".summary.json"
+        aside.write_text(json.dumps(summary, indent=1) + "\n")
+        aside.rename(self._folder / "summary.json")
+        for tracker in self._trackers:
+            self._tell(tracker, "finish", summary)
+        return summary
+
+    def summary(self, status: Status, reason: str) -> dict[str, Any]:
+        """What `summary.json` holds."""
+        scheduler, fleet = self._scheduler, self._fleet
+        return {
+            "run": self._run,
+            "status": status,
+            "reason": reason,
+            "seed": scheduler.settings.seed,
+            "steps": scheduler.version,
+            "version": scheduler.version,
+            "wall_s": round(self.wall_s, 3),
+            "train_wall_s": round(self._train_wall_s(), 3),
+            "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluations],
+            "ledger": msgspec.to_builtins(scheduler.ledger),
+            "reasons": dict(scheduler.reasons),
+            "staleness": {str(key): scheduler.staleness[key] for key in sorted(scheduler.staleness)},
+            "tokens": {"generated": self.generated_tokens, "trained": self.trained_tokens},
+            "busy_s": {
+                "generate": round(fleet.busy_s("inference"), 3),
+                "train": round(self.train_busy_s, 3),
+            },
+            "overlap": round(self._overlap(), 4),
+            "swaps": {
+                "count": self.swaps,
+                "pause_mean_s": round(self.swap_pause_s / max(1, self.swaps), 5),
+                "pause_max_s": round(self.swap_pause_max_s, 5),
+            },
+            "restarts": fleet.restarts,
+            "checkpoints": self.checkpoints,
+            "refused_messages": fleet.refused(),
+            "problems": self.problems,
+        }
+
+    def _train_wall_s(self) -> float:
+        """From the first ticket to the last step."""
+        if self._first_ticket is None or not self._steady:
+            return 0.0
+        return self._steady[-1][0] - self._first_ticket
+
+    def _overlap(self) -> float:
+        """The busier voice's share of the time, over the steady part: from the first step's end on."""
+        if len(self._steady) < 2:
+            return 0.0
+        (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
+        return max(generate_end - generate, train_end - train) / (end - start)
+
+    def _tell(self, tracker: Tracker, method: str, facts: Mapping[str, Any]) -> None:
+        try:
+            getattr(tracker, method)(facts)
+        except Exception as error:
+            log.exception("tracker failed", tracker=type(tracker).__name__)
+            self.problems.append(f"tracker {type(tracker).__name__}: {type(error).__name__}: {error}")
+
+
+class View:
+    """The live view in a terminal; without one, nothing is drawn."""
+
+    def __init__(self, title: str, steps: int, report: Report, scheduler: Scheduler, fleet: Fleet) -> None:
+        self._title = title
+        self._steps = steps
+        self._report = report
+        self._scheduler = scheduler
+        self._fleet = fleet
+        self._tokens: list[tuple[float, int]] = []
+        self.note = "starting"
+        console = Console(stderr=True)
+        self._live = Live(console=console, get_renderable=self._draw, auto_refresh=False)
+        self._drawn = console.is_terminal
+
+    async def run(self) -> None:
+        """Draw four times a second, until cancelled."""
+        if self._drawn:
+            self._live.start()
+            while True:
+                self._live.refresh()
+                await anyio.sleep(0.25)
+
+    def stop(self) -> None:
+        """Draw a last time, and leave it standing."""
+        if self._live.is_started:
+            self._live.refresh()
+            self._live.stop()
+
+    def _draw(self) -> RenderableType:
+        scheduler, last = self._scheduler, self._report.last
+        ledger = scheduler.ledger
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            Text(self._title, style="bold"),
+            ProgressBar(total=self._steps, completed=scheduler.version, width=40),
+            Text(f"step {scheduler.version}/{self._steps}"),
+        )
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", justify="right")
+        table.add_column()
+        if last:
+            table.add_row("reward", f"{last['reward']:.3f}   length {last['length']:.1f}")
+            table.add_row("step", f"{last['step_s']:.2f} s, of which training {last['train_s']:.2f} s")
+            table.add_row("staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}")
+        for evaluation in scheduler.evaluations[-3:]:
+            table.add_row("held out", f"version {evaluation.version}: accuracy {evaluation.accuracy:.3f}")
+        train_speed = f"{last['train_tokens_per_s']:,}" if last else "-"
+        table.add_row("tokens/s", f"generating {self._generation_speed():,}   training {train_speed}")
+        table.add_row(
+            "tickets",
+            f"issued {ledger.issued} = trained {ledger.trained} + filtered {ledger.filtered} + expired "
+            f"{ledger.expired} + failed {ledger.failed} + in flight {ledger.in_flight} "
+            f"({len(scheduler.done_groups)} finished)",
+        )
+        table.add_row("workers", self._workers())
+        table.add_row("waits for", self.note or scheduler.waiting_for())
+        return Group(bar, table)
+
+    def _workers(self) -> str:
+        ready = {member.worker for member in self._fleet.members.values() if member.ready}
+        starting = ", ".join(f"{worker} {what}" for worker, what in self._fleet.starting.items())
+        restarts = f"   restarts {self._fleet.restarts}" if self._fleet.restarts else ""
+        return f"{len(ready)} ready{'   ' + starting if starting else ''}{restarts}"
+
+    def _generation_speed(self) -> int:
+        """Tokens a second over the last few seconds."""
+        self._tokens.append((time.monotonic(), self._fleet.generated_tokens()))
+        self._tokens = self._tokens[-20:]
+        (start, before), (end, after) = self._tokens[0], self._tokens[-1]
+        return round((after - before) / (end - start)) if end > start else 0
+
+
+def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
+    """The end of a run, for the terminal."""
+    lines = [f"{summary['status']} at step {summary['steps']} after {summary['wall_s']:.1f} s"]
+    if summary["reason"]:
+        lines[0] += f": {summary['reason']}"
+    evaluation = summary["evaluation"]
+    if evaluation:
+        points = " -> ".join(f"{point['accuracy']:.3f} (version {point['version']})" for point in evaluation)
+        lines.append(f"held-out accuracy {points}")
+    ledger = summary["ledger"]
+    lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
+    lines.append(f"overlap {summary['overlap']:.2f}, restarts {summary['restarts']}")
+    lines.extend(f"problem: {problem}" for problem in summary["problems"])
+    lines.append(f"see {folder}")
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(math.fsum(values) / len(values), 6) if values else 0.0
+
+
+def terminal() -> bool:
+    """Whether a live view can be drawn."""
+    return sys.stderr.isatty()
