@@ -51,3 +51,60 @@ def open_bus(server: NatsServer, tmp_path: Path) -> OpenBus:
 def names() -> Subjects:
     """Subjects of the test's run."""
     return Subjects(RUN)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_models("qwen2")`: folder of a random model of that architecture, with a tokenizer."""
+    made: dict[str, Path] = {}
+
+    def folder(architecture: str) -> Path:
+        if architecture not in made:
+            made[architecture] = tmp_path_factory.mktemp(architecture)
+            _make_tiny_model(architecture, made[architecture])
+        return made[architecture]
+
+    return folder
+
+
+def _make_tiny_model(architecture: str, folder: Path) -> None:
+    """About 0.1 M parameters over printable ASCII; sharp enough that errors show."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    special = ["<pad>", "<|im_end|>"]
+    characters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
+    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<pad>"
+    )
+    fast.save_pretrained(folder)
+    common = {
+        "vocab_size": len(vocabulary),
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "initializer_range": 0.08,
+    }
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+    }
+    options = {
+        "qwen2": {**sizes, "tie_word_embeddings": True},
+        "llama": {**sizes, "tie_word_embeddings": False},
+        "gemma2": {**sizes, "head_dim": 32, "sliding_window": 8, "attn_implementation": "eager"},
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256},
+    }
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(architecture, **common, **options[architecture])
+    model = AutoModelForCausalLM.from_config(config).float()
+    model.save_pretrained(folder)

@@ -359,9 +359,7 @@ def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
     slow, quick = issued(scheduler)
     scheduler.group_done(done(quick, 0))
     scheduler.step_finished()
-    newer = next(
-        command.ticket for command in scheduler.commands() if isinstance(command, Issue)
-    )
+    newer = next(command.ticket for command in scheduler.commands() if isinstance(command, Issue))
     scheduler.group_done(done(newer, 1))
     commands = scheduler.commands()
     assert Withdraw("train", slow.id, slow.attempt) in commands
@@ -464,9 +462,7 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
 
 def test_first_and_last_evaluation_are_alone_and_others_run_beside() -> None:
     scheduler = Scheduler(
-        Settings(
-            steps=2, batch_size=1, max_staleness=0, rows=9, evaluation_rows=1, evaluation_every=1
-        )
+        Settings(steps=2, batch_size=1, max_staleness=0, rows=9, evaluation_rows=1, evaluation_every=1)
     )
     scheduler.start()
     [first] = issued(scheduler)

@@ -143,16 +143,15 @@ class NatsServer:
         _write_private(folder / "nats.conf", configuration.encode())
         url = f"nats://127.0.0.1:{port}"
         _bootstrap_files(folder, run, url, users, logs)
-        process = subprocess.Popen(
-            [
-                *(sys.executable, guard.__file__),
-                *(_binary(), str(folder / "nats.conf"), str(folder / "kernel.lock"), str(config.grace_s)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=(folder / "guard.log").open("ab"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        lock, grace_s = str(folder / "kernel.lock"), str(config.grace_s)
+        with (folder / "guard.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, guard.__file__, _binary(), str(folder / "nats.conf"), lock, grace_s],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         server = cls(url, process)
         await server._until_ready(port, folder)
         return server

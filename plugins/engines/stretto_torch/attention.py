@@ -34,17 +34,26 @@ class Heads:
     """D."""
 
 
-def over_prompts(cache: SlotCache, heads: Heads, rows: Tensor, columns: int) -> Attend:
-    """Causal attention among the P columns of each prompt, whose keys and values go to `rows` (prompts,)."""
+def over_prompts(cache: SlotCache, heads: Heads, rows: Tensor, columns: int, real: Tensor) -> Attend:
+    """Causal attention within each prompt, whose keys and values go to its slot.
+
+    Args:
+        cache: the slots.
+        heads: how attention is cut.
+        rows: (prompts,) the slot of each.
+        columns: P, to which prompts are padded for attention.
+        real: (N,) where each token stands among the prompts * P columns.
+    """
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
-        each = qkv.view(len(rows), columns, -1, heads.dim).transpose(1, 2)
+        padded = qkv.new_zeros(len(rows) * columns, qkv.shape[1]).index_copy_(0, real, qkv)
+        each = padded.view(len(rows), columns, -1, heads.dim).transpose(1, 2)
         queries, keys, values = each.split([heads.query, heads.kv, heads.kv], dim=1)
         cache.write(layer, rows, keys, values)
         attended = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, enable_gqa=heads.query != heads.kv
         )  # (prompts, K * G, P, D)
-        return attended.transpose(1, 2).reshape(len(qkv), -1)
+        return attended.transpose(1, 2).flatten(0, 1)[real].flatten(1)
 
     return attend
 

@@ -47,6 +47,11 @@ class Decoder(Protocol):
         """Lengths, ascending, at which it pays to attend separately to the rows beyond; may be empty."""
         ...
 
+    @property
+    def cheap_padding(self) -> int:
+        """Tokens of padding in a prefill that cost less than starting another one."""
+        ...
+
     def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
         """Compute prompts from their first token on and store their keys and values in slots.
 

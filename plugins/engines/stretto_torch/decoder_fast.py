@@ -48,6 +48,7 @@ class FastDecoder:
     """
 
     classes = (128, 512, 2048)
+    cheap_padding = 512  # only attention computes it
 
     def __init__(self, model: Any, rows: int, length: int, *, onednn: bool) -> None:
         config = model.config
@@ -74,10 +75,11 @@ class FastDecoder:
     def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
         """See `Decoder`."""
         count, columns = tokens.shape
-        positions = self._positions[:columns].repeat(count)
-        attend = over_prompts(self.cache, self._heads, rows, columns)
-        hidden = self._forward(tokens.flatten(), positions, attend)
-        last = torch.arange(count, device=tokens.device) * columns + lengths - 1
+        positions = self._positions[:columns].expand(count, columns)
+        real = (positions < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)  # all but attention skips
+        attend = over_prompts(self.cache, self._heads, rows, columns, real)  # the padding
+        hidden = self._forward(tokens.flatten()[real], positions.flatten()[real], attend)
+        last = lengths.cumsum(0) - 1
         # Padded like the rows of a step: a product of fewer gives other bits.
         return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]
 

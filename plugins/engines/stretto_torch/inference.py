@@ -33,6 +33,8 @@ from stretto_torch.stops import load_tokenizer
 from stretto_torch.swap import digest_of_tensors
 
 if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
     from stretto.component import Context
     from stretto.weights import WeightUpdate
     from stretto_torch import TorchInferenceConfig
@@ -74,9 +76,8 @@ _Command = _Generate | _Abort | _Swap | _Stop
 class TorchInferenceEngine:
     """Keeps `stretto.engine.InferenceEngine`.
 
-    An exception in the compute thread breaks the engine for good: what is unfinished, and whatever is
-    asked later, is answered by `error` chunks, `swap` raises, and so does `wait`, which the worker awaits
-    beside its other tasks.
+    An exception in the compute thread breaks the engine for good: it is raised in the task group given to
+    `start`, what is unfinished and whatever is asked later is answered by `error` chunks, and `swap` raises.
     """
 
     def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
@@ -101,12 +102,13 @@ class TorchInferenceEngine:
 
     # --------------------------------------------------------------------------- on the event loop
 
-    async def start(self, emit: Emit) -> None:
+    async def start(self, emit: Emit, tasks: TaskGroup) -> None:
         """See `InferenceEngine`."""
         self._loop = asyncio.get_running_loop()
         self._emit = emit
         self._thread.start()
         self._batcher = await asyncio.wrap_future(self._loaded)
+        tasks.start_soon(self._watch, name="torch inference engine")
 
     def generate(self, request: GenerateRequest) -> None:
         """See `InferenceEngine`."""
@@ -158,16 +160,6 @@ class TorchInferenceEngine:
             pause_max_s=figures.pause_max_s,
         )
 
-    async def wait(self) -> None:
-        """Return once the engine is stopped.
-
-        Raises:
-            EngineError: as soon as the engine broke; its cause is what happened.
-        """
-        await self._ended.wait()
-        if self._failure is not None:
-            raise self._failure
-
     async def stop(self) -> None:
         """See `InferenceEngine`. May be called at any time, and again."""
         self._emit = None
@@ -177,6 +169,12 @@ class TorchInferenceEngine:
                 await anyio.to_thread.run_sync(self._thread.join)
         self._turn_down(EngineError("the torch inference engine was stopped"))
         self._ended.set()
+
+    async def _watch(self) -> None:
+        """Return once the engine is stopped; raise as soon as it broke."""
+        await self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def _inspect(self, update: WeightUpdate) -> tuple[Mapping[str, Tensor], str]:
         """Check and digest an update, in a thread of its own."""

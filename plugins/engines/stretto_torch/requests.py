@@ -120,8 +120,10 @@ def _tokens(array: Any, vocabulary: int, name: str) -> NDArray[np.int32]:
         tokens = array.numpy()
     except ValueError as error:
         raise RequestError(f"{name!r}: {error}") from error
+    if not tokens.size:
+        return _NOTHING
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise RequestError(f"{name!r} is {tokens.dtype} of shape {tokens.shape}; expected integers (P,)")
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+    if not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise RequestError(f"{name!r} has tokens outside the vocabulary of {vocabulary}")
     return tokens.astype(np.int32)

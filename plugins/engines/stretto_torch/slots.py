@@ -26,9 +26,6 @@ from stretto_torch.shapes import Shapes, padded_prompt
 
 # Tokens in one prefill; bounds its memory.
 _PREFILL_TOKENS = 8192
-# Padding in one prefill that costs less than starting another one.
-_PREFILL_PADDING = 64
-
 _FREED = -1  # the class of a row whose sample has left
 
 
@@ -222,7 +219,7 @@ class Slots:
         for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
             padding += longest - lengths[i]
             full = bool(batches) and (len(batches[-1]) + 1) * longest > _PREFILL_TOKENS
-            if not batches or full or padding > _PREFILL_PADDING:
+            if not batches or full or padding > self._decoder.cheap_padding:
                 batches.append([])
                 longest, padding = lengths[i], 0
             batches[-1].append(i)

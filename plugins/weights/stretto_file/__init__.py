@@ -177,8 +177,10 @@ def _open_checked(note: WeightsNote) -> FileUpdate:
     if found != note.digest:
         expected = {name: value for tensors in manifest.files.values() for name, value in tensors.items()}
         wrong = [name for name, value in hashes if expected.get(name) != value] or ["the set of tensors"]
-        reason = f"version {note.version} at {note.address} is not the announced one: {', '.join(wrong[:3])} differ"
-        raise WeightsError(reason, version=note.version)
+        raise WeightsError(
+            f"version {note.version} at {note.address} is not the announced one: {', '.join(wrong[:3])} differ",
+            version=note.version,
+        )
     return FileUpdate(note, folder, [folder / name for name in manifest.files])
 
 

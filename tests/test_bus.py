@@ -1,0 +1,456 @@
+"""The bus on a real nats-server: delivery, deadlines, storage, refusals, permissions, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import anyio
+import msgspec
+import nats
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.array import Array
+from stretto.bus.client import Bus
+from stretto.bus.messages import (
+    Confirm,
+    Generate,
+    GroupDone,
+    GroupFailed,
+    Heartbeat,
+    Join,
+    KernelLease,
+    Leaving,
+    Message,
+    Refusal,
+    Score,
+    Scored,
+    Subjects,
+    Ticket,
+    TrajectoryBundle,
+    Welcome,
+    WireTrajectory,
+)
+from stretto.bus.server import NatsServer, lock_run
+from stretto.config import BusConfig
+from stretto.errors import BusError, Malformed, NoAnswer, Refused, RunError
+
+OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
+    with anyio.fail_after(deadline_s):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+def bundle(size: int) -> TrajectoryBundle:
+    tokens = np.arange(size, dtype=np.int32)
+    trajectory = WireTrajectory(
+        "1/1/0",
+        Array.of(tokens),
+        Array.of(tokens % 2 == 0),
+        Array.of(tokens, np.float32),
+        Array.of(tokens),
+        1.0,
+        {"accuracy": 1.0},
+        "stop",
+        "inference-0",
+    )
+    return TrajectoryBundle(1, 1, 0, (trajectory,))
+
+
+# ------------------------------------------------------------------------------ what travels
+
+
+@given(
+    st.sampled_from(["<i4", "<f4", "|b1", "<i8", ">i2", "<f8", "|u1"]),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.integers(0, 99),
+)
+def test_arrays_survive_the_wire(dtype: str, shape: list[int], seed: int) -> None:
+    values = (np.random.default_rng(seed).normal(size=shape) * 50).astype(dtype)
+    wired = msgspec.msgpack.decode(msgspec.msgpack.encode(Array.of(values)), type=Array)
+    np.testing.assert_array_equal(wired.numpy(), values)
+    assert wired.numpy().dtype == values.dtype.newbyteorder("<")
+
+
+@pytest.mark.parametrize("bad", [("|O8", (1,), bytes(8)), ("<i4", (2,), bytes(4)), ("|V8", (1,), bytes(8))])
+def test_arrays_that_cannot_be_are_refused(bad: tuple[str, tuple[int, ...], bytes]) -> None:
+    with pytest.raises(ValueError, match=r"not accepted|reshape"):
+        Array(bad[0], bad[1], memoryview(bad[2])).numpy()
+    with pytest.raises(TypeError, match="do not travel"):
+        Array.of(np.array([object()]))
+
+
+def test_every_message_has_a_versioned_tag_of_its_own() -> None:
+    tags = [kind.__struct_config__.tag for kind in Message.__subclasses__()]
+    assert len(tags) == len(set(tags))
+    assert all(str(tag).endswith("/1") for tag in tags)
+
+
+async def test_published_messages_arrive_in_order(open_bus: OpenBus, names: Subjects) -> None:
+    got: list[Heartbeat] = []
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        await kernel.subscribe(names.heartbeat, Heartbeat, got.append)
+        for tickets in range(500):
+            await rollout.publish(names.heartbeat, Heartbeat("w", "n", True, tickets=tickets))
+        await until(lambda: len(got) == 500)
+    assert [beat.tickets for beat in got] == list(range(500))
+
+
+async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names: Subjects) -> None:
+    async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
+
+        async def welcome(message: Join) -> Welcome:
+            return Welcome(message.place.encode() * 2, "r", "", 1, 1.0, {})
+
+        await kernel.serve(names.join, Join, welcome)
+        place = "x" * 3_000_000  # the server takes 1 MiB
+        answer = await trainer.request(
+            names.join, Join("w", "trainer", place, "n"), Welcome, who="kernel", deadline_s=20
+        )
+    assert answer.config == place.encode() * 2
+
+
+# --------------------------------------------------------------------------- request and serve
+
+
+async def test_a_request_without_a_server_names_who_is_silent(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("trainer") as trainer:
+        began = time.monotonic()
+        with pytest.raises(NoAnswer, match=r"kernel did not answer on .*join.* within 0\.5 s"):
+            await trainer.request(
+                names.join, Join("w", "trainer", "p", "n"), Welcome, who="kernel", deadline_s=0.5
+            )
+    assert time.monotonic() - began < 3
+
+
+async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, names: Subjects) -> None:
+    async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
+
+        async def welcome(message: Join) -> Welcome:
+            return Welcome(b"", message.worker, "", 1, 1.0, {})
+
+        async with anyio.create_task_group() as tasks:
+
+            async def late() -> None:
+                await anyio.sleep(0.3)
+                await kernel.serve(names.join, Join, welcome)
+
+            tasks.start_soon(late)
+            answer = await trainer.request(
+                names.join, Join("me", "trainer", "p", "n"), Welcome, who="kernel", deadline_s=10
+            )
+    assert answer.run == "me"
+
+
+async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subjects) -> None:
+    served = 0
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+
+        async def slow(message: Join) -> Welcome:
+            nonlocal served
+            served += 1
+            await anyio.sleep(4.5)  # the asker repeats itself twice meanwhile
+            return Welcome(b"", message.worker, "", 1, 1.0, {})
+
+        await kernel.serve(names.join, Join, slow)
+        await rollout.request(
+            names.join, Join("w", "rollout", "p", "n"), Welcome, who="kernel", deadline_s=20
+        )
+    assert served == 1
+
+
+async def test_what_a_server_raises_reaches_the_asker(open_bus: OpenBus, names: Subjects) -> None:
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+
+        async def refuse(message: Join) -> Welcome:
+            raise ZeroDivisionError(message.worker)
+
+        await kernel.serve(names.join, Join, refuse)
+        with pytest.raises(Refused, match="kernel refused: ZeroDivisionError: w"):
+            await rollout.request(
+                names.join, Join("w", "rollout", "p", "n"), Welcome, who="kernel", deadline_s=5
+            )
+
+
+async def test_a_handler_that_raises_ends_the_bus(open_bus: OpenBus, names: Subjects) -> None:
+    def broken(message: Heartbeat) -> None:
+        raise LookupError(message.worker)
+
+    with pytest.RaisesGroup(LookupError):
+        async with open_bus("kernel") as kernel:
+            await kernel.subscribe(names.heartbeat, Heartbeat, broken)
+            await kernel.publish(names.heartbeat, Heartbeat("w", "n", True))
+            await anyio.sleep(10)
+
+
+# ----------------------------------------------------------------------------------- refusals
+
+
+async def test_malformed_messages_are_counted_and_do_no_harm(
+    open_bus: OpenBus, server: NatsServer, names: Subjects, tmp_path: Path
+) -> None:
+    got: list[Heartbeat] = []
+    async with open_bus("kernel") as kernel:
+        await kernel.subscribe(names.heartbeat, Heartbeat, got.append)
+
+        async def scored(message: Score) -> Scored:
+            raise AssertionError("never served")
+
+        await kernel.serve("served", Score, scored)
+        login = msgspec.json.decode((tmp_path / "bus" / "kernel.json").read_bytes())
+        raw = await nats.connect(server.url, user=login["user"], password=login["password"])
+        for bad in (
+            b"",
+            b"\x00garbage",
+            b"\xc1",
+            b"\xc1" + bytes(30),
+            msgspec.msgpack.encode(["Heartbeat/2", "w", "n", True]),
+            msgspec.msgpack.encode(["Leaving/1", "w", "n", "bye"]),
+            msgspec.msgpack.encode(["Heartbeat/1", 7, "n", True]),
+        ):
+            await raw.publish(names.heartbeat, bad)
+        answer = await raw.request("served", b"nonsense", timeout=5)
+        assert "malformed Score" in msgspec.msgpack.decode(answer.data, type=Refusal).reason
+        await kernel.publish(names.heartbeat, Heartbeat("w", "n", True))
+        await until(lambda: len(got) == 1)
+        assert kernel.refused == 8
+        await raw.close()
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_decode_to_anything_but_a_message_or_an_error(data: bytes) -> None:
+    for kind in (Ticket, GroupDone, Generate, TrajectoryBundle, Confirm):
+        try:
+            assert isinstance(msgspec.msgpack.decode(data, type=kind), kind)
+        except msgspec.DecodeError:
+            pass
+
+
+# ------------------------------------------------------------------------------------ storage
+
+
+async def test_the_log_is_read_by_sequence_and_stores_each_id_once(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout, open_bus("trainer") as trainer:
+        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
+        small = await rollout.append(names.trajectories, bundle(10), id="a")
+        again = await rollout.append(names.trajectories, bundle(10), id="a")
+        large = await rollout.append(names.trajectories, bundle(200_000), id="b")  # 2.6 MB
+        assert small == again
+        read = await trainer.read(names.log_stream, small, TrajectoryBundle)
+        assert read.trajectories[0].tokens.numpy().tolist() == list(range(10))
+        read = await trainer.read(names.log_stream, large, TrajectoryBundle)
+        np.testing.assert_array_equal(read.trajectories[0].versions.numpy(), np.arange(200_000))
+        with pytest.raises(Malformed, match="expected GroupDone"):
+            await trainer.read(names.log_stream, small, GroupDone)
+        await kernel.purge(names.log_stream, below=large)
+        with pytest.raises(BusError, match="is gone"):
+            await trainer.read(names.log_stream, small, TrajectoryBundle)
+
+
+async def test_following_a_log_begins_anywhere_and_goes_on(open_bus: OpenBus, names: Subjects) -> None:
+    def failure(ticket: int) -> GroupFailed:
+        return GroupFailed("train", ticket, 1, "w", "x" * (2_000_000 if ticket == 3 else 1))
+
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
+        sequences = [await rollout.append(names.groups, failure(i), id=f"{i}") for i in range(4)]
+        await rollout.append(names.trajectories, bundle(1), id="beside")
+        assert await kernel.last_sequence(names.log_stream, names.groups) == sequences[-1]
+        got: list[int] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def follow() -> None:
+                async for sequence, message in kernel.follow(
+                    names.log_stream, names.groups, GroupDone | GroupFailed, start=sequences[1]
+                ):
+                    got.append(message.ticket)
+                    assert sequence in sequences or message.ticket == 9
+
+            tasks.start_soon(follow)
+            await until(lambda: got == [1, 2, 3])
+            await rollout.append(names.groups, failure(9), id="9")
+            await until(lambda: got == [1, 2, 3, 9])
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("kernel") as kernel, open_bus("rollout") as one, open_bus("rollout") as two:
+        await kernel.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=1)
+        first = Ticket(1, 1, "train", 0, 0, 8)
+        second = Ticket(2, 1, "train", 0, 0, 8)
+        for ticket in (first, second, first):
+            await kernel.append(names.ticket("train"), ticket, id=ticket.name)
+        with anyio.fail_after(10):
+            at_one = await anext(one.take(names.tickets_stream, names.ticket("train"), Ticket))
+            at_two = await anext(two.take(names.tickets_stream, names.ticket("train"), Ticket))
+            assert {at_one.message.id, at_two.message.id} == {1, 2}
+            await at_two.done()
+            # `at_one` is forgotten: it comes again, and only it.
+            again = await anext(two.take(names.tickets_stream, names.ticket("train"), Ticket))
+        assert again.message == at_one.message
+
+
+async def test_state_keeps_the_last_value_and_its_revision_grows(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("kernel") as kernel:
+        await kernel.make_state(names.state_bucket)
+        first = await kernel.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        second = await kernel.put_state(names.state_bucket, "kernel", KernelLease("there"))
+        assert second > first
+        assert await kernel.get_state(names.state_bucket, "kernel", KernelLease) == KernelLease("there")
+        assert await kernel.get_state(names.state_bucket, "nobody", KernelLease) is None
+
+
+# ------------------------------------------------------------------------- the server and its end
+
+
+def server_pid(tmp_path: Path) -> int:
+    return int((tmp_path / "bus" / "nats.pid").read_text())
+
+
+async def test_everything_goes_on_after_the_server_was_killed(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    got: list[str] = []
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
+        await kernel.subscribe(names.leaving, Leaving, lambda message: got.append(message.reason))
+        sequence = await rollout.append(names.trajectories, bundle(5), id="a")
+        async with anyio.create_task_group() as tasks:
+            outcomes: list[int] = []
+
+            async def follow() -> None:
+                async for _, message in kernel.follow(
+                    names.log_stream, names.groups, GroupDone | GroupFailed, start=1
+                ):
+                    outcomes.append(message.ticket)
+
+            tasks.start_soon(follow)
+            await rollout.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
+            await until(lambda: outcomes == [1])
+            os.kill(server_pid(tmp_path), signal.SIGKILL)
+            await until(lambda: not kernel.connected)
+            with anyio.fail_after(40):
+                await rollout.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
+                assert (await kernel.read(names.log_stream, sequence, TrajectoryBundle)).ticket == 1
+                await rollout.publish(names.leaving, Leaving("w", "n", "bye"))
+            await until(lambda: outcomes == [1, 2] and got == ["bye"], 40)
+            tasks.cancel_scope.cancel()
+
+
+async def test_each_role_may_do_its_own_work_only(
+    open_bus: OpenBus, server: NatsServer, names: Subjects, tmp_path: Path
+) -> None:
+    errors: list[str] = []
+
+    async def note(error: Exception) -> None:
+        errors.append(str(error).lower())
+
+    async with open_bus("kernel") as kernel:
+        await kernel.make_log(names.journal_stream, [names.journal])
+        login = msgspec.json.decode((tmp_path / "bus" / "verifier.json").read_bytes())
+        raw = await nats.connect(
+            server.url, user=login["user"], password=login["password"], error_cb=note
+        )
+        for subject in (names.beacon, names.journal, names.trajectories, names.ticket("train")):
+            await raw.publish(subject, b"x")
+        await raw.subscribe(f"{names.inbox('trainer')}.>")
+        await raw.subscribe(f"{names.root}.worker.inference.>")
+        await until(lambda: len(errors) == 6)
+        assert all("permissions violation" in error for error in errors)
+        await raw.publish(f"{names.inbox('rollout')}.x.y", b"x")  # an answer to a rollout worker
+        await raw.flush()
+        assert len(errors) == 6
+        await raw.close()
+    async with await anyio.connect_tcp("127.0.0.1", int(server.url.rpartition(":")[2])) as nobody:
+        assert b'"auth_required":true' in await nobody.receive()
+        await nobody.send(b"CONNECT {}\r\nPING\r\n")
+        assert b"Authorization Violation" in await nobody.receive()
+
+
+def test_credentials_are_private_and_differ_between_roles(server: NatsServer, tmp_path: Path) -> None:
+    files = [tmp_path / "bus" / f"{role}.json" for role in ("kernel", "trainer", "verifier")]
+    for file in (*files, tmp_path / "bus" / "nats.conf"):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    passwords = {msgspec.json.decode(file.read_bytes())["password"] for file in files}
+    assert len(passwords) == 3
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        seen = f"{process.info['cmdline']} {process.info['environ']}"
+        assert not any(password in seen for password in passwords)
+    assert "127.0.0.1" in server.url
+    [connection] = [
+        connection
+        for connection in psutil.Process(server_pid(tmp_path)).net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert connection.laddr[0] == "127.0.0.1"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+import anyio
+from stretto.bus.server import NatsServer, lock_run
+from stretto.config import BusConfig
+async def main(folder):
+    lock = lock_run(folder / "bus")
+    await NatsServer.start(folder / "bus", "r", BusConfig(grace_s=1.0), folder)
+    print("up", flush=True)
+    time.sleep(600)
+anyio.run(main, Path(sys.argv[1]))
+"""
+
+
+def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) -> None:
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert kernel.stdout is not None
+    assert kernel.stdout.readline() == "up\n"
+    guard = psutil.Process(int((tmp_path / "bus" / "guard.pid").read_text()))
+    server = psutil.Process(server_pid(tmp_path))
+    with pytest.raises(RunError, match=f"owned by pid {kernel.pid}"):
+        lock_run(tmp_path / "bus")
+    kernel.kill()
+    kernel.wait()
+    kernel.stdout.close()
+    gone, alive = psutil.wait_procs([guard, server], timeout=8)
+    assert len(gone) == 2, alive
+
+
+async def test_a_kernel_that_takes_over_finds_nothing_of_the_former(tmp_path: Path) -> None:
+    lock = lock_run(tmp_path / "bus")
+    first = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
+    former = psutil.Process(server_pid(tmp_path))
+    second = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
+    assert not former.is_running()
+    assert first.process.wait(5) is not None
+    await second.stop()
+    lock.close()
+
+
+async def test_a_server_goes_with_its_guard(server: NatsServer, tmp_path: Path) -> None:
+    process = psutil.Process(server_pid(tmp_path))
+    server.process.kill()
+    await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)

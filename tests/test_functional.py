@@ -1,0 +1,288 @@
+"""The arithmetic: values worked by hand, an independent NumPy reading of each formula, and properties."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto import functional as F
+from stretto.algorithm import Reduction
+
+Numbers = NDArray[np.float64]
+
+
+def close(found: Tensor, expected: Any, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(found.double(), torch.as_tensor(expected).double(), atol=atol, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------- logprobs, entropy
+
+
+def test_logprobs_by_hand() -> None:
+    # softmax([0, ln 3]) = [1/4, 3/4]; at temperature 1/2 the logits double: [1/10, 9/10].
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    close(F.logprobs_of(logits, torch.tensor([1]), 1.0), [math.log(0.75)])
+    close(F.logprobs_of(logits, torch.tensor([0]), 0.5), [math.log(0.1)])
+
+
+def test_entropy_by_hand() -> None:
+    # Uniform over 4: ln 4. [1/4, 3/4]: 0.562335.
+    close(F.entropy_of(torch.zeros(1, 4), 1.0), [math.log(4)])
+    close(F.entropy_of(torch.tensor([[0.0, math.log(3.0)]]), 1.0), [0.5623351])
+
+
+# ------------------------------------------------------------------------------------- advantages
+
+
+def test_group_normalise_by_hand() -> None:
+    # Group 7: rewards 1, 0, 0, 1: mean 1/2, variance 4 · 1/4 / 3 = 1/3, std 0.57735.
+    # Group 2: rewards 3, 5: mean 4, std sqrt(2).
+    rewards = torch.tensor([1.0, 0.0, 3.0, 0.0, 5.0, 1.0])
+    group = torch.tensor([7, 7, 2, 7, 2, 7])
+    a, b = 0.5 / math.sqrt(1 / 3), 1 / math.sqrt(2)
+    close(F.group_normalise(rewards, group), [a, -a, -b, -a, b, a])
+    close(F.group_normalise(rewards, group, std=False), [0.5, -0.5, -1.0, -0.5, 1.0, 0.5])
+
+
+def test_groups_without_contrast_have_no_advantage() -> None:
+    close(F.group_normalise(torch.tensor([1.0, 1.0, 9.0]), torch.tensor([0, 0, 1])), [0.0, 0.0, 0.0])
+
+
+@given(
+    groups=st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=4),
+    shift=st.floats(-3, 3),
+    seed=st.integers(0, 99),
+)
+def test_group_normalise_properties(groups: list[list[float]], shift: float, seed: int) -> None:
+    rewards = torch.tensor([reward for group in groups for reward in group], dtype=torch.float64)
+    names = torch.tensor([index for index, group in enumerate(groups) for _ in group])
+    plain = F.group_normalise(rewards, names)
+    # By NumPy, group by group.
+    expected = [
+        (value - np.mean(group)) / (np.std(group, ddof=1) + 1e-6) if len(group) > 1 else 0.0
+        for group in groups
+        for value in group
+    ]
+    close(plain, expected, atol=1e-6)
+    # The order of the samples does not matter, nor a constant on all rewards.
+    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
+    close(F.group_normalise(rewards[order], names[order]), plain[order], atol=1e-9)
+    assert float((F.group_normalise(rewards + shift, names) - plain).abs().max()) < 1e-4
+
+
+def test_gae_by_hand() -> None:
+    # One sequence, gamma 0.9, lambda 0.5: prompt token, then r = (1, 0, 2), V = (0.5, 1, -1).
+    # delta_3 = 2 - (-1) = 3, delta_2 = 0 + 0.9·(-1) - 1 = -1.9, delta_1 = 1 + 0.9·1 - 0.5 = 1.4.
+    # A_3 = 3, A_2 = -1.9 + 0.45·3 = -0.55, A_1 = 1.4 + 0.45·(-0.55) = 1.1525.
+    advantages, returns = F.gae(
+        torch.tensor([9.0, 1.0, 0.0, 2.0]),
+        torch.tensor([9.0, 0.5, 1.0, -1.0]),
+        torch.tensor([False, True, True, True]),
+        [4],
+        gamma=0.9,
+        lam=0.5,
+    )
+    close(advantages, [0.0, 1.1525, -0.55, 3.0])
+    close(returns, [0.0, 1.6525, 0.45, 2.0])
+
+
+def test_gae_without_values_spreads_the_return_over_every_token() -> None:
+    # Two sequences; the first has text between two turns, which is stepped over.
+    rewards = torch.tensor([0.0, 0.0, 5.0, 3.0, 0.0, -1.0])
+    mask = torch.tensor([True, True, False, True, False, True])
+    advantages, _ = F.gae(rewards, torch.zeros(6), mask, [4, 2])
+    close(advantages, [3.0, 3.0, 0.0, 3.0, 0.0, -1.0])
+
+
+def gae_by_loop(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:
+    """GAE eq. 16 as a sum: A_t = sum_k (gamma lam)^k delta_{t+k}."""
+    following = np.append(values[1:], 0.0)
+    delta = rewards + gamma * following - values
+    return np.array(
+        [
+            sum((gamma * lam) ** k * delta[t + k] for k in range(len(delta) - t))
+            for t in range(len(delta))
+        ]
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    gamma=st.floats(0.5, 1),
+    lam=st.floats(0, 1),
+    seed=st.integers(0, 999),
+)
+def test_gae_equals_its_sum(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    total = sum(lengths)
+    rewards, values = random.normal(size=total), random.normal(size=total)
+    mask = random.random(total) < 0.7
+    expected = np.zeros(total)
+    start = 0
+    for length in lengths:
+        chosen = np.flatnonzero(mask[start : start + length]) + start
+        expected[chosen] = gae_by_loop(rewards[chosen], values[chosen], gamma, lam)
+        start += length
+    found, _ = F.gae(
+        torch.tensor(rewards), torch.tensor(values), torch.tensor(mask), lengths, gamma=gamma, lam=lam
+    )
+    close(found, expected, atol=1e-9)
+
+
+def test_masked_whiten_by_hand() -> None:
+    # Chosen 1, 3, 5 of one group: mean 3, std 2. Garbage outside the mask must not matter.
+    values = torch.tensor([1.0, math.nan, 3.0, 5.0])
+    mask = torch.tensor([True, False, True, True])
+    close(F.masked_whiten(values, mask), [-1.0, 0.0, 0.0, 1.0])
+
+
+# -------------------------------------------------------------------------------------- objective
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped", "dual"),
+    [
+        (1.0, 2.0, -2.0, False, False),
+        (1.5, 2.0, -2.4, True, False),  # 1.2 · 2: no more for going further
+        (0.5, 2.0, -1.0, False, False),  # the pessimistic side is not clipped
+        (0.5, -2.0, 1.6, True, False),  # 0.8 · 2
+        (1.5, -2.0, 3.0, False, False),
+        (9.0, -2.0, 6.0, False, True),  # dual clip: at most c |A| = 3 · 2
+        (9.0, 2.0, -2.4, True, False),  # which is for negative advantages only
+    ],
+)
+def test_clipped_objective_by_hand(
+    ratio: float, advantage: float, loss: float, clipped: bool, dual: bool
+) -> None:
+    found, is_clipped, is_dual = F.clipped_objective(
+        torch.tensor([math.log(ratio)]),
+        torch.zeros(1),
+        torch.tensor([advantage]),
+        eps_clip=0.2,
+        c_clip=3.0,
+    )
+    close(found, [loss])
+    assert is_clipped.tolist() == [clipped]
+    assert is_dual.tolist() == [dual]
+
+
+def test_clip_higher_widens_the_upper_side_alone() -> None:
+    logprobs = torch.tensor([math.log(1.5), math.log(0.5)])
+    advantages = torch.tensor([1.0, -1.0])
+    found, _, _ = F.clipped_objective(
+        logprobs, torch.zeros(2), advantages, eps_clip=0.2, eps_clip_high=0.28
+    )
+    close(found, [-1.28, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gradient"),
+    [
+        (1.19, 1.0, -1.19),  # inside: d(-rA)/d logp = -rA
+        (1.21, 1.0, 0.0),  # beyond the edge: nothing to gain
+        (0.79, -1.0, 0.0),
+        (0.81, -1.0, 0.81),
+        (1.21, -1.0, 1.21),  # the pessimistic side keeps its gradient
+        (4.0, -1.0, 0.0),  # dual clip
+    ],
+)
+def test_gradients_at_the_edges(ratio: float, advantage: float, gradient: float) -> None:
+    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    loss, _, _ = F.clipped_objective(
+        logprobs, torch.zeros(1), torch.tensor([advantage]), eps_clip=0.2, c_clip=3.0
+    )
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    close(logprobs.grad, [gradient])
+
+
+@given(seed=st.integers(0, 9999), c_clip=st.sampled_from([None, 1.5, 3.0]))
+def test_clipped_objective_equals_the_formula(seed: int, c_clip: float | None) -> None:
+    random = np.random.default_rng(seed)
+    logprobs, anchor = random.normal(-1, 1, 20), random.normal(-1, 1, 20)
+    advantages = random.normal(size=20)
+    expected: list[float] = []
+    for new, old, advantage in zip(logprobs, anchor, advantages, strict=True):
+        r = math.exp(new - old)
+        objective = min(r * advantage, min(max(r, 0.8), 1.3) * advantage)
+        if c_clip is not None and advantage < 0:
+            objective = max(objective, c_clip * advantage)
+        expected.append(-objective)
+    found, _, _ = F.clipped_objective(
+        torch.tensor(logprobs),
+        torch.tensor(anchor),
+        torch.tensor(advantages),
+        eps_clip=0.2,
+        eps_clip_high=0.3,
+        c_clip=c_clip,
+    )
+    close(found, expected, atol=1e-9)
+
+
+def test_behaviour_weight_by_hand() -> None:
+    proximal = torch.log(torch.tensor([0.5, 0.9, 0.3]))
+    behaviour = torch.log(torch.tensor([0.25, 0.1, 0.6]))  # weights 2, 9, 1/2
+    close(F.behaviour_weight(proximal, behaviour, cap=None), [2.0, 9.0, 0.5])
+    close(F.behaviour_weight(proximal, behaviour, cap=5.0), [2.0, 0.0, 0.5])
+    close(F.behaviour_weight(proximal, behaviour, cap=5.0, over_cap="truncate"), [2.0, 5.0, 0.5])
+
+
+def test_behaviour_weight_stops_gradients() -> None:
+    proximal = torch.zeros(2, requires_grad=True)
+    assert not F.behaviour_weight(proximal, torch.zeros(2), cap=5.0).requires_grad
+
+
+# -------------------------------------------------------------------------------------- reduction
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        # Sequences with 1 and 3 trained tokens, and one without any.
+        ("token", [0.25, 0.0, 0.25, 0.25, 0.25, 0.0]),
+        ("sequence", [1 / 2, 0.0, 1 / 6, 1 / 6, 1 / 6, 0.0]),
+        ("sequence_sum", [1 / 2, 0.0, 1 / 2, 1 / 2, 1 / 2, 0.0]),
+    ],
+)
+def test_loss_weights_by_hand(reduction: Reduction, expected: list[float]) -> None:
+    mask = torch.tensor([True, False, True, True, True, False])
+    index = torch.tensor([0, 0, 1, 1, 1, 2])
+    close(F.loss_weights(mask, index, 3, reduction), expected)
+
+
+@settings(max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=6),
+    reduction=st.sampled_from(["token", "sequence", "sequence_sum"]),
+    seed=st.integers(0, 999),
+)
+def test_loss_weights_equal_the_definition(
+    lengths: list[int], reduction: Reduction, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    losses = [random.normal(size=length) for length in lengths]
+    masks = [random.random(length) < 0.6 for length in lengths]
+    trained = [loss[mask] for loss, mask in zip(losses, masks, strict=True) if mask.any()]
+    if reduction == "token":
+        expected = float(np.mean(np.concatenate(trained))) if trained else 0.0
+    elif reduction == "sequence":
+        expected = float(np.mean([part.mean() for part in trained])) if trained else 0.0
+    else:
+        expected = float(np.mean([part.sum() for part in trained])) if trained else 0.0
+    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    weights = F.loss_weights(torch.tensor(np.concatenate(masks)), index, len(lengths), reduction)
+    found = float((weights * torch.tensor(np.concatenate(losses))).sum())
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_kl_to_behaviour_by_hand() -> None:
+    # r = 2: 2 - 1 - ln 2 = 0.306853; r = 1: 0.
+    close(F.kl_to_behaviour(torch.tensor([math.log(2.0), 0.0]), torch.zeros(2)), [0.3068528, 0.0])

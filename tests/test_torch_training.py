@@ -1,0 +1,242 @@
+"""The training engine `torch`: the numbers of plain forwards, and one gradient however it is split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stretto import Context
+from stretto.algorithm import Loss, Reduction
+from stretto.batch import Batch
+from stretto.errors import EngineError
+from stretto_torch import TorchTrainingConfig
+from stretto_torch.training import TorchTraining
+
+TinyModels = Callable[[str], Path]
+
+
+def engine_of(model: Path, **options: Any) -> TorchTraining:
+    """The engine with its model loaded; AdamW made nearly linear in the gradient, so that updates tell it."""
+    config = TorchTrainingConfig(**{"lr": 0.1, "eps": 1.0, "clip_norm": None, **options})
+    engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    engine.load(None)
+    return engine
+
+
+def batch_of(lengths: list[int], seed: int = 0) -> Batch:
+    """Random tokens; in each sequence the second half is trained on."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    tokens = torch.randint(2, 97, (total,), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    halves = torch.cat([torch.full((length,), length // 2) for length in lengths])
+    return Batch(
+        lengths,
+        {
+            "tokens": tokens,
+            "loss_mask": positions >= halves,
+            "advantages": torch.randn(total, generator=generator),
+        },
+        {"group": torch.arange(len(lengths)) // 2},
+    )
+
+
+def plain_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """-A log π: linear, so that its gradient is easily had by other means."""
+    return -batch["advantages"] * logprobs, {"advantage": batch["advantages"]}
+
+
+def parameters(engine: TorchTraining) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def reference_logprobs(model: Any, batch: Batch, temperature: float) -> Tensor:
+    """Each sequence by itself through the untouched model."""
+    parts: list[Tensor] = []
+    for sequence in batch.split([1] * len(batch)):
+        ids = sequence["tokens"]
+        logits = model(input_ids=ids[None]).logits[0].float() / temperature
+        chosen = torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None]).squeeze(-1)
+        parts.append(torch.cat([torch.zeros(1), chosen]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_forward_equals_the_model_on_each_sequence_alone(
+    tiny_models: TinyModels, architecture: str, temperature: float
+) -> None:
+    engine = engine_of(tiny_models(architecture), micro_batch_tokens=24)
+    batch = batch_of([5, 1, 17, 9, 30])
+    plain = AutoModelForCausalLM.from_pretrained(tiny_models(architecture), dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = reference_logprobs(plain, batch, temperature)
+    found = engine.forward(batch, temperature=temperature)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_model_that_cannot_be_packed_is_padded_or_refused(tiny_models: TinyModels) -> None:
+    assert engine_of(tiny_models("gemma2"))._rows.__name__ == "padded_rows"  # pyright: ignore[reportPrivateUsage]
+    assert engine_of(tiny_models("qwen2"))._rows.__name__ == "packed_rows"  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(EngineError, match="does not allow it"):
+        engine_of(tiny_models("gemma2"), packing="packed")
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "sequence_sum"])
+def test_one_step_equals_the_gradient_of_the_plain_loop(
+    tiny_models: TinyModels, reduction: Reduction
+) -> None:
+    engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=20)
+    batch = batch_of([6, 13, 4, 9])
+    before = parameters(engine)
+    statistics = engine.train(batch, Loss(plain_loss, reduction), temperature=1.0)
+    update = {name: value - before[name] for name, value in parameters(engine).items()}
+
+    # By hand: the loss as its definition reads, in one piece.
+    model = AutoModelForCausalLM.from_pretrained(tiny_models("qwen2"), dtype=torch.float32).eval()
+    logprobs = reference_logprobs(model, batch, 1.0)
+    losses = torch.split(-batch["advantages"] * logprobs, batch.lengths)
+    masks = torch.split(batch["loss_mask"], batch.lengths)
+    sums = [loss[mask].sum() for loss, mask in zip(losses, masks, strict=True)]
+    counts = [int(mask.sum()) for mask in masks]
+    total = {
+        "token": sum(sums) / sum(counts),
+        "sequence": sum(s / c for s, c in zip(sums, counts, strict=True)) / 4,
+        "sequence_sum": sum(sums) / 4,
+    }[reduction]
+    assert isinstance(total, Tensor)
+    total.backward()
+    assert statistics["loss"] == pytest.approx(float(total.detach()), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        expected = -0.1 * gradient / (gradient.abs() + 1.0)  # AdamW's first step with eps 1
+        torch.testing.assert_close(update[name], expected, atol=2e-6, rtol=1e-4)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lengths=st.lists(st.integers(2, 24), min_size=1, max_size=6),
+    budgets=st.tuples(st.integers(1, 60), st.integers(1, 200)),
+    reduction=st.sampled_from(["token", "sequence", "sequence_sum"]),
+)
+def test_the_gradient_does_not_depend_on_the_split(
+    tiny_models: TinyModels, lengths: list[int], budgets: tuple[int, int], reduction: Reduction
+) -> None:
+    batch = batch_of(lengths, seed=sum(lengths))
+    updates: list[Tensor] = []
+    norms: list[float] = []
+    for budget in budgets:
+        engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=budget)
+        before = parameters(engine)
+        norms.append(engine.train(batch, Loss(plain_loss, reduction), temperature=1.0)["grad_norm"])
+        after = parameters(engine)
+        updates.append(torch.cat([(after[name] - before[name]).flatten() for name in before]))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert float((updates[0] - updates[1]).norm()) <= 1e-5 * float(updates[0].norm()) + 1e-9
+
+
+def test_packed_and_padded_rows_give_one_gradient(tiny_models: TinyModels) -> None:
+    batch = batch_of([6, 13, 4, 9])
+    updates: list[Tensor] = []
+    for packing in ("packed", "padded"):
+        engine = engine_of(tiny_models("llama"), packing=packing)
+        before = parameters(engine)
+        engine.train(batch, Loss(plain_loss, "token"), temperature=0.8)
+        after = parameters(engine)
+        updates.append(torch.cat([(after[name] - before[name]).flatten() for name in before]))
+    assert float((updates[0] - updates[1]).norm()) <= 1e-5 * float(updates[0].norm())
+
+
+def test_statistics_are_means_over_trained_tokens(tiny_models: TinyModels) -> None:
+    engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=10)
+    batch = batch_of([6, 13, 4])
+    statistics = engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
+    mask = batch["loss_mask"]
+    assert statistics["advantage"] == pytest.approx(float(batch["advantages"][mask].mean()), rel=1e-5)
+    assert statistics["micro_batches"] == 3
+    assert 0 < statistics["entropy"] < math.log(97)
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: TinyModels, tmp_path: Path) -> None:
+    loss = Loss(plain_loss, "token")
+    options = {"eps": 1e-8, "lr": 1e-3, "schedule": "cosine", "decay_steps": 9, "warmup_steps": 2}
+    engine = engine_of(tiny_models("qwen2"), **options)
+    for seed in range(2):
+        engine.train(batch_of([6, 13], seed), loss, temperature=1.0)
+    engine.save(tmp_path)
+    last = {}
+    for seed in range(2, 4):
+        last = engine.train(batch_of([6, 13], seed), loss, temperature=1.0)
+    again = engine_of(tiny_models("qwen2"), **options)
+    again.load(tmp_path)
+    repeated = {}
+    for seed in range(2, 4):
+        repeated = again.train(batch_of([6, 13], seed), loss, temperature=1.0)
+    assert repeated == last
+    for name, value in parameters(engine).items():
+        assert torch.equal(value, parameters(again)[name]), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.config.model_type == "qwen2"
+    assert not list(tmp_path.rglob("*.bin")) + list(tmp_path.rglob("*.pt"))  # nothing pickled
+
+
+def test_schedules_warm_up_and_come_down(tiny_models: TinyModels) -> None:
+    engine = engine_of(
+        tiny_models("qwen2"), lr=1.0, schedule="linear", warmup_steps=1, decay_steps=3, final_lr_ratio=0.2
+    )
+    rates = [engine.train(batch_of([4]), Loss(plain_loss, "token"), temperature=1.0)["lr"] for _ in range(5)]
+    assert rates == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+
+
+def test_clipping_bounds_the_update(tiny_models: TinyModels) -> None:
+    engine = engine_of(tiny_models("qwen2"), clip_norm=1e-3)
+    before = parameters(engine)
+    statistics = engine.train(batch_of([9, 9]), Loss(plain_loss, "token"), temperature=1.0)
+    assert statistics["grad_norm"] > 1e-3  # as it was before
+    moved = torch.cat([(value - before[name]).flatten() for name, value in parameters(engine).items()])
+    assert float(moved.norm()) <= 0.1 * 1e-3 * 1.01
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny_models: TinyModels) -> None:
+    def broken(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return logprobs * math.inf, {}
+
+    engine = engine_of(tiny_models("qwen2"))
+    before = parameters(engine)
+    assert engine.train(batch_of([9]), Loss(broken, "token"), temperature=1.0)["skipped"] == 1
+    assert all(torch.equal(value, before[name]) for name, value in parameters(engine).items())
+    assert engine.train(batch_of([9]), Loss(plain_loss, "token"), temperature=1.0)["skipped"] == 0
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32_parameters(tiny_models: TinyModels) -> None:
+    engine = engine_of(tiny_models("qwen2"), dtype="bfloat16", lr=1e-4, eps=1e-8)
+    exact = engine_of(tiny_models("qwen2"))
+    batch = batch_of([12, 20])
+    off = (engine.forward(batch, temperature=1.0) - exact.forward(batch, temperature=1.0)).abs().max()
+    assert 0 < float(off) < 0.1
+    engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
+    assert {tensor.dtype for _, tensor in engine.weights()} == {torch.bfloat16}
+    kept = {parameter.dtype for parameter in engine._model.parameters()}  # pyright: ignore[reportPrivateUsage]
+    assert kept == {torch.float32}
+
+
+def test_tied_weights_are_published_once(tiny_models: TinyModels) -> None:
+    names = [name for name, _ in engine_of(tiny_models("qwen2")).weights()]
+    assert "lm_head.weight" not in names
+    assert len(names) == len(set(names))
+    assert "lm_head.weight" in [name for name, _ in engine_of(tiny_models("llama")).weights()]
+
+
+def test_a_missing_model_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        engine_of(tmp_path / "nowhere")
