@@ -127,9 +127,7 @@ async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names
 # --------------------------------------------------------------------------- request and serve
 
 
-async def test_a_request_without_a_server_names_who_is_silent(
-    open_bus: OpenBus, names: Subjects
-) -> None:
+async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus, names: Subjects) -> None:
     async with open_bus("trainer") as trainer:
         began = time.monotonic()
         with pytest.raises(NoAnswer, match=r"kernel did not answer on .*join.* within 0\.5 s"):
@@ -310,9 +308,7 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
         assert again.message == at_one.message
 
 
-async def test_state_keeps_the_last_value_and_its_revision_grows(
-    open_bus: OpenBus, names: Subjects
-) -> None:
+async def test_state_keeps_the_last_value_and_its_revision_grows(open_bus: OpenBus, names: Subjects) -> None:
     async with open_bus("kernel") as kernel:
         await kernel.make_state(names.state_bucket)
         first = await kernel.put_state(names.state_bucket, "kernel", KernelLease("here"))
@@ -370,9 +366,7 @@ async def test_each_role_may_do_its_own_work_only(
     async with open_bus("kernel") as kernel:
         await kernel.make_log(names.journal_stream, [names.journal])
         login = msgspec.json.decode((tmp_path / "bus" / "verifier.json").read_bytes())
-        raw = await nats.connect(
-            server.url, user=login["user"], password=login["password"], error_cb=note
-        )
+        raw = await nats.connect(server.url, user=login["user"], password=login["password"], error_cb=note)
         for subject in (names.beacon, names.journal, names.trajectories, names.ticket("train")):
             await raw.publish(subject, b"x")
         await raw.subscribe(f"{names.inbox('trainer')}.>")

@@ -107,10 +107,7 @@ def gae_by_loop(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> 
     following = np.append(values[1:], 0.0)
     delta = rewards + gamma * following - values
     return np.array(
-        [
-            sum((gamma * lam) ** k * delta[t + k] for k in range(len(delta) - t))
-            for t in range(len(delta))
-        ]
+        [sum((gamma * lam) ** k * delta[t + k] for k in range(len(delta) - t)) for t in range(len(delta))]
     )
 
 
@@ -177,9 +174,7 @@ def test_clipped_objective_by_hand(
 def test_clip_higher_widens_the_upper_side_alone() -> None:
     logprobs = torch.tensor([math.log(1.5), math.log(0.5)])
     advantages = torch.tensor([1.0, -1.0])
-    found, _, _ = F.clipped_objective(
-        logprobs, torch.zeros(2), advantages, eps_clip=0.2, eps_clip_high=0.28
-    )
+    found, _, _ = F.clipped_objective(logprobs, torch.zeros(2), advantages, eps_clip=0.2, eps_clip_high=0.28)
     close(found, [-1.28, 0.8])
 
 
@@ -264,9 +259,7 @@ def test_loss_weights_by_hand(reduction: Reduction, expected: list[float]) -> No
     reduction=st.sampled_from(["token", "sequence", "sequence_sum"]),
     seed=st.integers(0, 999),
 )
-def test_loss_weights_equal_the_definition(
-    lengths: list[int], reduction: Reduction, seed: int
-) -> None:
+def test_loss_weights_equal_the_definition(lengths: list[int], reduction: Reduction, seed: int) -> None:
     random = np.random.default_rng(seed)
     losses = [random.normal(size=length) for length in lengths]
     masks = [random.random(length) < 0.6 for length in lengths]

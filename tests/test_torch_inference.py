@@ -72,6 +72,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": LLAMA3_ROPE,
     },
+    "llama_dynamic": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "num_key_value_heads": 2},
     "mistral": {"model_type": "mistral", "head_dim": 32, "sliding_window": 16},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 500},
@@ -233,12 +237,7 @@ async def serving(
     folder: Path, version: int | None = 0, slots: int = 8, **config: Any
 ) -> AsyncGenerator[Served]:
     """An engine that serves the folder's weights as `version`, or none yet."""
-    served = Served(
-        TorchInferenceEngine(
-            TorchInferenceConfig(slots=slots, **config),
-            Context(run="run", name="test", seed=0, model=str(folder)),
-        )
-    )
+    served = Served(make_engine(folder, slots=slots, **config))
     async with anyio.create_task_group() as tasks:
         try:
             with anyio.fail_after(30):
@@ -250,6 +249,11 @@ async def serving(
             await served.engine.stop()
 
 
+def make_engine(folder: Path, **config: Any) -> TorchInferenceEngine:
+    context = Context(run="run", name="test", seed=0, model=str(folder))
+    return TorchInferenceEngine(TorchInferenceConfig(**config), context)
+
+
 async def start_as_worker(served: Served, *, task_status: TaskStatus[None]) -> None:
     """Start the engine in a task group of its own, and note what is raised in that."""
     try:
@@ -257,8 +261,6 @@ async def start_as_worker(served: Served, *, task_status: TaskStatus[None]) -> N
             await served.engine.start(served.emit, tasks)
             task_status.started()
     except* EngineError as errors:
-        if not served.engine.load().swaps:
-            raise
         served.failures += errors.exceptions
 
 
@@ -313,6 +315,7 @@ def own_logprobs(model: Any, asked: GenerateRequest, tokens: list[int]) -> NDArr
         ("qwen2", "hand-written qwen2"),
         ("llama", "hand-written llama"),
         ("qwen3", "hand-written qwen3"),
+        ("llama_dynamic", "transformers llama"),
         ("mistral", "transformers mistral"),
         ("gpt2", "transformers gpt2"),
         ("gemma2", "transformers gemma2"),
@@ -693,6 +696,18 @@ async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(fo
     assert sample.tokens == plain.tokens[: len(sample.tokens)]
 
 
+async def test_stop_strings_need_a_tokenizer_and_others_do_not(folders: Folders, tmp_path: Path) -> None:
+    load(folders["qwen2"]).save_pretrained(tmp_path)
+    async with serving(tmp_path) as served:
+        plain = await served.answer(request("plain"))
+        stops = await served.answer(request("stops", stop=("x",)))
+        empty = await served.answer(request("empty", stop=("",)))
+
+    assert plain.finish == "length"
+    assert "stop strings need a tokenizer" in stops.error
+    assert "an empty stop string" in empty.error
+
+
 async def test_abort_ends_what_runs_and_what_waits_and_frees_the_slots(folders: Folders) -> None:
     async with serving(folders["slow"], slots=2) as served:
         served.engine.generate(request("long", n=4, max_tokens=480))
@@ -868,9 +883,11 @@ async def test_start_fails_with_the_reason(
     folders: Folders, name: str, config: dict[str, Any], message: str
 ) -> None:
     folder = folders[name] if name in MODELS else Path("/nowhere")
-    with pytest.raises(EngineError, match=message):
-        async with serving(folder, **config):
-            pass
+    engine = make_engine(folder, **config)
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(EngineError, match=message):
+            await engine.start(lambda chunks: None, tasks)
+        await engine.stop()
 
 
 async def test_stop_ends_the_stream_and_the_thread(folders: Folders) -> None:
@@ -889,15 +906,13 @@ async def test_stop_ends_the_stream_and_the_thread(folders: Folders) -> None:
 
 
 async def test_a_start_that_is_cancelled_leaves_no_thread_behind(folders: Folders) -> None:
-    engine = TorchInferenceEngine(
-        TorchInferenceConfig(), Context(run="run", name="test", seed=0, model=str(folders["slow"]))
-    )
+    engine = make_engine(folders["slow"])
     async with anyio.create_task_group() as tasks:
         with anyio.move_on_after(0.001) as scope:
             await engine.start(lambda chunks: None, tasks)
+        assert scope.cancelled_caught
         await engine.stop()
 
-    assert scope.cancelled_caught
     assert "torch-inference" not in [thread.name for thread in threading.enumerate()]
 
 

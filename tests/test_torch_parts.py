@@ -1,17 +1,31 @@
-"""Parts of the torch inference engine that can be told by themselves: order, shapes, uniforms."""
+"""Parts of the torch inference engine that can be told by themselves: order, shapes, drawing, the test
+of a decoder."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from stretto.array import Array
 from stretto.engine import GenerateRequest, Sampling
+from stretto.errors import EngineError
+from stretto_torch.batcher import Batcher
+from stretto_torch.decoder_fast import FastDecoder
+from stretto_torch.determinism import stable_shapes
+from stretto_torch.model import Model, difference
 from stretto_torch.requests import Job, open_job
 from stretto_torch.sampling import Settings, draw, uniforms
-from stretto_torch.shapes import Shapes
+from stretto_torch.shapes import Shapes, Span
 from stretto_torch.waiting import WaitingLine
 
 # ----------------------------------------------------------------------------------------- order
@@ -146,3 +160,90 @@ def test_a_flat_distribution_keeps_more_tokens_than_are_looked_at_first() -> Non
     np.testing.assert_allclose(logprobs[1::2], np.log(1 / 500), atol=1e-5)
     assert len(set(tokens[1::2].tolist())) > 180
     assert tokens[::2].max() < 40
+
+
+# --------------------------------------------------------------------------------------- decoders
+
+
+def tiny_model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=160,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config).eval().requires_grad_(False)
+
+
+def test_a_decoder_that_computes_something_else_is_seen() -> None:
+    model = tiny_model()
+    decoder = FastDecoder(model, rows=8, length=64, onednn=False)
+    right = difference(decoder, model)
+    model.model.rotary_emb.inv_freq *= 1.1
+    wrong = difference(decoder, model)
+
+    assert right < 1e-5
+    assert wrong > 1e-4
+
+
+class Leaking(FastDecoder):
+    """A decoder whose rows know something of each other, as bad kernels would have it."""
+
+    def __init__(self, leak: Callable[[Tensor, Sequence[Span]], Tensor | float]) -> None:
+        super().__init__(tiny_model(), rows=24, length=160, onednn=False)
+        self._leak = leak
+
+    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+        return super().decode(tokens, positions, spans) * (1 + self._leak(tokens, spans))
+
+
+def test_shapes_are_fixed_where_bits_depend_on_them() -> None:
+    shapes = Shapes(slots=20, context=160)
+    assert stable_shapes(Leaking(lambda tokens, spans: 0.0), shapes) == shapes
+    with capture_logs() as logs:
+        by_rows = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * len(tokens)), shapes)
+        by_length = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * spans[0].length), shapes)
+
+    assert by_rows.fixed
+    assert by_length.fixed
+    assert [entry["log_level"] for entry in logs] == ["warning"] * 2
+
+
+def test_bits_that_depend_on_the_neighbours_themselves_are_refused() -> None:
+    with capture_logs(), pytest.raises(EngineError, match="depend on the other rows"):
+        stable_shapes(Leaking(lambda tokens, spans: 1e-6 * tokens.sum()), Shapes(slots=20, context=160))
+
+
+def test_fixed_shapes_give_the_same_answers() -> None:
+    def answers(*, fixed: bool) -> dict[str, list[int]]:
+        decoder = FastDecoder(model, rows=24, length=160, onednn=False)
+        batcher = Batcher(
+            Model(decoder, Shapes(slots=20, context=160, fixed=fixed), eos=()),
+            tokenizer=lambda: None,
+            deterministic=True,
+            recompute_on_swap=False,
+            evaluation_delay_s=0.0,
+        )
+        batcher.swap(dict(model.named_parameters()), 0)
+        for i in range(30):
+            prompt, sampling = Array.of(range(1 + i)), Sampling(max_tokens=5 + 4 * i)
+            batcher.take(GenerateRequest(f"{i}", prompt, (i,), sampling, 0), monotonic())
+        found: dict[str, list[int]] = {}
+        while batcher.busy:
+            batcher.step()
+        for chunk in batcher.collect():
+            found[chunk.request] = chunk.tokens.tolist()
+        return found
+
+    model = tiny_model()
+    with torch.inference_mode():
+        free = answers(fixed=False)
+        assert answers(fixed=True) == free
+    assert {name: len(tokens) for name, tokens in free.items()} == {f"{i}": 5 + 4 * i for i in range(30)}

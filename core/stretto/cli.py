@@ -6,6 +6,7 @@ Exit status: 0 done; 1 a run failed; 2 refused before anything was started; 130 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """Entry point of the `stretto` command."""
+    signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run takes it over
     try:
         app()
     except (ConfigError, PluginError) as error:

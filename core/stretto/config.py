@@ -248,12 +248,15 @@ class _Source:
     def __init__(self, file: Path, overrides: Sequence[str]) -> None:
         self.file = file
         self.overrides = dict(self._split(item) for item in overrides)
+        self.items = [f"{key}={value}" for key, value in self.overrides.items()]
 
     def _split(self, item: str) -> tuple[str, str]:
         key, equals, value = item.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
             raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
-        return key, value
+        # `training=mock` swaps the component, and leaves the section's other keys where they are.
+        names_component = key in SECTIONS and not value.startswith(("{", "["))
+        return (f"{key}.use" if names_component else key), value
 
     def overridden(self, path: str) -> bool:
         return any(path == key or path.startswith(key + ".") for key in self.overrides)
@@ -296,23 +299,16 @@ def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
     try:
-        merged = OmegaConf.merge(_shorts_expanded(loaded), _override_tree(source))
+        merged = OmegaConf.merge(_shorts_expanded(loaded), OmegaConf.from_dotlist(source.items))
         plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
         kept = OmegaConf.create(_escape_env(OmegaConf.to_container(merged, resolve=False)))
         secret = cast("dict[str, Any]", OmegaConf.to_container(kept, resolve=True))
+    except TypeError as error:  # a value where the other side has a mapping
+        raise ConfigError(f"overrides {', '.join(source.items)} do not fit {source.file}: {error}") from error
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", "") or ""
         raise source.error(path, str(error).splitlines()[0]) from error
     return plain, secret
-
-
-def _override_tree(source: _Source) -> DictConfig:
-    """Overrides as a tree. `training=mock` replaces the choice of a section, as `training.use=mock`."""
-    items = [
-        f"{key}.use={value}" if key in SECTIONS and not value.startswith("{") else f"{key}={value}"
-        for key, value in source.overrides.items()
-    ]
-    return OmegaConf.from_dotlist(items)
 
 
 def _shorts_expanded(loaded: DictConfig) -> DictConfig:
@@ -429,7 +425,7 @@ class _Composer:
         self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
     ) -> None:
         """When an override swaps a section's component, keys that only the former one had are left out."""
-        if not (self.source.overridden(f"{path}.use") or path in self.source.overrides):
+        if not self.source.overridden(f"{path}.use"):
             return
         accepted = {field.encode_name for field in msgspec.structs.fields(component.config)}
         unknown = [key for key in section if key not in accepted]

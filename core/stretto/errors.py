@@ -20,7 +20,7 @@ started), 1 for the others.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,8 +137,13 @@ class RunError(StrettoError):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'grpo'?"` for the known word nearest to `word`, or an empty string."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.55)
-    return f"; did you mean {close[0]!r}?" if close else ""
+
+    def likeness(candidate: str) -> float:
+        swapped = sorted(candidate) == sorted(word)  # two letters in the wrong order: the commonest slip
+        return SequenceMatcher(None, word, candidate).ratio() + 0.1 * swapped
+
+    best = max(known, key=likeness, default="")
+    return f"; did you mean {best!r}?" if best and likeness(best) >= 0.55 else ""
 
 
 def leaves(error: BaseException) -> list[BaseException]:

@@ -125,9 +125,10 @@ async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncG
             tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(2), suppress(nats.errors.Error, OSError):
-                await client.flush(2)
-            with anyio.move_on_after(2), suppress(nats.errors.Error, OSError):
+            if client.is_connected:
+                with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
+                    await client.flush(1)
+            with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
                 await client.close()
 
 
@@ -143,6 +144,8 @@ class Bus:
         self._parts = _Parts()
         self._tasks: TaskGroup | None = None
         self._up = asyncio.Event()
+        self._pulling: set[asyncio.Queue[Msg | None]] = set()
+        """Of the streams being followed; None tells that the connection was lost and is back."""
         self.refused = 0
         """Malformed messages refused so far."""
 
@@ -430,6 +433,8 @@ class Bus:
         """Called by the client."""
         self._up.set()
         log.info("bus reconnected")
+        for queue in self._pulling:
+            queue.put_nowait(None)
 
     @property
     def _limit(self) -> int:
@@ -538,12 +543,13 @@ class Bus:
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, bytes]]:
         """Messages as they come, in order. Ends with `NoAnswer` when the server has lost the consumer."""
         inbox = f"{self._inbox}_pull_{consumer}"
-        queue: asyncio.Queue[Msg] = asyncio.Queue()
+        queue: asyncio.Queue[Msg | None] = asyncio.Queue()
 
         async def enqueue(msg: Msg) -> None:
             queue.put_nowait(msg)
 
         subscription = await self._nats.subscribe(inbox, cb=enqueue)
+        self._pulling.add(queue)
         ask = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         batch, expires_s = 256, 15
         request = msgspec.json.encode(
@@ -559,6 +565,8 @@ class Bus:
                             msg = await queue.get()
                     except TimeoutError:
                         raise NoAnswer("nats-server", ask, 12.0) from None
+                    if msg is None:
+                        raise NoAnswer("nats-server", ask, 0.0)
                     status = (msg.headers or {}).get("Status")
                     if status == "100":
                         continue
@@ -569,6 +577,7 @@ class Bus:
                     got += 1
                     yield msg.metadata.sequence.stream, msg.data
         finally:
+            self._pulling.discard(queue)
             with suppress(nats.errors.Error):
                 await subscription.unsubscribe()
 

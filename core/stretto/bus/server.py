@@ -153,7 +153,12 @@ class NatsServer:
                 start_new_session=True,
             )
         server = cls(url, process)
-        await server._until_ready(port, folder)
+        try:
+            await server._until_ready(port, folder)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await server.stop()
+            raise
         return server
 
     async def stop(self) -> None:
@@ -173,7 +178,6 @@ class NatsServer:
                 async with await anyio.connect_tcp("127.0.0.1", port):
                     return
             await anyio.sleep(0.02)
-        self.process.kill()
         log = folder / "nats.log"
         tail = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "it wrote no log"
         raise BusError(f"the bundled nats-server did not come up on port {port}: {tail}")

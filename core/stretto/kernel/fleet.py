@@ -73,6 +73,8 @@ class Fleet:
         self._handles: dict[str, Handle] = {}
         self._ended_busy: dict[Role, float] = {}
         self._ended_tokens = 0
+        self._ended_refused = 0
+        self._launching = anyio.Lock()
         self._ending = False
         self.members: dict[str, Member] = {}
         self.restarts = 0
@@ -88,20 +90,23 @@ class Fleet:
             LaunchError: if one cannot be started.
         """
         jobs = [self._job(worker) for worker in workers]
-        for job, handle in zip(jobs, await self._launcher.launch(jobs), strict=True):
-            self._handles[job.worker] = handle
-            self.starting[job.worker] = "starting"
-            tasks.start_soon(self._look_after, job, handle)
+        async with self._launching:
+            for job, handle in zip(jobs, await self._launcher.launch(jobs), strict=True):
+                self._handles[job.worker] = handle
+                self.starting[job.worker] = "starting"
+                tasks.start_soon(self._look_after, job, handle)
 
     async def stop(self, grace_s: float) -> None:
         """Wait for the workers to leave by themselves, and end what has not after `grace_s`."""
-        self._ending = True
+        async with self._launching:  # what is being started is among the handles afterwards
+            self._ending = True
 
         async def end(handle: Handle) -> None:
-            with anyio.move_on_after(grace_s):
+            joined = handle.worker in self.members  # others cannot have heard that the run is over
+            with anyio.move_on_after(grace_s if joined else 0):
                 await handle.wait()
                 return
-            log.warning("worker does not leave", worker=handle.worker, place=handle.place)
+            log.info("stopping worker", worker=handle.worker, place=handle.place)
             await handle.stop(1.0)
 
         async with anyio.create_task_group() as tasks:
@@ -128,8 +133,11 @@ class Fleet:
                     worker=job.worker,
                 )
             await anyio.sleep(min(5.0, 0.25 * 2**restarts))
-            [handle] = await self._launcher.launch([job])
-            self._handles[job.worker] = handle
+            async with self._launching:
+                if self._ending:
+                    return
+                [handle] = await self._launcher.launch([job])
+                self._handles[job.worker] = handle
             self.starting[job.worker] = "starting again"
             self.restarts += 1
 
@@ -193,6 +201,7 @@ class Fleet:
             return
         self._ended_busy[member.role] = self._ended_busy.get(member.role, 0.0) + member.busy_s
         self._ended_tokens += member.load.generated_tokens if member.load else 0
+        self._ended_refused += member.refused
         if not self._ending:
             log.warning("worker lost", worker=worker, how=how)
             self._on_lost(member, how)
@@ -218,5 +227,5 @@ class Fleet:
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
 
     def refused(self) -> int:
-        """Malformed messages that the present workers have refused."""
-        return sum(member.refused for member in self.members.values())
+        """Malformed messages that workers have refused since the start."""
+        return self._ended_refused + sum(member.refused for member in self.members.values())

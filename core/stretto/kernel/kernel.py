@@ -18,7 +18,7 @@ import anyio
 import msgspec
 import structlog
 import yaml
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 
 from stretto.algorithm import Algorithm
 from stretto.bus.client import Bus, connect
@@ -175,7 +175,7 @@ class Kernel:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks: TaskGroup = tasks
-                tasks.start_soon(self._obey_signals)
+                await tasks.start(self._obey_signals)  # before there is anything to be left behind
                 tasks.start_soon(self._view.run)
                 try:
                     await self._live()
@@ -210,6 +210,7 @@ class Kernel:
                     finally:
                         with anyio.CancelScope(shield=True):
                             await self._dismiss()
+                        self._report.refused = bus.refused
                     tasks.cancel_scope.cancel()
 
     @asynccontextmanager
@@ -273,11 +274,11 @@ class Kernel:
                 self._trainers,
                 self._resumed,
                 attempts_from=self._fence * _ATTEMPTS_PER_KERNEL,
+                on_repeated=lambda start, result: self._report.step(start, result, generate_busy_s=0.0),
             )
             await self._bus.purge(self._names.tickets_stream)
             note, self._incarnation = recovered.note, recovered.incarnation
             self._log_sequence = recovered.log_sequence
-            self._report.resumed(note.version)
             log.info("resumed", version=note.version, repeated=recovered.repeated)
         self._engines.announce(note)
         self._view.note = "waiting for all workers"
@@ -327,9 +328,10 @@ class Kernel:
                 await self._beacon("over")
         await self._fleet.stop(0 if self._hurried else _LEAVE_S)
 
-    async def _obey_signals(self) -> None:
+    async def _obey_signals(self, *, task_status: TaskStatus[None]) -> None:
         """The first signal drains and saves; the second ends at once."""
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
             async for number in signals:
                 name = signal.Signals(number).name
                 if self._interrupted:
@@ -478,9 +480,7 @@ class Kernel:
         self._engines.announce(result.note)
         self._obey()
         self._touch()
-        metrics = self._report.step(
-            version, start.groups, result.statistics, result.seconds, await self._engines.busy_s()
-        )
+        metrics = self._report.step(start, result, generate_busy_s=await self._engines.busy_s())
         self._tell_plugins("stretto_step_finished", metrics=metrics)
         if due:
             await self._checkpoint()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +13,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages import GroupDone, GroupFailed, JournalBatch, JournalStep, RowRef, Subjects
 from stretto.errors import RunError
 from stretto.kernel.checkpoint import KernelState
-from stretto.kernel.scheduler import Scheduler
+from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
 from stretto.weights import WeightsNote
 
@@ -49,6 +50,7 @@ async def repeat_journal(
     checkpoint: tuple[Path, KernelState],
     *,
     attempts_from: int,
+    on_repeated: Callable[[StartBatch, StepResult], object],
 ) -> Recovered:
     """Load a checkpoint, train the journal's batches from there on, and tell the scheduler of every group
     that the log holds. Afterwards `scheduler.start()` goes on.
@@ -72,9 +74,10 @@ async def repeat_journal(
     for version in range(state.version, state.version + len(batches)):
         batch = batches[version]
         attempts = {(row.group, int(row.id.split("/")[1])) for row in batch.rows}
-        scheduler.replay(batch.tickets, [done[key] for key in attempts])
+        start = scheduler.replay(batch.tickets, [done[key] for key in attempts])
         result = await trainers.step(incarnation, version, batch.rows)
         scheduler.step_finished()
+        on_repeated(start, result)
         note = result.note
         expected = digests.get(version + 1)
         if expected is None:

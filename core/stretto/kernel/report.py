@@ -19,10 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.bus.messages import GroupDone
 from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.fleet import Fleet
-from stretto.kernel.scheduler import Scheduler
+from stretto.kernel.scheduler import Scheduler, StartBatch
+from stretto.kernel.trainers import StepResult
 from stretto.tracker import Tracker
 
 __all__ = ["Report", "Status", "View"]
@@ -50,6 +50,9 @@ class Report:
         self._fleet = fleet
         self._trackers = trackers
         self._began = time.monotonic()
+        self._metrics = folder / "metrics.jsonl"
+        if resumed is not None:
+            self._forget_lines_after(resumed.version)
         self._former_wall_s = resumed.wall_s if resumed else 0.0
         self._former_generated = resumed.generated_tokens if resumed else 0
         self._first_ticket: float | None = None
@@ -63,12 +66,10 @@ class Report:
         self.swap_pause_max_s = 0.0
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
+        self.refused = 0
+        """Malformed messages that the kernel has refused."""
         self.problems: list[str] = []
         """What went wrong without ending the run, for the summary."""
-
-    @property
-    def _metrics(self) -> Path:
-        return self._folder / "metrics.jsonl"
 
     @property
     def wall_s(self) -> float:
@@ -80,16 +81,10 @@ class Report:
         """Tokens sampled so far, those of a former life up to its checkpoint included."""
         return self._former_generated + self._fleet.generated_tokens()
 
-    def resumed(self, version: int) -> None:
-        """The run goes on from a version: lines of steps beyond it, which nothing knows of any more, go."""
-        if self._metrics.exists():
-            lines = self._metrics.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= version]
-            self._metrics.write_text("".join(kept))
-
     def first_ticket(self) -> None:
-        """The first ticket is being issued."""
-        self._first_ticket = self._first_ticket or time.monotonic()
+        """The first ticket of this life is being issued; the steady part begins after it."""
+        self._first_ticket = time.monotonic()
+        self._steady.clear()
 
     def swapped(self, pause_s: float) -> None:
         """An engine has swapped weights."""
@@ -97,27 +92,21 @@ class Report:
         self.swap_pause_s += pause_s
         self.swap_pause_max_s = max(self.swap_pause_max_s, pause_s)
 
-    def step(
-        self,
-        version: int,
-        groups: Sequence[GroupDone],
-        statistics: Mapping[str, float],
-        train_s: float,
-        generate_busy_s: float,
-    ) -> dict[str, Any]:
-        """A step has led to `version`: write its line, tell the trackers, log it."""
+    def step(self, start: StartBatch, result: StepResult, *, generate_busy_s: float) -> dict[str, Any]:
+        """A step is complete, perhaps repeated: write its line, tell the trackers, log it."""
         now = time.monotonic()
-        members = [member for group in groups for member in group.members]
-        staleness = [version - 1 - member.oldest for member in members]
+        train_s = result.seconds
+        members = [member for group in start.groups for member in group.members]
+        staleness = [start.version - member.oldest for member in members]
         tokens = sum(member.sampled for member in members)
         self.trained_tokens += tokens
         self.train_busy_s += train_s
+        before = self._steady[-1][0] if self._steady else self._first_ticket or self._began
         self._steady.append((now, generate_busy_s, self.train_busy_s))
-        before = self._steady[-2][0] if len(self._steady) > 1 else self._first_ticket or self._began
         step_s = now - before
         names = {name for member in members for name in member.metrics}
         self.last = {
-            "step": version,
+            "step": result.note.version,
             "time_s": round(self.wall_s, 3),
             "step_s": round(step_s, 4),
             "train_s": round(train_s, 4),
@@ -136,7 +125,7 @@ class Report:
             "tokens": tokens,
             "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
             "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
-            **{name: round(value, 6) for name, value in statistics.items()},
+            **{name: round(value, 6) for name, value in result.statistics.items()},
             "ledger": msgspec.to_builtins(self._scheduler.ledger),
         }
         with self._metrics.open("a") as file:
@@ -148,7 +137,7 @@ class Report:
 
     def finish(self, status: Status, reason: str) -> dict[str, Any]:
         """Write the summary and tell the trackers."""
-        summary = self.summary(status, reason)
+        summary = self._summary(status, reason)
         aside = self._folder / ".summary.json"
         aside.write_text(json.dumps(summary, indent=1) + "\n")
         aside.rename(self._folder / "summary.json")
@@ -156,8 +145,7 @@ class Report:
             self._tell(tracker, "finish", summary)
         return summary
 
-    def summary(self, status: Status, reason: str) -> dict[str, Any]:
-        """What `summary.json` holds."""
+    def _summary(self, status: Status, reason: str) -> dict[str, Any]:
         scheduler, fleet = self._scheduler, self._fleet
         return {
             "run": self._run,
@@ -185,9 +173,16 @@ class Report:
             },
             "restarts": fleet.restarts,
             "checkpoints": self.checkpoints,
-            "refused_messages": fleet.refused(),
+            "refused_messages": self.refused + fleet.refused(),
             "problems": self.problems,
         }
+
+    def _forget_lines_after(self, version: int) -> None:
+        """The steps after a checkpoint are repeated, or lost: their lines are written anew."""
+        if self._metrics.exists():
+            lines = self._metrics.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= version]
+            self._metrics.write_text("".join(kept))
 
     def _train_wall_s(self) -> float:
         """From the first ticket to the last step."""

@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 BEAT_S = 1.0
+_LEAVE_S = 4.0
 
 
 class Setting:
@@ -153,10 +155,18 @@ async def _work(bootstrap: Bootstrap, worker: str) -> None:
             tasks.start_soon(_beat, setting, work, ready)
             tasks.start_soon(work.run, ready.set)
             await setting.leave.wait()
+            log.info("leaving", reason=setting.reason)
+            _leave_for_certain()
             tasks.cancel_scope.cancel()
-        log.info("leaving", reason=setting.reason)
-        with anyio.move_on_after(2):
+        with anyio.move_on_after(1):
             await bus.publish(names.leaving, Leaving(worker, nonce, setting.reason))
+
+
+def _leave_for_certain() -> None:
+    """End the process even if something in it does not: a compute thread at a step of minutes, say."""
+    watchdog = threading.Timer(_LEAVE_S, os._exit, (0,))
+    watchdog.daemon = True
+    watchdog.start()
 
 
 def _role_work(role: Role) -> Callable[[Setting], RoleWork]:

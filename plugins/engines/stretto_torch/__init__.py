@@ -31,10 +31,11 @@ __all__ = ["TorchInferenceConfig", "TorchTrainingConfig"]
 class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """In-process continuous batching with PyTorch.
 
-    `deterministic` makes prompts be computed one at a time instead of together: about a fifth fewer
-    tokens a second on a model of 0.2 M parameters with long-tailed answers, a few percent with groups
-    of samples, whose prompt is computed once either way. It ties the bits to the processor, the number
-    of threads and the versions of torch and its libraries, and to nothing else.
+    `deterministic` has every prompt computed by itself: about a tenth fewer tokens a second where each
+    prompt has one sample (0.2 M parameters, 32 slots), next to nothing with groups, whose prompt is
+    computed once either way. On AMD say `linear: onednn` with it, or models from about 1 M parameters on
+    lose another third. The bits then depend on the kind of processor, the number of threads, and the
+    versions of torch and its libraries.
     """
 
     slots: PositiveInt = 32
@@ -47,7 +48,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     """Where to compute; `auto` takes a GPU if the process can see one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and cache. In float32 the logprobs agree with a float32 trainer's to about 1e-5;
-    bfloat16 halves memory and moves them by about 0.05, which the trainer has to correct for."""
+    bfloat16 halves memory and moves them by some hundredths, which the trainer has to correct for."""
     linear: Literal["auto", "torch", "onednn"] = "auto"
     """Kernels of large float32 products on a CPU. torch calls MKL, which has half the speed of oneDNN
     on AMD; oneDNN is reached through a private operator. `auto` measures once at the start, or takes

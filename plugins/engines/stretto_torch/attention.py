@@ -113,6 +113,7 @@ class SlotAttention:
         values = self._values[layer][part, : span.length]
         if queries.dtype != torch.float32:
             # Scores must not be rounded to half precision: this kernel keeps them in float32.
-            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+            four = [tensor.unsqueeze(1) for tensor in (queries, keys, values, mask)]
+            return F.scaled_dot_product_attention(*four[:3], attn_mask=four[3]).squeeze(1)
         scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(scores.softmax(-1), values)

@@ -158,10 +158,12 @@ class Batcher:
         started = monotonic()
         if started >= self._next_deadline:
             self._expire(started)
-        self._refill()
+        drawn = self._refill()
         if self._slots.running:
-            self.figures.generated_tokens += len(self._slots.running)
+            drawn += len(self._slots.running)
             self._take_out(self._slots.step(self.version))
+        if drawn:
+            self.figures.generated_tokens += drawn
             self.figures.busy_s += monotonic() - started
 
     def collect(self) -> list[Chunk]:
@@ -174,15 +176,16 @@ class Batcher:
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _refill(self) -> None:
+    def _refill(self) -> int:
+        """Give slots to those whose turn it is. Returns how many, each of which has its first token."""
         free, ready = self._slots.free, self._waiting.ready
         if not free or not ready or free < min(self._refill_from, ready):
-            return
+            return 0
         samples: list[Sample] = []
         while len(samples) < free and self._waiting.ready:
             samples.append(self._waiting.pop())
-        self.figures.generated_tokens += len(samples)
         self._take_out(self._slots.admit(samples, self.version))
+        return len(samples)
 
     # ------------------------------------------------------------------------------------ endings
 

@@ -108,12 +108,13 @@ class _StepCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        layer = self._slots.layers[layer_idx]
-        found: list[Tensor] = []
-        for kept, new in zip(layer, (key_states, value_states), strict=True):
-            kept[self._rows, :, self._positions, : new.shape[3]] = new[:, :, 0]
-            found.append(kept[: len(self._rows), :, : self._length, : new.shape[3]])
-        return found[0], found[1]
+        keys, values = self._slots.layers[layer_idx]
+        return self._with(keys, key_states), self._with(values, value_states)
+
+    def _with(self, kept: Tensor, new: Tensor) -> Tensor:
+        """Write `new` (R, kv_heads, 1, D), one position a row; all that the rows hold of it."""
+        kept[self._rows, :, self._positions, : new.shape[3]] = new[:, :, 0]
+        return kept[: len(self._rows), :, : self._length, : new.shape[3]]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length - 1

@@ -133,7 +133,7 @@ class TorchInferenceEngine:
         self._swaps_called += 1
         order, version = self._swaps_called, update.note.version
         tensors, digest = await anyio.to_thread.run_sync(self._inspect, update)
-        if self._failure is not None or self._emit is None:
+        if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
         command = _Swap(order, version, digest, tensors)
         self._commands.put(command)

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from stretto_torch.stops import StopStrings
 
 
+UNWANTED = -1
+"""Stands in `GenerateRequest.have` for a sample that the asker holds to its end."""
+
+_NOTHING: NDArray[np.int32] = np.empty(0, np.int32)
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """A request from its arrival until its last sample has ended."""
@@ -29,6 +35,7 @@ class Job:
     stops: StopStrings | None = None
     """What recognises the request's stop strings, if it has any."""
     shared: SharedPrompt | None = None
+    """The prompt, once it was computed with the weights of now."""
 
     @property
     def prompt_is_lent(self) -> bool:
@@ -38,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompt:
-    """A prompt that was computed for one sample of a job with the weights of now, for others to copy."""
+    """A prompt that was computed for one sample of a job, for the others to copy."""
 
     lender: Sample
     """The sample whose slot holds its keys and values, while it is running."""
@@ -64,10 +71,6 @@ class Sample:
     def seed(self) -> int:
         """What its tokens are drawn with."""
         return self.job.request.seeds[self.index]
-
-
-UNWANTED = -1
-"""Stands in `GenerateRequest.have` for a sample that the asker holds to its end."""
 
 
 class RequestError(Exception):
@@ -96,6 +99,8 @@ def open_job(
             f"a prompt of {len(prompt)} tokens and max_tokens {longest} need {len(prompt) + longest};"
             f" a slot holds {context} (inference.context_length)"
         )
+    if not all(request.sampling.stop):
+        raise RequestError("an empty stop string would end every answer")
     for name, given in (("begun", request.begun), ("have", request.have)):
         if given and len(given) != count:
             raise RequestError(f"{name!r} is for {len(given)} samples, the request has {count}")
@@ -110,9 +115,6 @@ def open_job(
         Sample(job, i, begun[i], max(have[i], len(begun[i]))) for i in range(count) if have[i] != UNWANTED
     ]
     return job
-
-
-_NOTHING: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 def _tokens(array: Any, vocabulary: int, name: str) -> NDArray[np.int32]:

@@ -101,7 +101,7 @@ class Slots:
         for sample in samples:
             self._seat(sample)
         endings = self._append(first, self._prefill_new(samples), version)
-        self.remove([ending.sample for ending in endings])
+        self.remove([ending.sample for ending in endings])  # which also brings the others into order
         return endings
 
     def step(self, version: int) -> list[Ending]:

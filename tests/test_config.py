@@ -1,0 +1,290 @@
+"""Run files: what is read, merged, typed and refused, and with which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import msgspec
+import pytest
+import yaml
+
+from stretto.config import Composed, compose, compose_mapping
+from stretto.errors import ConfigError, PluginError
+from stretto.plan import problems, workers
+from stretto.plugins import Plugins
+from stretto.schema import fields_of, json_schema
+
+RUN = """\
+name: demo
+seed: 3
+algorithm: {use: grpo, group_size: 4}
+training:
+  use: torch
+  lr: 3e-4
+inference: mock
+reward: exact
+dataset: {use: jsonl, path: rows.jsonl}
+queue: {batch_size: 8, max_staleness: 1}
+steps: 5
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return file
+
+
+def refused(file: Path, *overrides: str) -> str:
+    with pytest.raises((ConfigError, PluginError)) as caught:
+        compose(file, overrides)
+    return str(caught.value)
+
+
+def complaints(composed: Composed, severity: str = "error") -> list[str]:
+    return [
+        f"{problem.path}: {problem.message}" for problem in problems(composed) if problem.severity == severity
+    ]
+
+
+def plain(composed: Composed) -> object:
+    return msgspec.to_builtins(composed.config)
+
+
+# ------------------------------------------------------------------------------------ what is read
+
+
+def test_sections_are_the_structs_of_the_chosen_components(run_file: Path) -> None:
+    config = compose(run_file).config
+    assert type(config.training).__name__ == "TorchTrainingConfig"
+    assert config.training.lr == 3e-4
+    assert config.inference.use == "mock"  # short for {use: mock}
+    assert config.algorithm.group_size == 4
+    assert config.workflow.use == "single_turn"  # a default
+    assert config.dataset.path == str(run_file.parent / "rows.jsonl")  # type: ignore[attr-defined]
+
+
+def test_overrides_are_merged_and_typed(run_file: Path) -> None:
+    config = compose(run_file, ["queue.max_staleness=0", "seed=9", "sampling={max_tokens: 7}"]).config
+    assert config.queue.max_staleness == 0
+    assert config.queue.batch_size == 8
+    assert config.seed == 9
+    assert config.sampling.max_tokens == 7
+
+
+@pytest.mark.parametrize("override", ["training=mock", "training.use=mock"])
+def test_swapping_a_component_leaves_out_the_keys_of_the_former(run_file: Path, override: str) -> None:
+    composed = compose(run_file, [override, "training.seconds_per_step=0.1"])
+    assert composed.config.training.use == "mock"
+    run_file.write_text(RUN.replace("lr: 3e-4", "lr: 3e-4\n  clip_norm: 0.5"))
+    composed = compose(run_file, [override])
+    assert composed.notices == (f"training: 'mock' does not use clip_norm of {run_file}",)
+    run_file.write_text(RUN.replace("lr: 3e-4", "lr: 3e-4\n  clipnorm: 0.5"))
+    assert "unknown key 'clipnorm'" in refused(run_file, override)  # which no component ever had
+
+
+def test_a_composed_run_can_be_composed_again(run_file: Path, tmp_path: Path) -> None:
+    composed = compose(run_file, ["evaluation.dataset={use: jsonl, path: rows.jsonl}"])
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(composed.config)))
+    assert plain(compose_mapping(sent)) == plain(composed)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dict(composed.document)))
+    assert plain(compose(tmp_path / "config.yaml")) == plain(composed)
+
+
+def test_secrets_of_the_environment_are_used_and_not_written(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACME_TOKEN", "hunter2")
+    run_file.write_text(
+        RUN.replace("name: demo", "name: demo\nout: /x/${oc.env:ACME_TOKEN}/${name}")
+        + "sampling: {stop: ['${oc.env:ACME_TOKEN}', end]}\n"
+    )
+    composed = compose(run_file)
+    assert composed.config.out == "/x/hunter2/demo"
+    assert composed.config.sampling.stop == ("hunter2", "end")
+    written = json.dumps(dict(composed.document))
+    assert "hunter2" not in written
+    assert "${oc.env:ACME_TOKEN}" in written
+    again = run_file.with_name("config.yaml")
+    again.write_text(yaml.safe_dump(dict(composed.document)))
+    assert compose(again).config.out == "/x/hunter2/demo"
+
+
+def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
+    run_file: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("cwd")
+    monkeypatch.chdir(elsewhere)
+    assert compose(run_file).config.dataset.path == str(run_file.parent / "rows.jsonl")  # type: ignore[attr-defined]
+    (elsewhere / "rows.jsonl").write_text("{}\n")
+    assert compose(run_file).config.dataset.path == str(elsewhere / "rows.jsonl")  # type: ignore[attr-defined]
+
+
+# --------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("queue.max_stalenes=3", ["override queue.max_stalenes", "did you mean 'max_staleness'?"]),
+        ("queue.max_staleness=-1", ["queue.max_staleness", "int >= 0", "found -1"]),
+        ("seed=abc", ["override seed", "expected int, got str", "found 'abc'"]),
+        ("steps=null", ["steps", "expected int", "found None"]),
+        ("name='a b'", ["name", "found 'a b'"]),
+        ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: grpo"]),
+        ("launcher=slrum", ["did you mean 'slurm'? (not in this version)", "installed: local"]),
+        ("inference.use=sglang", ["this version of stretto does not have it yet", "mock, torch"]),
+        ("algorithm.correction.use=tis", ["algorithm.correction.use", "found 'tis'"]),
+        ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
+        ("training=[1]", ["overrides training=[1] do not fit"]),
+        ("justaword", ["override 'justaword'", "dotted.key=value"]),
+        ("training.schedule=linear", ["training", "needs decay_steps"]),
+    ],
+)
+def test_refusals_name_place_value_and_what_would_do(run_file: Path, override: str, words: list[str]) -> None:
+    message = refused(run_file, override)
+    assert all(word in message for word in words), message
+
+
+def test_refusals_in_the_file_name_its_line(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("lr: 3e-4", "lrr: 3e-4"))
+    assert refused(run_file).startswith(f"{run_file}:6: training.lrr: unknown key 'lrr'; did you mean 'lr'?")
+    run_file.write_text(RUN.replace("reward: exact\n", ""))
+    assert "reward: this key is required and not there" in refused(run_file)
+    run_file.write_text("a: [1")
+    assert "not readable as YAML" in refused(run_file)
+    run_file.write_text("- 1")
+    assert "expected a mapping" in refused(run_file)
+    assert "no run file" in refused(run_file.with_name("absent.yaml"))
+
+
+def test_interpolations_that_lead_nowhere_are_refused(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("seed: 3", "seed: ${sed}"))
+    assert "sed" in refused(run_file)
+
+
+def test_what_is_wrong_with_the_run_as_a_whole(run_file: Path) -> None:
+    wrong = complaints(compose(run_file))
+    assert wrong == ["model: required by training engine 'torch': a local folder or a hub id"]
+    wrong = complaints(compose(run_file, ["training=mock", "algorithm.correction.use=none"]))
+    assert "stale samples need a correction" in wrong[0]
+    wrong = complaints(compose(run_file, ["training=mock", "algorithm.minibatches=3"]))
+    assert wrong == [
+        "queue.batch_size: 8 groups cannot be split into the 3 minibatches of train(actor); "
+        "expected a multiple of 3"
+    ]
+    wrong = complaints(compose(run_file, ["training=mock", "sampling.top_p=0.9"]))
+    assert "refused in training" in wrong[0]
+    wrong = complaints(compose(run_file, ["training=mock", "sampling.temperature=0"]))
+    assert "greedy" in wrong[0]
+
+
+def test_models_are_checked_where_they_can_be(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_file.parent)
+    assert complaints(compose(run_file, ["model=model"])) == []
+    for missing in ("./nowhere", "examples/quickstart/mdoel", "model/deeper", "/no/such"):
+        [wrong] = complaints(compose(run_file, [f"model={missing}"]))
+        assert "no such folder" in wrong
+    (run_file.parent / "empty").mkdir()
+    [wrong] = complaints(compose(run_file, ["model=empty"]))
+    assert "no config.json" in wrong
+    composed = compose(run_file, ["model=acme-labs/some-model-0.5B"])
+    assert complaints(composed) == []
+    [warning] = complaints(composed, "warning")
+    assert "not verified" in warning
+
+
+def test_datasets_are_opened(run_file: Path) -> None:
+    rows = run_file.parent / "rows.jsonl"
+    rows.write_text("\n\n")
+    assert "dataset is empty" in complaints(compose(run_file, ["training=mock"]))[0]
+    rows.write_text('{"question": "?"}\n')
+    assert "no column 'prompt'; its columns: question" in complaints(compose(run_file, ["training=mock"]))[0]
+    rows.write_text("{oops\n")
+    assert "rows.jsonl:1: not a JSON object" in complaints(compose(run_file, ["training=mock"]))[0]
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(run_file: Path) -> None:
+    out = run_file.parent / "out"
+    out.mkdir()
+    assert complaints(compose(run_file, ["training=mock", f"out={out}"])) == []
+    (out / "config.yaml").write_text("")
+    [wrong] = complaints(compose(run_file, ["training=mock", f"out={out}"]))
+    assert "already holds a run" in wrong
+    assert f"stretto resume {out}" in wrong
+
+
+def test_too_many_threads_are_a_warning_that_says_the_cost(run_file: Path) -> None:
+    composed = compose(run_file, ["training=mock", "training.threads=500"])
+    assert complaints(composed) == []
+    [warning] = complaints(composed, "warning")
+    assert "30 times slower" in warning
+
+
+def test_gpus_that_are_not_there_concern_this_machine_only(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    composed = compose(run_file, ["training=mock", "training.gpus=1", "inference.gpus=1"])
+    assert complaints(composed) == []
+    assert "asks for 1 GPU(s)" in complaints(composed, "machine")[0]
+    shared = ["training.share=0.6", "inference.share=0.4"]
+    composed = compose(run_file, ["training=mock", "training.gpus=1", "inference.gpus=1", *shared])
+    assert complaints(composed, "machine") == []
+
+
+def test_workers_are_counted_by_role(run_file: Path) -> None:
+    config = compose(run_file, ["inference.replicas=2", "rollout.processes=3", "inference.threads=2"]).config
+    planned = [worker.id for worker in workers(config)]
+    assert planned == [
+        *("trainer-0", "inference-0", "inference-1"),
+        *("rollout-0", "rollout-1", "rollout-2", "verifier-0"),
+    ]
+    assert next(worker for worker in workers(config) if worker.id == "inference-1").resources.threads == 2
+
+
+# -------------------------------------------------------------------------------- how it looks
+
+
+def test_the_schema_accepts_what_compose_accepts_and_no_more(run_file: Path) -> None:
+    schema = json_schema(Plugins())
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    plain = yaml.safe_load(RUN.replace("3e-4", "0.0003"))
+    assert list(validator.iter_errors(plain)) == []
+    for wrong in (
+        {**plain, "stepz": 1},
+        {**plain, "steps": 0},
+        {**plain, "training": {"use": "torch", "slots": 1}},
+        {**plain, "training": {"use": "gpt"}},
+        {key: value for key, value in plain.items() if key != "reward"},
+        {**plain, "evaluation": {"dataset": {"use": "jsonl"}}},
+    ):
+        assert list(validator.iter_errors(wrong)), wrong
+    definition = schema["$defs"]["algorithm_grpo"]["properties"]["eps_clip"]
+    assert definition["description"].startswith("Half-width of the trust region")
+    composed = compose(run_file, ["evaluation.dataset={use: jsonl, path: rows.jsonl}"])
+    document = json.loads(json.dumps(dict(composed.document)))
+    assert list(validator.iter_errors(document)) == []
+
+
+def test_every_field_of_every_component_has_a_meaning() -> None:
+    plugins = Plugins()
+    for line in plugins.listing():
+        for field in fields_of(plugins.get(line.kind, line.name).config):
+            assert field.meaning, f"{line.kind} {line.name}: {field.name}"
+
+
+def test_fields_are_shown_with_type_default_and_meaning() -> None:
+    fields = {field.name: field for field in fields_of(Plugins().get("algorithm", "grpo").config)}
+    assert fields["group_size"].type == "int >= 1"
+    assert fields["group_size"].default == "8"
+    assert fields["c_clip"].type == "float > 1 | null"
+    assert fields["use"].default == "required"
+    assert "Dual clip" in fields["c_clip"].meaning

@@ -1,0 +1,224 @@
+"""Plugins: found by entry point or by path, loaded by need, and clear words about those that do not load."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pluggy
+import pytest
+
+from stretto import hooks, plugins
+from stretto.component import Component
+from stretto.config import compose
+from stretto.errors import ConfigError, PluginError
+from stretto.plugins import KINDS, Plugins
+
+ROOT = Path(__file__).parent.parent
+
+REWARD = """
+from stretto import Component, RewardConfig, hookimpl
+
+@hookimpl
+def stretto_reward():
+    yield Component("length", lambda config, context: (lambda prompt, completion: 1.0), RewardConfig, "short")
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
+    """Entry points of other distributions, as if they were installed; modules are looked for in tmp_path."""
+    others: list[EntryPoint] = []
+    real = plugins.entry_points
+
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        return [*real(group=group), *(entry for entry in others if entry.group == group)]
+
+    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield others
+    for entry in others:
+        sys.modules.pop(entry.value, None)
+
+
+class Distribution:
+    """As much of one as an entry point shows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version = "1.2"
+
+
+def entry(name: str, module: str, kind: str, distribution: str = "acme") -> EntryPoint:
+    point = EntryPoint(name, module, f"stretto.{kind}")
+    vars(point)["dist"] = Distribution(distribution)
+    return point
+
+
+def test_every_built_in_component_loads_by_the_public_route() -> None:
+    lines = Plugins().listing()
+    assert [line for line in lines if line.error] == []
+    assert {line.kind for line in lines} == set(KINDS) - {"tracker"}
+    assert all(line.summary and line.distribution == "stretto" for line in lines)
+
+
+def test_packages_and_entry_points_agree_with_the_folders() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shipped = set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+    folders = [*ROOT.glob("core/*/__init__.py"), *ROOT.glob("plugins/*/*/__init__.py")]
+    assert shipped == {str(path.parent.relative_to(ROOT)) for path in folders}
+    targets = {module for group in project["project"]["entry-points"].values() for module in group.values()}
+    assert targets == {path.parent.name for path in ROOT.glob("plugins/*/*/__init__.py")}
+    assert all((path.parent / "py.typed").exists() for path in folders)
+
+
+def test_every_hook_is_documented_and_every_kind_has_one() -> None:
+    manager = pluggy.PluginManager("stretto")
+    manager.add_hookspecs(hooks)
+    names = set(vars(manager.hook)) - {"__dict__"}
+    specified = {name for name in names if name.startswith("stretto_")}
+    assert {f"stretto_{kind}" for kind in KINDS} <= specified
+    for name in specified:
+        assert getattr(hooks, name).__doc__
+    guide = (ROOT / "docs" / "plugins.md").read_text()
+    for name in specified:
+        assert f"`{name}`" in guide, f"{name} is not in docs/plugins.md"
+
+
+def test_listing_names_imports_nothing(installed: list[EntryPoint], tmp_path: Path) -> None:
+    write(tmp_path / "acme_bomb.py", "raise RuntimeError('imported')")
+    installed.append(entry("bomb", "acme_bomb", "reward"))
+    assert "bomb" in Plugins().names("reward")
+    assert Plugins().get("reward", "exact").name == "exact"  # which does not touch the other
+
+
+def test_a_broken_plugin_says_why_and_leaves_the_others(installed: list[EntryPoint], tmp_path: Path) -> None:
+    write(tmp_path / "acme_extra.py", "import no_such_library")
+    write(tmp_path / "acme_typo.py", REWARD.replace("stretto_reward", "stretto_rewards"))
+    write(tmp_path / "acme_other.py", REWARD.replace('"length"', '"width"'))
+    write(tmp_path / "acme_base.py", REWARD.replace("RewardConfig", "DatasetConfig"))
+    write(tmp_path / "acme_raises.py", REWARD.replace("yield", "1 / 0; yield"))
+    reasons = {
+        "acme_extra": "ModuleNotFoundError: No module named 'no_such_library'",
+        "acme_typo": "stretto_rewards",
+        "acme_other": "implements stretto_reward for ['width'], not for 'length'",
+        "acme_base": "must extend RewardConfig",
+        "acme_raises": "ZeroDivisionError",
+    }
+    for module, reason in reasons.items():
+        installed[:] = [entry("length", module, "reward")]
+        with pytest.raises(PluginError, match=re.escape(reason)):
+            Plugins().get("reward", "length")
+        [line] = [line for line in Plugins().listing() if line.error]
+        assert (line.name, line.distribution, line.version) == ("length", "acme", "1.2")
+        assert reason in line.error
+
+
+def test_two_distributions_with_one_name_are_refused_and_one_can_be_picked(
+    installed: list[EntryPoint], tmp_path: Path
+) -> None:
+    write(tmp_path / "acme_exact.py", REWARD.replace('"length"', '"exact"'))
+    installed.append(entry("exact", "acme_exact", "reward", "acme-rl"))
+    with pytest.raises(
+        PluginError, match="offered by 'acme-rl' and 'stretto'; pick one: `use: acme-rl:exact`"
+    ):
+        Plugins().get("reward", "exact")
+    assert Plugins().get("reward", "acme-rl:exact").summary == "short"
+    assert Plugins().get("reward", "stretto:exact").summary != "short"
+
+
+def test_a_plugin_by_path_is_listed_and_used(tmp_path: Path) -> None:
+    write(tmp_path / "my_reward.py", REWARD)
+    write(tmp_path / "rows.jsonl", '{"prompt": "a"}\n')
+    file = write(
+        tmp_path / "run.yaml",
+        "name: a\nsteps: 1\nplugins: [my_reward.py]\nalgorithm: grpo\nreward: length\n"
+        "dataset: {use: jsonl, path: rows.jsonl}\n",
+    )
+    composed = compose(file)
+    assert composed.config.plugins == (str(tmp_path / "my_reward.py"),)
+    assert composed.components["reward"].summary == "short"
+    file.write_text(file.read_text().replace("reward: length", "reward: lenght"))
+    with pytest.raises(PluginError, match=r"run\.yaml:5: reward\.use: .*did you mean 'length'\?"):
+        compose(file)
+    file.write_text(file.read_text().replace("my_reward.py", "absent.py"))
+    with pytest.raises(ConfigError, match="no such file or folder: 'absent.py'"):
+        compose(file)
+
+
+def test_a_missing_extra_is_named_with_what_to_install() -> None:
+    component: Component[Any] = Component(
+        "x", lambda config, context: None, plugins.BASES["reward"], "", requires={"no_such_lib": "acme[x]"}
+    )
+    assert plugins.missing_extra(component) == "'x' needs 'no_such_lib': pip install 'acme[x]'"
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        PluginError, match=r"no inference 'sglan'; did you mean 'sglang'\? \(not in this version\)"
+    ):
+        Plugins().get("inference", "sglan")
+    with pytest.raises(PluginError, match=r"no reward 'zzz'; installed: exact, function, math"):
+        Plugins().get("reward", "zzz")
+
+
+def test_life_hooks_are_called_for_loaded_plugins_and_their_failures_are_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    write(
+        tmp_path / "watcher.py",
+        "from stretto import hookimpl\n"
+        "@hookimpl\n"
+        "def stretto_step_finished(metrics):\n"
+        f"    with open({str(log)!r}, 'a') as file:\n"
+        "        file.write(str(metrics['step']))\n"
+        "    assert metrics['step'] < 2\n",
+    )
+    loaded = Plugins()
+    loaded.add_path(tmp_path / "watcher.py")
+    assert list(loaded.life("stretto_step_finished", context=None, metrics={"step": 1})) == []
+    [(name, error)] = loaded.life("stretto_step_finished", context=None, metrics={"step": 2})
+    assert name == "stretto_path_watcher"
+    assert isinstance(error, AssertionError)
+    assert log.read_text() == "12"
+
+
+LIGHT = """
+import sys
+import {module}
+heavy = {{"torch", "transformers", "math_verify", "sympy"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("stretto", "stretto.cli", "stretto.schema", "stretto.plan", "stretto.kernel.kernel"),
+        *("stretto.roles.rollout", "stretto.roles.verifier", "stretto.roles.scoring"),
+        *("stretto.roles.inference", "stretto.roles.trainer"),
+        *("stretto_grpo", "stretto_torch", "stretto_mock", "stretto_math", "stretto_file", "stretto_local"),
+    ],
+)
+def test_importing_it_imports_neither_torch_nor_transformers(module: str) -> None:
+    subprocess.run([sys.executable, "-c", LIGHT.format(module=module)], check=True)
+
+
+def test_a_tokenizer_is_loaded_without_torch(tiny_models: Any) -> None:
+    code = (
+        "import sys\nfrom stretto.tokenizer import load_tokenizer\n"
+        f"tokenizer = load_tokenizer({str(tiny_models('qwen2'))!r})\n"
+        "ids = tokenizer.encode_prompt('3+5=')\nassert tokenizer.decode(ids) == '3+5=', ids\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,538 @@
+"""Whole runs of the mock engines through the command line: real processes, a real server, real deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+class Run:
+    """One `stretto` process and what it has started."""
+
+    def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.output = folder.with_suffix(".txt")
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stretto", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+            )
+        self.seen: dict[int, psutil.Process] = {}
+
+    def look(self) -> list[psutil.Process]:
+        """All processes started so far, by it or by what it started, that are still there."""
+        try:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self.seen[process.pid] = process
+        except psutil.NoSuchProcess:
+            pass
+        return [process for process in self.seen.values() if process.is_running() and not _zombie(process)]
+
+    def worker(self, name: str) -> psutil.Process | None:
+        """The process of a worker, if it runs."""
+        return next((process for process in self.look() if name in _arguments(process)), None)
+
+    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
+        deadline = time.monotonic() + deadline_s
+        while not (result := condition()):
+            assert self.process.poll() is None, f"ended early:\n{self.text()}"
+            assert time.monotonic() < deadline, f"waited too long:\n{self.text()}"
+            self.look()
+            time.sleep(0.05)
+        return result
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: len(self.metrics()) >= step)
+
+    def end(self, deadline_s: float = 90) -> int:
+        """Its exit status, once it has ended by itself."""
+        deadline = time.monotonic() + deadline_s
+        while (status := self.process.poll()) is None:
+            assert time.monotonic() < deadline, f"does not end:\n{self.text()}"
+            self.look()
+            time.sleep(0.05)
+        return status
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+
+def _zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("steps=3", files={"my.py": ...})`: a run of the mock engines, or `start(resume=run)`."""
+    runs: list[Run] = []
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        textwrap.dedent(
+            f"""\
+            name: test
+            algorithm: {{use: grpo, group_size: 4}}
+            training: {{use: mock, seconds_per_step: 0.1}}
+            inference: {{use: mock, tokens_per_s: 20000, slots: 64, mean_tokens: 24, sigma: 0.6}}
+            reward: exact
+            dataset: {{use: jsonl, path: {tmp_path}/rows.jsonl}}
+            queue: {{batch_size: 4, max_staleness: 2}}
+            bus: {{grace_s: 3}}
+            steps: 8
+            out: {tmp_path}/out
+            """
+        )
+    )
+
+    def start_run(*overrides: str, resume: Run | None = None, **options: Any) -> Run:
+        folder = tmp_path / "out"
+        arguments = ["resume", str(folder)] if resume else ["run", str(tmp_path / "run.yaml"), *overrides]
+        runs.append(Run(folder, arguments, **options))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        alive = [*run.look(), *([psutil.Process(run.process.pid)] if run.process.poll() is None else [])]
+        for process in alive:
+            process.kill()
+        run.process.wait()
+
+
+def assert_nothing_is_left(run: Run, within_s: float = 2) -> None:
+    """No process of the run is there any more, and no weights in shared memory."""
+    deadline = time.monotonic() + within_s
+    while alive := run.look():
+        assert time.monotonic() < deadline, [(process.pid, _arguments(process)) for process in alive]
+        time.sleep(0.05)
+    assert not list(Path("/dev/shm").glob("stretto-out-*"))  # noqa: S108
+
+
+def assert_balanced(summary: dict[str, Any]) -> None:
+    ledger = summary["ledger"]
+    assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
+
+
+def assert_completed(run: Run, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:
+    assert run.end() == 0, run.text()
+    summary = run.summary()
+    assert summary["status"] == "completed"
+    assert summary["version"] == steps
+    assert_balanced(summary)
+    assert summary["ledger"]["trained"] == steps * batch_size
+    assert summary["ledger"]["in_flight"] == 0
+    assert max(map(int, summary["staleness"])) <= bound
+    assert [line["step"] for line in run.metrics()] == list(range(1, steps + 1))
+    assert_nothing_is_left(run)
+    return summary
+
+
+# ------------------------------------------------------------------------------------- it works
+
+
+def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Start, tmp_path: Path) -> None:
+    run = start(
+        "evaluation.every=3",
+        f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}",
+        "evaluation.rows=10",
+        "checkpoint.every=4",
+        "checkpoint.keep=1",
+    )
+    run.until_step(1)
+    names = ("trainer-0", "inference-0", "rollout-0", "verifier-0")
+    assert all(run.worker(name) for name in names)
+    running = [" ".join(_arguments(process)) for process in run.look()]
+    assert any("nats-server" in arguments and "-c" in arguments for arguments in running)
+    summary = assert_completed(run, 8)
+    assert [point["version"] for point in summary["evaluation"]] == [0, 3, 6, 8]
+    assert [point["samples"] for point in summary["evaluation"]] == [10, 10, 10, 10]
+    assert summary["evaluation"][0]["versions"] == [0, 0]
+    assert summary["evaluation"][-1]["versions"] == [8, 8]
+    assert summary["tokens"]["generated"] >= summary["tokens"]["trained"] > 0
+    assert 0 < summary["overlap"] <= 1.05
+    assert summary["restarts"] == 0
+    assert summary["problems"] == []
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000008"]
+    for name in (*names, "kernel"):
+        lines = (run.folder / "logs" / f"{name}.jsonl").read_text().splitlines()
+        assert all(json.loads(line)["event"] for line in lines)
+    assert (run.folder / "config.yaml").exists()
+    assert "step=8" in run.text()  # one line a step in a pipe
+
+
+def test_the_same_file_runs_in_other_sizes(start: Start) -> None:
+    run = start("algorithm.group_size=16", "queue.max_staleness=4", "inference.replicas=2", "steps=5")
+    summary = assert_completed(run, 5, bound=4)
+    assert summary["tokens"]["trained"] > 0
+
+
+def test_synchronous_training_has_no_staleness(start: Start) -> None:
+    assert assert_completed(start("queue.max_staleness=0", "steps=4"), 4, bound=0)["staleness"] == {
+        "0": 4 * 4 * 4
+    }
+
+
+def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
+    run = start(
+        *("queue.on_late=drop", "queue.max_staleness=1", "inference.sigma=1.5", "inference.slots=24"),
+        *("inference.tokens_per_s=2000", "training.seconds_per_step=0.02"),
+    )
+    summary = assert_completed(run, 8, bound=1)
+    assert summary["ledger"]["expired"] == sum(
+        count for reason, count in summary["reasons"].items() if reason.startswith("expired")
+    )
+
+
+def test_a_run_without_any_model_uses_bytes(start: Start) -> None:
+    assert_completed(start("model=null", "inference.vocab_size=200", "steps=2"), 2)
+
+
+# ------------------------------------------------------------------------------- things that die
+
+
+@pytest.mark.parametrize("worker", ["rollout-0", "verifier-0", "inference-0"])
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(start: Start, worker: str) -> None:
+    run = start("steps=25")
+    run.until_step(3)
+    killed = run.until(lambda: run.worker(worker))
+    killed.kill()
+    again = run.until(lambda: (other := run.worker(worker)) and other.pid != killed.pid and other)
+    assert again.pid != killed.pid
+    summary = assert_completed(run, 25)
+    assert summary["restarts"] == 1
+
+
+def test_a_killed_replica_leaves_its_answers_to_the_other(start: Start) -> None:
+    run = start("inference.replicas=2", "steps=25", "inference.tokens_per_s=4000")
+    run.until_step(3)
+    run.until(lambda: run.worker("inference-1")).kill()
+    summary = assert_completed(run, 25)
+    assert summary["ledger"]["failed"] == 0
+
+
+def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def score(prompt, completion):\n    return 1\n1 / 0\n")
+    run = start("reward=function", f"reward.function={tmp_path}/broken.py:score", "launcher.max_restarts=1")
+    assert run.end() == 1
+    summary = run.summary()
+    assert summary["status"] == "failed"
+    assert "verifier-0 ended 2 times" in summary["reason"]
+    assert "ZeroDivisionError" in summary["reason"]
+    assert_balanced(summary)
+    assert_nothing_is_left(run)
+
+
+def test_a_lost_trainer_ends_the_run_which_can_be_resumed(start: Start) -> None:
+    run = start("checkpoint.every=2", "steps=12")
+    run.until_step(5)
+    run.until(lambda: run.worker("trainer-0")).kill()
+    assert run.end() == 1
+    assert "trainer-0 was lost" in run.summary()["reason"]
+    assert_balanced(run.summary())
+    assert_nothing_is_left(run)
+    assert_completed(start(resume=run), 12)
+
+
+def test_a_killed_kernel_leaves_no_process(start: Start) -> None:
+    run = start("steps=500")
+    run.until_step(2)
+    assert len(run.look()) >= 7  # four workers, a scoring process, guard and server
+    run.process.kill()
+    assert_nothing_is_left(run, within_s=3 + 5)  # grace_s is 3 here
+
+
+def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(start: Start) -> None:
+    run = start("training.seconds_per_step=60", "queue.max_staleness=0")
+    run.until(lambda: "first ticket" in run.text() or run.worker("trainer-0"))
+    run.until(lambda: "worker ready" in run.text() and run.text().count("worker ready") == 4)
+    time.sleep(2)  # into the step
+    run.process.kill()
+    assert_nothing_is_left(run, within_s=3 + 8)
+
+
+# ---------------------------------------------------------------------------- interrupt and resume
+
+
+def journal_of(run: Run) -> dict[int, list[int]]:
+    """Version -> tickets, as the trained batches stand in the metrics' order."""
+    return {line["step"]: line["ledger"]["trained"] for line in run.metrics()}
+
+
+def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Start) -> None:
+    run = start("steps=40", "training.seconds_per_step=0.2")
+    run.until_step(4)
+    run.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert run.end() == 130, run.text()
+    assert time.monotonic() - began < 15
+    summary = run.summary()
+    assert summary["status"] == "interrupted"
+    assert_balanced(summary)
+    assert_nothing_is_left(run)
+    [checkpoint] = (run.folder / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{summary['version']:06d}"
+    resumed = start(resume=run)
+    done = assert_completed(resumed, 40)
+    assert done["wall_s"] > summary["wall_s"]
+    steps = json.loads((run.folder / "checkpoints" / "step-000040" / "mock.json").read_text())
+    assert steps == {"steps": 40}
+
+
+def test_a_second_interrupt_ends_at_once(start: Start) -> None:
+    run = start("training.seconds_per_step=30", "queue.max_staleness=0")
+    run.until(lambda: run.text().count("worker ready") == 4)
+    time.sleep(2)
+    run.process.send_signal(signal.SIGINT)
+    run.until(lambda: "interrupted" in run.text())
+    run.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert run.end() == 130
+    assert time.monotonic() - began < 6
+    assert_nothing_is_left(run)
+
+
+def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
+    run = start()
+    run.until(lambda: (run.folder / "logs").exists())
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.text()
+    assert_nothing_is_left(run)
+
+
+def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(start: Start) -> None:
+    run = start("checkpoint.every=3", "steps=20", "queue.max_staleness=1")
+    run.until_step(8)
+    run.process.kill()
+    run.process.wait()
+    before = run.metrics()
+    resumed = start(resume=run)  # at once: former workers and server are still within their grace time
+    summary = assert_completed(resumed, 20, bound=1)
+    text = resumed.text()
+    assert "step repeated" in text
+    assert summary["ledger"]["trained"] == 80
+    assert summary["ledger"]["expired"] == summary["ledger"]["failed"] == 0
+    # What had been trained stands as it was, and the weights count every step once.
+    assert [line["reward"] for line in run.metrics()[:6]] == [line["reward"] for line in before[:6]]
+    steps = json.loads((run.folder / "checkpoints" / "step-000020" / "mock.json").read_text())
+    assert steps == {"steps": 20}
+
+
+def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
+    run = start("checkpoint.every=2", "steps=12", "checkpoint.keep=3")
+    run.until_step(6)
+    run.process.kill()
+    run.process.wait()
+    newest = max((run.folder / "checkpoints").glob("step-*"))
+    (newest / "mock.json").write_text('{"steps": 9999}')
+    resumed = start(resume=run)
+    assert_completed(resumed, 12)
+    assert "checkpoint is damaged" in resumed.text()
+
+
+def test_resuming_what_cannot_be_resumed_is_refused(start: Start, tmp_path: Path) -> None:
+    run = start("steps=1")
+    assert_completed(run, 1)
+    again = start(resume=run)
+    assert again.end() == 2
+    assert "is complete: 1 steps are trained" in again.text()
+    second = start("steps=1")
+    assert second.end() == 2
+    assert "already holds a run" in second.text()
+
+
+# ------------------------------------------------------------------------------- what users write
+
+
+def reward(tmp_path: Path, body: str) -> list[str]:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(body))
+    return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
+
+
+def test_a_reward_that_fails_sometimes_fails_its_tickets_only(start: Start, tmp_path: Path) -> None:
+    body = """
+    import time, math, os
+    def score(prompt, completion, n, **columns):
+        if n % 7 == 0: raise LookupError(f"row {n}")
+        if n % 7 == 1: return math.nan
+        if n % 7 == 2: return None
+        if n == 3: time.sleep(60)
+        if n == 4: os._exit(3)
+        return {"reward": float(len(completion)), "accuracy": 0.5}
+    """
+    run = start(*reward(tmp_path, body), "reward.timeout_s=1", "steps=10", "queue.max_failures=1000")
+    summary = assert_completed(run, 10)
+    reasons = Counter(summary["reasons"])
+    assert summary["ledger"]["failed"] == sum(reasons.values()) > 0
+    text = json.dumps(summary["reasons"])
+    assert "reward raised LookupError: row" in text
+    assert "not a number" in text
+    assert "reward took longer than reward.timeout_s=1" in text
+    assert "reward ended its process: exit status 3" in text
+    assert run.metrics()[0]["reward/accuracy"] == 0.5
+
+
+def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start, tmp_path: Path) -> None:
+    run = start(*reward(tmp_path, "def score(prompt, completion):\n    raise KeyError('gold')"))
+    assert run.end() == 1
+    summary = run.summary()
+    assert "8 tickets failed one after the other" in summary["reason"]
+    assert "KeyError: 'gold'" in summary["reason"]
+    assert_balanced(summary)
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "async def score(prompt, completion, answer):\n    return float(answer.isdigit())",
+        # TRL's form
+        "def score(completions, answer, prompts, **kwargs):\n"
+        "    assert len(prompts) == len(answer) == len(completions) == 4\n"
+        "    print('printing is harmless')\n"
+        "    return [1.0 for _ in completions]",
+        "async def score(prompts, completions, **kwargs):\n    return [1.0] * len(completions)",
+    ],
+)
+def test_rewards_of_every_form_run(start: Start, tmp_path: Path, body: str) -> None:
+    run = start(*reward(tmp_path, body), "steps=2")
+    assert_completed(run, 2)
+    assert [line["reward"] for line in run.metrics()] == [1.0, 1.0]
+
+
+def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(
+        textwrap.dedent(
+            """
+            import anyio
+            from stretto import Component, WorkflowConfig, hookimpl
+            from stretto.workflow import Trajectory
+
+            class Flow:
+                def __init__(self, config, context): pass
+                async def run(self, prompt, session):
+                    if prompt.row["n"] % 5 == 0: raise RuntimeError("no luck")
+                    if prompt.row["n"] % 5 == 1: await anyio.sleep_forever()
+                    if prompt.row["n"] % 5 == 2: return []
+                    first = await session.generate(prompt.ids)
+                    answers = await session.generate(prompt.ids, n=session.group_size)
+                    scores = await session.score(prompt, answers)
+                    return [Trajectory.of(prompt.ids, a, s) for a, s in zip(answers, scores)]
+
+            @hookimpl
+            def stretto_workflow():
+                yield Component("flow", Flow, WorkflowConfig, "fails")
+            """
+        )
+    )
+    run = start(
+        f"plugins=[{tmp_path}/flow.py]",
+        *("workflow=flow", "workflow.timeout_s=1", "steps=4", "queue.max_failures=1000"),
+    )
+    summary = assert_completed(run, 4)
+    text = json.dumps(summary["reasons"])
+    assert "RuntimeError: no luck" in text
+    assert "took longer than workflow.timeout_s=1" in text
+    assert "returned no trajectory" in text
+
+
+def test_prompts_that_are_too_long_are_filtered_and_counted(start: Start) -> None:
+    run = start("dataset.max_prompt_tokens=4", "steps=3")
+    summary = assert_completed(run, 3)
+    assert (
+        summary["ledger"]["filtered"]
+        == summary["reasons"]["filtered: prompt longer than max_prompt_tokens=4"]
+    )
+
+
+def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text(
+        textwrap.dedent(
+            """
+            from pathlib import Path
+            from stretto import Component, TrainingConfig, hookimpl
+
+            def make(config, context):
+                from stretto_mock import MockTrainingConfig
+                from stretto_mock.training import MockTraining
+
+                class Full(MockTraining):
+                    def save(self, folder):
+                        super().save(folder)
+                        Path("/dev/full").write_text("x" * 100000)
+
+                return Full(MockTrainingConfig(seconds_per_step=0.05), context)
+
+            @hookimpl
+            def stretto_training():
+                yield Component("full", make, TrainingConfig, "has no room", needs_model=False)
+            """
+        )
+    )
+    run = start(f"plugins=[{tmp_path}/full.py]", "training=full", "checkpoint.every=2", "steps=5")
+    summary = assert_completed(run, 5)
+    assert summary["checkpoints"] == []
+    assert len(summary["problems"]) == 3
+    assert "checkpoint of version 2 not written" in summary["problems"][0]
+    assert "No space left on device" in summary["problems"][0]
+    assert list((run.folder / "checkpoints").iterdir()) == []
+
+
+def test_malformed_messages_in_mid_run_are_refused_and_counted(start: Start) -> None:
+    run = start("steps=25")
+    run.until_step(2)
+    code = """
+import asyncio, json, sys, nats
+login = json.load(open(sys.argv[1]))
+async def main():
+    client = await nats.connect(login["url"], user=login["user"], password=login["password"])
+    root = "st." + login["run"]
+    for subject in ("kernel.heartbeat", "kernel.progress", "kernel.join", "log.groups", "beacon",
+                    "worker.inference.inference-0.generate", "worker.trainer.trainer-0.call",
+                    "worker.verifier.verifier-0.score", "abort"):
+        for payload in (b"", b"garbage", b"\\xc1\\x00", b"\\x91\\xa3X/1"):
+            await client.publish(f"{root}.{subject}", payload)
+    await client.flush()
+    await client.close()
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", code, str(run.folder / "bus" / "kernel.json")], check=True)
+    summary = assert_completed(run, 25)
+    assert summary["refused_messages"] > 0
+    assert "message refused" in (run.folder / "logs" / "kernel.jsonl").read_text()
