@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from stretto.bus.client import Bus, connect
@@ -108,3 +115,149 @@ def _make_tiny_model(architecture: str, folder: Path) -> None:
     config = AutoConfig.for_model(architecture, **common, **options[architecture])
     model = AutoModelForCausalLM.from_config(config).float()
     model.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------------------ whole runs
+
+
+class Run:
+    """One `stretto` process and what it has started."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        self.folder = folder
+        self.output = folder.with_suffix(".txt")
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stretto", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.seen: dict[int, psutil.Process] = {}
+
+    def look(self) -> list[psutil.Process]:
+        """All processes started so far, by it or by what it started, that are still there."""
+        try:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self.seen[process.pid] = process
+        except psutil.NoSuchProcess:
+            pass
+        return [process for process in self.seen.values() if process.is_running() and not _zombie(process)]
+
+    def worker(self, name: str) -> psutil.Process | None:
+        """The process of a worker, if it runs."""
+        return next((process for process in self.look() if name in _arguments(process)), None)
+
+    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
+        deadline = time.monotonic() + deadline_s
+        while not (result := condition()):
+            assert self.process.poll() is None, f"ended early:\n{self.text()}"
+            assert time.monotonic() < deadline, f"waited too long:\n{self.text()}"
+            self.look()
+            time.sleep(0.05)
+        return result
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: len(self.metrics()) >= step)
+
+    def end(self, deadline_s: float = 90) -> int:
+        """Its exit status, once it has ended by itself."""
+        deadline = time.monotonic() + deadline_s
+        while (status := self.process.poll()) is None:
+            assert time.monotonic() < deadline, f"does not end:\n{self.text()}"
+            self.look()
+            time.sleep(0.05)
+        return status
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def text(self) -> str:
+        """What it printed."""
+        return self.output.read_text()
+
+    def assert_nothing_is_left(self, within_s: float = 2) -> None:
+        """No process of the run is there any more, and no weights in shared memory."""
+        deadline = time.monotonic() + within_s
+        while alive := self.look():
+            assert time.monotonic() < deadline, [(process.pid, _arguments(process)) for process in alive]
+            time.sleep(0.05)
+        assert not list(Path("/dev/shm").glob(f"stretto-{self.folder.name}-*"))
+
+    def assert_balanced(self) -> dict[str, Any]:
+        """Its summary, whose ledger adds up."""
+        summary = self.summary()
+        ledger = summary["ledger"]
+        assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
+        return summary
+
+    def assert_completed(self, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:
+        """It ends by itself with all that a finished run must have; its summary."""
+        assert self.end() == 0, self.text()
+        summary = self.assert_balanced()
+        assert summary["status"] == "completed"
+        assert summary["version"] == steps
+        assert summary["ledger"]["trained"] == steps * batch_size
+        assert summary["ledger"]["in_flight"] == 0
+        assert max(map(int, summary["staleness"])) <= bound
+        assert [line["step"] for line in self.metrics()] == list(range(1, steps + 1))
+        self.assert_nothing_is_left()
+        return summary
+
+
+def _zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("steps=3")`: a run of the mock engines; `start(resume=run)` goes on with one."""
+    runs: list[Run] = []
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        textwrap.dedent(
+            f"""\
+            name: test
+            algorithm: {{use: grpo, group_size: 4}}
+            training: {{use: mock, seconds_per_step: 0.1}}
+            inference: {{use: mock, tokens_per_s: 20000, slots: 64, mean_tokens: 24, sigma: 0.6}}
+            reward: exact
+            dataset: {{use: jsonl, path: {tmp_path}/rows.jsonl}}
+            queue: {{batch_size: 4, max_staleness: 2}}
+            bus: {{grace_s: 3}}
+            steps: 8
+            """
+        )
+    )
+
+    def start_run(*overrides: str, resume: Run | None = None, out: str = "out") -> Run:
+        folder = resume.folder if resume else tmp_path / out
+        named = ["run", str(tmp_path / "run.yaml"), f"out={folder}", *overrides]
+        runs.append(Run(folder, ["resume", str(folder)] if resume else named))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        alive = [*run.look(), *([psutil.Process(run.process.pid)] if run.process.poll() is None else [])]
+        for process in alive:
+            process.kill()
+        run.process.wait()

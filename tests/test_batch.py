@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -32,7 +34,7 @@ def test_micro_batches_keep_order_and_budget(lengths: list[int], budget: int) ->
     assert rows(Batch.concat(parts)) == rows(whole)
     assert all(part.num_tokens <= budget or len(part) == 1 for part in parts)
     # Greedy: no part could have taken the next one's first sequence.
-    for part, after in zip(parts, parts[1:], strict=False):
+    for part, after in pairwise(parts):
         assert part.num_tokens + after.lengths[0] > budget
 
 

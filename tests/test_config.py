@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -288,3 +289,16 @@ def test_fields_are_shown_with_type_default_and_meaning() -> None:
     assert fields["c_clip"].type == "float > 1 | null"
     assert fields["use"].default == "required"
     assert "Dual clip" in fields["c_clip"].meaning
+
+
+def test_the_run_file_page_has_the_fields_as_they_are() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    spec = importlib.util.spec_from_file_location("fill", docs / "fill.py")
+    assert spec is not None
+    assert spec.loader is not None
+    fill = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fill)
+    page = (docs / "run-file.md").read_text()
+    assert fill.filled(page) == page, "run `python docs/fill.py`"
+    for kind, name in ((line.kind, line.name) for line in Plugins().listing()):
+        assert f"<!-- fields: {kind} {name} -->" in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def write(path: Path, text: str) -> Path:
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """Entry points of other distributions, as if they were installed; modules are looked for in tmp_path."""
     others: list[EntryPoint] = []
-    real = plugins.entry_points
+    real = importlib.metadata.entry_points
 
     def entry_points(*, group: str) -> list[EntryPoint]:
         return [*real(group=group), *(entry for entry in others if entry.group == group)]
@@ -131,7 +132,7 @@ def test_two_distributions_with_one_name_are_refused_and_one_can_be_picked(
     write(tmp_path / "acme_exact.py", REWARD.replace('"length"', '"exact"'))
     installed.append(entry("exact", "acme_exact", "reward", "acme-rl"))
     with pytest.raises(
-        PluginError, match="offered by 'acme-rl' and 'stretto'; pick one: `use: acme-rl:exact`"
+        PluginError, match=r"offered by 'acme-rl' and 'stretto'; pick one: `use: acme-rl:exact`"
     ):
         Plugins().get("reward", "exact")
     assert Plugins().get("reward", "acme-rl:exact").summary == "short"
@@ -153,7 +154,7 @@ def test_a_plugin_by_path_is_listed_and_used(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"run\.yaml:5: reward\.use: .*did you mean 'length'\?"):
         compose(file)
     file.write_text(file.read_text().replace("my_reward.py", "absent.py"))
-    with pytest.raises(ConfigError, match="no such file or folder: 'absent.py'"):
+    with pytest.raises(ConfigError, match=r"no such file or folder: 'absent\.py'"):
         compose(file)
 
 

@@ -3,165 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-ROOT = Path(__file__).parent.parent
-
-
-class Run:
-    """One `stretto` process and what it has started."""
-
-    def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None = None) -> None:
-        self.folder = folder
-        self.output = folder.with_suffix(".txt")
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "stretto", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-            )
-        self.seen: dict[int, psutil.Process] = {}
-
-    def look(self) -> list[psutil.Process]:
-        """All processes started so far, by it or by what it started, that are still there."""
-        try:
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                self.seen[process.pid] = process
-        except psutil.NoSuchProcess:
-            pass
-        return [process for process in self.seen.values() if process.is_running() and not _zombie(process)]
-
-    def worker(self, name: str) -> psutil.Process | None:
-        """The process of a worker, if it runs."""
-        return next((process for process in self.look() if name in _arguments(process)), None)
-
-    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
-        deadline = time.monotonic() + deadline_s
-        while not (result := condition()):
-            assert self.process.poll() is None, f"ended early:\n{self.text()}"
-            assert time.monotonic() < deadline, f"waited too long:\n{self.text()}"
-            self.look()
-            time.sleep(0.05)
-        return result
-
-    def until_step(self, step: int) -> None:
-        self.until(lambda: len(self.metrics()) >= step)
-
-    def end(self, deadline_s: float = 90) -> int:
-        """Its exit status, once it has ended by itself."""
-        deadline = time.monotonic() + deadline_s
-        while (status := self.process.poll()) is None:
-            assert time.monotonic() < deadline, f"does not end:\n{self.text()}"
-            self.look()
-            time.sleep(0.05)
-        return status
-
-    def metrics(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-
-def _zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _arguments(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
-
-
-Start = Callable[..., Run]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("steps=3", files={"my.py": ...})`: a run of the mock engines, or `start(resume=run)`."""
-    runs: list[Run] = []
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
-        textwrap.dedent(
-            f"""\
-            name: test
-            algorithm: {{use: grpo, group_size: 4}}
-            training: {{use: mock, seconds_per_step: 0.1}}
-            inference: {{use: mock, tokens_per_s: 20000, slots: 64, mean_tokens: 24, sigma: 0.6}}
-            reward: exact
-            dataset: {{use: jsonl, path: {tmp_path}/rows.jsonl}}
-            queue: {{batch_size: 4, max_staleness: 2}}
-            bus: {{grace_s: 3}}
-            steps: 8
-            out: {tmp_path}/out
-            """
-        )
-    )
-
-    def start_run(*overrides: str, resume: Run | None = None, **options: Any) -> Run:
-        folder = tmp_path / "out"
-        arguments = ["resume", str(folder)] if resume else ["run", str(tmp_path / "run.yaml"), *overrides]
-        runs.append(Run(folder, arguments, **options))
-        return runs[-1]
-
-    yield start_run
-    for run in runs:
-        alive = [*run.look(), *([psutil.Process(run.process.pid)] if run.process.poll() is None else [])]
-        for process in alive:
-            process.kill()
-        run.process.wait()
-
-
-def assert_nothing_is_left(run: Run, within_s: float = 2) -> None:
-    """No process of the run is there any more, and no weights in shared memory."""
-    deadline = time.monotonic() + within_s
-    while alive := run.look():
-        assert time.monotonic() < deadline, [(process.pid, _arguments(process)) for process in alive]
-        time.sleep(0.05)
-    assert not list(Path("/dev/shm").glob("stretto-out-*"))  # noqa: S108
-
-
-def assert_balanced(summary: dict[str, Any]) -> None:
-    ledger = summary["ledger"]
-    assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
-
-
-def assert_completed(run: Run, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:
-    assert run.end() == 0, run.text()
-    summary = run.summary()
-    assert summary["status"] == "completed"
-    assert summary["version"] == steps
-    assert_balanced(summary)
-    assert summary["ledger"]["trained"] == steps * batch_size
-    assert summary["ledger"]["in_flight"] == 0
-    assert max(map(int, summary["staleness"])) <= bound
-    assert [line["step"] for line in run.metrics()] == list(range(1, steps + 1))
-    assert_nothing_is_left(run)
-    return summary
+Start = Callable[..., Any]
 
 
 # ------------------------------------------------------------------------------------- it works
@@ -178,9 +32,9 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
     run.until_step(1)
     names = ("trainer-0", "inference-0", "rollout-0", "verifier-0")
     assert all(run.worker(name) for name in names)
-    running = [" ".join(_arguments(process)) for process in run.look()]
+    running = [" ".join(process.cmdline()) for process in run.look()]
     assert any("nats-server" in arguments and "-c" in arguments for arguments in running)
-    summary = assert_completed(run, 8)
+    summary = run.assert_completed(8)
     assert [point["version"] for point in summary["evaluation"]] == [0, 3, 6, 8]
     assert [point["samples"] for point in summary["evaluation"]] == [10, 10, 10, 10]
     assert summary["evaluation"][0]["versions"] == [0, 0]
@@ -199,12 +53,12 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
 
 def test_the_same_file_runs_in_other_sizes(start: Start) -> None:
     run = start("algorithm.group_size=16", "queue.max_staleness=4", "inference.replicas=2", "steps=5")
-    summary = assert_completed(run, 5, bound=4)
+    summary = run.assert_completed(5, bound=4)
     assert summary["tokens"]["trained"] > 0
 
 
 def test_synchronous_training_has_no_staleness(start: Start) -> None:
-    assert assert_completed(start("queue.max_staleness=0", "steps=4"), 4, bound=0)["staleness"] == {
+    assert start("queue.max_staleness=0", "steps=4").assert_completed(4, bound=0)["staleness"] == {
         "0": 4 * 4 * 4
     }
 
@@ -214,14 +68,14 @@ def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
         *("queue.on_late=drop", "queue.max_staleness=1", "inference.sigma=1.5", "inference.slots=24"),
         *("inference.tokens_per_s=2000", "training.seconds_per_step=0.02"),
     )
-    summary = assert_completed(run, 8, bound=1)
+    summary = run.assert_completed(8, bound=1)
     assert summary["ledger"]["expired"] == sum(
         count for reason, count in summary["reasons"].items() if reason.startswith("expired")
     )
 
 
 def test_a_run_without_any_model_uses_bytes(start: Start) -> None:
-    assert_completed(start("model=null", "inference.vocab_size=200", "steps=2"), 2)
+    start("model=null", "inference.vocab_size=200", "steps=2").assert_completed(2)
 
 
 # ------------------------------------------------------------------------------- things that die
@@ -235,7 +89,7 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(start: Start, work
     killed.kill()
     again = run.until(lambda: (other := run.worker(worker)) and other.pid != killed.pid and other)
     assert again.pid != killed.pid
-    summary = assert_completed(run, 25)
+    summary = run.assert_completed(25)
     assert summary["restarts"] == 1
 
 
@@ -243,7 +97,7 @@ def test_a_killed_replica_leaves_its_answers_to_the_other(start: Start) -> None:
     run = start("inference.replicas=2", "steps=25", "inference.tokens_per_s=4000")
     run.until_step(3)
     run.until(lambda: run.worker("inference-1")).kill()
-    summary = assert_completed(run, 25)
+    summary = run.assert_completed(25)
     assert summary["ledger"]["failed"] == 0
 
 
@@ -255,8 +109,8 @@ def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start
     assert summary["status"] == "failed"
     assert "verifier-0 ended 2 times" in summary["reason"]
     assert "ZeroDivisionError" in summary["reason"]
-    assert_balanced(summary)
-    assert_nothing_is_left(run)
+    run.assert_balanced()
+    run.assert_nothing_is_left()
 
 
 def test_a_lost_trainer_ends_the_run_which_can_be_resumed(start: Start) -> None:
@@ -265,9 +119,9 @@ def test_a_lost_trainer_ends_the_run_which_can_be_resumed(start: Start) -> None:
     run.until(lambda: run.worker("trainer-0")).kill()
     assert run.end() == 1
     assert "trainer-0 was lost" in run.summary()["reason"]
-    assert_balanced(run.summary())
-    assert_nothing_is_left(run)
-    assert_completed(start(resume=run), 12)
+    run.assert_balanced()
+    run.assert_nothing_is_left()
+    start(resume=run).assert_completed(12)
 
 
 def test_a_killed_kernel_leaves_no_process(start: Start) -> None:
@@ -275,7 +129,7 @@ def test_a_killed_kernel_leaves_no_process(start: Start) -> None:
     run.until_step(2)
     assert len(run.look()) >= 7  # four workers, a scoring process, guard and server
     run.process.kill()
-    assert_nothing_is_left(run, within_s=3 + 5)  # grace_s is 3 here
+    run.assert_nothing_is_left(within_s=3 + 5)  # grace_s is 3 here
 
 
 def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(start: Start) -> None:
@@ -284,15 +138,10 @@ def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(sta
     run.until(lambda: "worker ready" in run.text() and run.text().count("worker ready") == 4)
     time.sleep(2)  # into the step
     run.process.kill()
-    assert_nothing_is_left(run, within_s=3 + 8)
+    run.assert_nothing_is_left(within_s=3 + 8)
 
 
 # ---------------------------------------------------------------------------- interrupt and resume
-
-
-def journal_of(run: Run) -> dict[int, list[int]]:
-    """Version -> tickets, as the trained batches stand in the metrics' order."""
-    return {line["step"]: line["ledger"]["trained"] for line in run.metrics()}
 
 
 def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Start) -> None:
@@ -304,12 +153,12 @@ def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Star
     assert time.monotonic() - began < 15
     summary = run.summary()
     assert summary["status"] == "interrupted"
-    assert_balanced(summary)
-    assert_nothing_is_left(run)
+    run.assert_balanced()
+    run.assert_nothing_is_left()
     [checkpoint] = (run.folder / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{summary['version']:06d}"
     resumed = start(resume=run)
-    done = assert_completed(resumed, 40)
+    done = resumed.assert_completed(40)
     assert done["wall_s"] > summary["wall_s"]
     steps = json.loads((run.folder / "checkpoints" / "step-000040" / "mock.json").read_text())
     assert steps == {"steps": 40}
@@ -325,7 +174,7 @@ def test_a_second_interrupt_ends_at_once(start: Start) -> None:
     began = time.monotonic()
     assert run.end() == 130
     assert time.monotonic() - began < 6
-    assert_nothing_is_left(run)
+    run.assert_nothing_is_left()
 
 
 def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
@@ -333,7 +182,7 @@ def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
     run.until(lambda: (run.folder / "logs").exists())
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text()
-    assert_nothing_is_left(run)
+    run.assert_nothing_is_left()
 
 
 def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(start: Start) -> None:
@@ -343,7 +192,7 @@ def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(s
     run.process.wait()
     before = run.metrics()
     resumed = start(resume=run)  # at once: former workers and server are still within their grace time
-    summary = assert_completed(resumed, 20, bound=1)
+    summary = resumed.assert_completed(20, bound=1)
     text = resumed.text()
     assert "step repeated" in text
     assert summary["ledger"]["trained"] == 80
@@ -362,13 +211,13 @@ def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
     newest = max((run.folder / "checkpoints").glob("step-*"))
     (newest / "mock.json").write_text('{"steps": 9999}')
     resumed = start(resume=run)
-    assert_completed(resumed, 12)
+    resumed.assert_completed(12)
     assert "checkpoint is damaged" in resumed.text()
 
 
 def test_resuming_what_cannot_be_resumed_is_refused(start: Start, tmp_path: Path) -> None:
     run = start("steps=1")
-    assert_completed(run, 1)
+    run.assert_completed(1)
     again = start(resume=run)
     assert again.end() == 2
     assert "is complete: 1 steps are trained" in again.text()
@@ -397,7 +246,7 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(start: Start, tmp_
         return {"reward": float(len(completion)), "accuracy": 0.5}
     """
     run = start(*reward(tmp_path, body), "reward.timeout_s=1", "steps=10", "queue.max_failures=1000")
-    summary = assert_completed(run, 10)
+    summary = run.assert_completed(10)
     reasons = Counter(summary["reasons"])
     assert summary["ledger"]["failed"] == sum(reasons.values()) > 0
     text = json.dumps(summary["reasons"])
@@ -414,8 +263,8 @@ def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start,
     summary = run.summary()
     assert "8 tickets failed one after the other" in summary["reason"]
     assert "KeyError: 'gold'" in summary["reason"]
-    assert_balanced(summary)
-    assert_nothing_is_left(run)
+    run.assert_balanced()
+    run.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(
@@ -432,7 +281,7 @@ def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start,
 )
 def test_rewards_of_every_form_run(start: Start, tmp_path: Path, body: str) -> None:
     run = start(*reward(tmp_path, body), "steps=2")
-    assert_completed(run, 2)
+    run.assert_completed(2)
     assert [line["reward"] for line in run.metrics()] == [1.0, 1.0]
 
 
@@ -465,7 +314,7 @@ def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(start: Start, tm
         f"plugins=[{tmp_path}/flow.py]",
         *("workflow=flow", "workflow.timeout_s=1", "steps=4", "queue.max_failures=1000"),
     )
-    summary = assert_completed(run, 4)
+    summary = run.assert_completed(4)
     text = json.dumps(summary["reasons"])
     assert "RuntimeError: no luck" in text
     assert "took longer than workflow.timeout_s=1" in text
@@ -474,7 +323,7 @@ def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(start: Start, tm
 
 def test_prompts_that_are_too_long_are_filtered_and_counted(start: Start) -> None:
     run = start("dataset.max_prompt_tokens=4", "steps=3")
-    summary = assert_completed(run, 3)
+    summary = run.assert_completed(3)
     assert (
         summary["ledger"]["filtered"]
         == summary["reasons"]["filtered: prompt longer than max_prompt_tokens=4"]
@@ -506,7 +355,7 @@ def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(start: Start, t
         )
     )
     run = start(f"plugins=[{tmp_path}/full.py]", "training=full", "checkpoint.every=2", "steps=5")
-    summary = assert_completed(run, 5)
+    summary = run.assert_completed(5)
     assert summary["checkpoints"] == []
     assert len(summary["problems"]) == 3
     assert "checkpoint of version 2 not written" in summary["problems"][0]
@@ -533,6 +382,6 @@ async def main():
 asyncio.run(main())
 """
     subprocess.run([sys.executable, "-c", code, str(run.folder / "bus" / "kernel.json")], check=True)
-    summary = assert_completed(run, 25)
+    summary = run.assert_completed(25)
     assert summary["refused_messages"] > 0
     assert "message refused" in (run.folder / "logs" / "kernel.jsonl").read_text()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,8 +26,10 @@ TinyModels = Callable[[str], Path]
 
 def engine_of(model: Path, **options: Any) -> TorchTraining:
     """The engine with its model loaded; AdamW made nearly linear in the gradient, so that updates tell it."""
-    config = TorchTrainingConfig(**{"lr": 0.1, "eps": 1.0, "clip_norm": None, **options})
-    engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    options = {"lr": 0.1, "eps": 1.0, "clip_norm": None, **options}
+    engine = TorchTraining(
+        TorchTrainingConfig(**options), Context(run="r", name="n", seed=1, model=str(model))
+    )
     engine.load(None)
     return engine
 
@@ -123,7 +126,7 @@ def test_one_step_equals_the_gradient_of_the_plain_loop(
         torch.testing.assert_close(update[name], expected, atol=2e-6, rtol=1e-4)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(2, 24), min_size=1, max_size=6),
     budgets=st.tuples(st.integers(1, 60), st.integers(1, 200)),

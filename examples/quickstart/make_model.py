@@ -191,7 +191,9 @@ def accuracy(
             input_ids=prompts["input_ids"],
             attention_mask=prompts["attention_mask"],
             max_new_tokens=MAX_ANSWER_TOKENS,
-            **({"do_sample": True, "top_k": 0} if sample else {"do_sample": False}),  # top_k is 50 unless said
+            **(
+                {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}
+            ),  # top_k is 50 unless said
         )
         for row, ids in zip(chunk, output[:, prompts["input_ids"].shape[1] :].tolist(), strict=True):
             answer = tokenizer.decode(ids).removesuffix("<pad>" * ids.count(tokenizer.pad_token_id))

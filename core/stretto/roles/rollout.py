@@ -52,7 +52,7 @@ from stretto.tokenizer import Tokenizer, load_tokenizer
 from stretto.workflow import Answer, Prompt, Trajectory, Workflow
 from stretto.workflow import Score as SampleScore
 
-__all__ = ["RolloutWork"]
+__all__ = ["RolloutWork", "sample_seed"]
 
 log = structlog.get_logger()
 
@@ -241,7 +241,7 @@ class RolloutWork:
         request = GenerateRequest(
             id=f"{ticket.name}/{turn}",
             prompt_ids=Array.of(prompt_ids, np.int32),
-            seeds=tuple(_seed(of_ticket, turn, sample) for sample in range(n)),
+            seeds=tuple(sample_seed(of_ticket, turn, sample) for sample in range(n)),
             sampling=sampling or plain,
             min_version=ticket.min_version,
             priority=0 if ticket.purpose == "train" else 1,
@@ -533,7 +533,8 @@ def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
-def _seed(of_ticket: str, turn: int, sample: int) -> int:
+def sample_seed(of_ticket: str, turn: int, sample: int) -> int:
+    """The seed of one sample: the same in every attempt and every repetition of the run."""
     digest = hashlib.sha256(f"{of_ticket}/{turn}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 

@@ -178,7 +178,7 @@ def _open_checked(note: WeightsNote) -> FileUpdate:
         expected = {name: value for tensors in manifest.files.values() for name, value in tensors.items()}
         wrong = [name for name, value in hashes if expected.get(name) != value] or ["the set of tensors"]
         raise WeightsError(
-            f"version {note.version} at {note.address} is not the announced one: {', '.join(wrong[:3])} differ",
+            f"version {note.version} at {note.address} is not the announced one: {wrong[:3]} differ",
             version=note.version,
         )
     return FileUpdate(note, folder, [folder / name for name in manifest.files])

@@ -1,0 +1,53 @@
+# make quickstart   set everything up and train the tiny model of examples/quickstart
+# make test         set everything up and run the tests
+# make lint         ruff and pyright (strict)
+# make format       what ruff can mend
+# make bench        the benchmarks of docs/benchmarks.md, one after the other
+#
+# PYTHON=python3.12       another interpreter than the first that is new enough
+# PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
+#                         handed to pip, here for builds of torch without CUDA
+# ARGS="seed=2"           handed to stretto run by `make quickstart`, and to pytest by `make test`
+
+VENV := .venv
+BIN := $(VENV)/bin
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	command -v $$python >/dev/null 2>&1 && $$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
+PIP_ARGS ?=
+ARGS ?=
+
+.PHONY: quickstart test test-slow lint format bench clean
+
+quickstart: $(VENV)/installed
+	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m slow --timeout=1200 $(ARGS)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/bus.py
+	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/overlap.py
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "stretto needs Python 3.11 or newer: none of python3, python3.11 ... python3.14 is; give one with make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { echo "$(PYTHON) has no venv module (on Debian: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,69 @@
+"""How much of training and generation overlaps, by the mock engines: each takes 1 s a batch, 12 steps.
+
+    python benchmarks/overlap.py
+
+One after the other they take 24 s; overlapped, 13: the first generation, then twelve steps. The wall time
+is from the first ticket to the last step of a real run through the command line. Last line: one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+STEPS, BATCH, GROUP, LENGTH = 12, 8, 4, 32
+
+
+def run_file(folder: Path) -> Path:
+    rows = "".join(json.dumps({"prompt": f"{n}", "answer": "x"}) + "\n" for n in range(100))
+    (folder / "rows.jsonl").write_text(rows)
+    file = folder / "run.yaml"
+    samples = BATCH * GROUP
+    file.write_text(
+        f"""\
+name: overlap
+algorithm: {{use: grpo, group_size: {GROUP}}}
+training: {{use: mock, seconds_per_step: 1.0}}
+# As many slots as a batch has samples, and all of a batch's tokens in one second.
+inference: {{use: mock, slots: {samples}, tokens_per_s: {samples * LENGTH}, mean_tokens: {LENGTH}}}
+reward: exact
+dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
+queue: {{batch_size: {BATCH}}}
+steps: {STEPS}
+"""
+    )
+    return file
+
+
+def summary_of(file: Path, max_staleness: int) -> dict[str, Any]:
+    out = file.with_name(f"out-{max_staleness}")
+    command = [sys.executable, "-m", "stretto", "run", str(file), f"out={out}"]
+    subprocess.run(
+        [*command, f"queue.max_staleness={max_staleness}"], check=True, capture_output=True, text=True
+    )
+    return json.loads((out / "summary.json").read_text())
+
+
+def main() -> None:
+    wall: dict[str, float] = {}
+    overlap: dict[str, float] = {}
+    print(f"{'max_staleness':>13} {'wall s':>8} {'generate s':>11} {'train s':>8} {'overlap':>8}")
+    with tempfile.TemporaryDirectory() as folder:
+        file = run_file(Path(folder))
+        for bound in (0, 1):
+            summary = summary_of(file, bound)
+            busy = summary["busy_s"]
+            wall[str(bound)], overlap[str(bound)] = summary["train_wall_s"], summary["overlap"]
+            print(
+                f"{bound:>13} {summary['train_wall_s']:>8.2f} {busy['generate']:>11.2f} "
+                f"{busy['train']:>8.2f} {summary['overlap']:>8.2f}"
+            )
+    print(json.dumps({"wall_s": wall, "overlap": overlap}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The quickstart, asynchronous against synchronous, at equal samples: same model, steps and seed.
+
+    python benchmarks/quickstart.py
+
+Wall time is from the first ticket to the last step, evaluations left out of both runs but for the first
+and the last. Rounds alternate and medians are compared. Last line: one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROUNDS = 3
+RUN = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
+
+
+def summary_of(out: Path, max_staleness: int, seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "stretto", "run", str(RUN), f"out={out}", f"seed={seed}"]
+    subprocess.run(
+        [*command, f"queue.max_staleness={max_staleness}", "evaluation.every=0"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return json.loads((out / "summary.json").read_text())
+
+
+def main() -> None:
+    walls: dict[int, list[float]] = {0: [], 2: []}
+    accuracies: dict[int, list[float]] = {0: [], 2: []}
+    print(f"{'seed':>4} {'max_staleness':>13} {'wall s':>8} {'overlap':>8} {'accuracy':>16}")
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(1, ROUNDS + 1):
+            for bound in (0, 2):
+                summary = summary_of(Path(folder, f"{bound}-{seed}"), bound, seed)
+                first, last = (summary["evaluation"][place]["accuracy"] for place in (0, -1))
+                walls[bound].append(summary["train_wall_s"])
+                accuracies[bound].append(last)
+                print(
+                    f"{seed:>4} {bound:>13} {summary['train_wall_s']:>8.1f} {summary['overlap']:>8.2f} "
+                    f"{first:>7.3f} -> {last:.3f}",
+                    flush=True,
+                )
+    median = {bound: statistics.median(times) for bound, times in walls.items()}
+    print(
+        json.dumps(
+            {
+                "wall_s": {str(bound): round(time, 2) for bound, time in median.items()},
+                "ratio": round(median[2] / median[0], 3),
+                "accuracy": {str(bound): values for bound, values in accuracies.items()},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

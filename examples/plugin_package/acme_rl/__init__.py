@@ -1,0 +1,173 @@
+"""A plugin package: an algorithm, a reward and a launcher, in one module.
+
+Only public names of stretto are imported, and torch only where arithmetic is done.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio.abc import Process
+
+from stretto import AlgorithmConfig, Component, Context, LauncherConfig, Problem, RewardConfig, hookimpl
+from stretto.algorithm import Call, Group, Loss, Model, function, generate, score, train
+from stretto.component import PositiveFloat
+from stretto.launcher import Job, thread_variables
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+
+# ------------------------------------------------------------------------------------- the algorithm
+
+
+class ReinforceConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `reinforce`."""
+
+    max_weight: PositiveFloat = 2.0
+    """Largest importance weight pi / mu of a token (truncated importance sampling)."""
+
+
+class Reinforce:
+    """REINFORCE with the mean of the group as baseline, corrected towards the policy that sampled:
+    loss = - min(pi / mu, max_weight) (R - mean_G) log pi."""
+
+    models: Mapping[str, Model] = {"actor": Model()}
+
+    def __init__(self, config: ReinforceConfig, context: Context) -> None:
+        del context
+        self.config = config
+
+    def calls(self) -> Sequence[Call]:
+        """generate -> score -> advantages -> train."""
+        return [
+            generate(),
+            score(),
+            function(self.advantages, reads=("rewards", "group"), writes=("advantages",)),
+            train("actor", Loss(self.loss, "token"), reads=("advantages", "behaviour_logprobs")),
+        ]
+
+    def keep(self, group: Group) -> bool:
+        """Groups whose answers all got the same teach nothing: they are filtered."""
+        return max(group.rewards) > min(group.rewards)
+
+    def advantages(self, batch: Batch) -> Mapping[str, Tensor]:
+        """(S,) reward minus the group's mean, at every token: (T,)."""
+        from stretto.functional import group_normalise
+
+        centred = group_normalise(batch["rewards"], batch["group"], std=False)
+        return {"advantages": centred[batch.sequence_index()]}
+
+    def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """(T,) loss of each token."""
+        from stretto.functional import behaviour_weight
+
+        weight = behaviour_weight(
+            logprobs, batch["behaviour_logprobs"], cap=self.config.max_weight, over_cap="truncate"
+        )
+        return -weight * batch["advantages"] * logprobs, {"weight": weight}
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[ReinforceConfig]]:
+    """The algorithm."""
+    yield Component("reinforce", Reinforce, ReinforceConfig, "REINFORCE, truncated importance weights")
+
+
+# ---------------------------------------------------------------------------------------- the reward
+
+
+class DigitsConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the reward `digits`."""
+
+    wanted: str = "0123456789"
+    """Characters that count."""
+
+
+def make_digits(config: DigitsConfig, context: Context) -> Callable[..., float]:
+    """Share of an answer's characters that are wanted ones."""
+    del context
+
+    def digits(prompt: Any, completion: str) -> float:
+        return sum(character in config.wanted for character in completion) / max(1, len(completion))
+
+    return digits
+
+
+@hookimpl
+def stretto_reward() -> Iterator[Component[DigitsConfig]]:
+    """The reward."""
+    yield Component("digits", make_digits, DigitsConfig, "share of characters that are wanted")
+
+
+# -------------------------------------------------------------------------------------- the launcher
+
+
+class PlainHandle:
+    """One process."""
+
+    def __init__(self, job: Job, process: Process) -> None:
+        self.worker = job.worker
+        self.place = f"process {process.pid}"
+        self._log = job.log
+        self._process = process
+
+    async def wait(self) -> int:
+        """Its exit status."""
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask, then kill."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            with anyio.move_on_after(grace_s):
+                await self._process.wait()
+                return
+            self._process.kill()
+        await self._process.wait()
+
+    def tail(self, lines: int) -> str:
+        """The last lines it wrote."""
+        return "\n".join(Path(self._log).read_text().splitlines()[-lines:])
+
+
+class PlainLauncher:
+    """Processes of this machine, without GPUs."""
+
+    def __init__(self, config: LauncherConfig, context: Context) -> None:
+        del config, context
+
+    def check(self, jobs: Sequence[Job]) -> Iterable[Problem]:
+        """It has no GPUs to give."""
+        if any(job.resources.gpus for job in jobs):
+            yield Problem("launcher.use", "'plain' gives no GPUs; use 'local'")
+
+    async def launch(self, jobs: Sequence[Job]) -> Sequence[PlainHandle]:
+        """Start them, one after the other."""
+        handles: list[PlainHandle] = []
+        for job in jobs:
+            env = {**os.environ, **thread_variables(job.resources), **job.env}
+            with Path(job.log).open("ab") as log:
+                process = await anyio.open_process(
+                    job.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                )
+            handles.append(PlainHandle(job, process))
+        return handles
+
+
+@hookimpl
+def stretto_launcher() -> Iterator[Component[LauncherConfig]]:
+    """The launcher."""
+    yield Component("plain", PlainLauncher, LauncherConfig, "processes, nothing else")

@@ -1,0 +1,66 @@
+"""A package outside the repository, installed with pip: listed, checked and run like our own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package of examples/plugin_package installed into it."""
+    source = tmp_path_factory.mktemp("source") / "acme"
+    shutil.copytree(ROOT / "examples" / "plugin_package", source)
+    target = tmp_path_factory.mktemp("site")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"),
+            *("--disable-pip-version-check", "--target", str(target), str(source)),
+        ],
+        check=True,
+    )
+    return target
+
+
+@pytest.fixture
+def with_package(site: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    return {**os.environ, "PYTHONPATH": str(site)}
+
+
+def stretto(env: dict[str, str], *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", *arguments], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_is_listed_with_its_distribution_and_its_config(with_package: dict[str, str]) -> None:
+    lines = [line.split() for line in stretto(with_package, "plugins").splitlines()]
+    ours = {(line[0], line[1]) for line in lines if line[2:4] == ["acme-rl", "0.3"]}
+    assert ours == {("algorithm", "reinforce"), ("reward", "digits"), ("launcher", "plain")}
+    shown = stretto(with_package, "plugins", "algorithm", "reinforce")
+    assert "max_weight: float > 0 = 2.0" in shown
+    assert "Largest importance weight" in shown
+    assert '"algorithm_reinforce"' in stretto(with_package, "schema")
+
+
+def test_it_is_checked_and_run_without_a_change_to_stretto(
+    with_package: dict[str, str], start: Callable[..., Any], tmp_path: Path
+) -> None:
+    names = ["algorithm=reinforce", "algorithm.max_weight=3", "reward=digits", "launcher=plain", "steps=3"]
+    run = start(*names)
+    plan = stretto(with_package, "check", str(tmp_path / "run.yaml"), *names, f"out={tmp_path}/other")
+    assert "advantages: rewards, group -> advantages" in plan
+    run.assert_completed(3)
+    assert run.metrics()[0]["reward"] > 0
