@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -385,3 +387,160 @@ asyncio.run(main())
     summary = run.assert_completed(25)
     assert summary["refused_messages"] > 0
     assert "message refused" in (run.folder / "logs" / "kernel.jsonl").read_text()
+
+
+# ----------------------------------------------------------------------------- what is around a run
+
+
+def test_a_server_of_ones_own_carries_a_run(start: Start, server: Any, tmp_path: Path) -> None:
+    """Here another bundled server plays it; the run starts none, and its credentials serve every role."""
+    login = json.loads((tmp_path / "bus" / "kernel.json").read_text())
+    credentials = tmp_path / "login.json"
+    credentials.write_text(json.dumps({"user": login["user"], "password": login["password"]}))
+    run = start(f"bus.url={server.url}", f"bus.credentials={credentials}", "steps=3")
+    run.assert_completed(3)
+    assert not (run.folder / "bus" / "nats.conf").exists()
+    second = start(f"bus.url={server.url}", f"bus.credentials={credentials}", "steps=2", out="second")
+    second.assert_completed(2)  # beside what the first has left there
+
+
+def test_a_run_goes_on_after_its_server_was_killed(start: Start) -> None:
+    run = start("steps=30")
+    run.until_step(4)
+    os.kill(int((run.folder / "bus" / "nats.pid").read_text()), signal.SIGKILL)
+    summary = run.assert_completed(30)
+    assert summary["restarts"] == 0
+    assert "bus reconnected" in (run.folder / "logs" / "kernel.jsonl").read_text()
+
+
+def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
+    run = start("steps=30", "rollout.concurrency=2")
+    run.until_step(2)
+    bootstrap = run.folder / "bus" / "rollout.json"
+    extra = subprocess.Popen(
+        [sys.executable, "-m", "stretto", "worker", str(bootstrap), "--id", "rollout-extra"],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    run.assert_completed(30)
+    assert extra.wait(10) == 0  # it leaves with the others
+    log = (run.folder / "logs" / "rollout-extra.jsonl").read_text()
+    assert "the run is over" in log
+    assert "worker ready worker=rollout-extra" in run.text()
+
+
+def test_plugins_and_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "follower.py").write_text(
+        textwrap.dedent(
+            f"""
+            from stretto import Component, TrackerConfig, hookimpl
+
+            def note(what):
+                with open({str(tmp_path / "notes")!r}, "a") as file:
+                    print(what, file=file)
+
+            class Notes:
+                def __init__(self, config, context): pass
+                def step(self, metrics): note(f"tracked {{metrics['step']}}"); assert metrics["step"] != 2
+                def finish(self, summary): note(f"tracked the end: {{summary['status']}}")
+
+            @hookimpl
+            def stretto_tracker():
+                yield Component("notes", Notes, TrackerConfig, "writes notes")
+
+            @hookimpl
+            def stretto_run_started(config): note(f"started {{config.name}}")
+            @hookimpl
+            def stretto_step_finished(metrics): note(f"finished {{metrics['step']}}")
+            @hookimpl
+            def stretto_checkpoint_saved(folder): note(f"saved {{folder.name}}")
+            @hookimpl
+            def stretto_run_finished(summary): note(f"ended {{summary['version']}}")
+            """
+        )
+    )
+    run = start(f"plugins=[{tmp_path}/follower.py]", "trackers=[notes]", "steps=2")
+    summary = run.assert_completed(2)
+    assert (tmp_path / "notes").read_text().splitlines() == [
+        *("started test", "tracked 1", "finished 1", "tracked 2", "finished 2", "saved step-000002"),
+        *("tracked the end: completed", "ended 2"),
+    ]
+    assert summary["problems"] == ["tracker Notes: AssertionError: "]
+
+
+def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "drift.py").write_text(
+        textwrap.dedent(
+            """
+            import json, os
+            from stretto import Component, TrainingConfig, hookimpl
+
+            def make(config, context):
+                import torch
+                from stretto_mock import MockTrainingConfig
+                from stretto_mock.training import MockTraining
+
+                class Drifting(MockTraining):
+                    noise = 0
+                    def load(self, folder):
+                        super().load(folder)
+                        self.noise = int((folder / "noise").read_text()) if folder else 0
+                    def save(self, folder):
+                        super().save(folder)
+                        (folder / "noise").write_text(str(self.noise))
+                    def train(self, batch, loss, *, temperature):
+                        self.noise += os.getpid()  # no two processes train alike
+                        return super().train(batch, loss, temperature=temperature)
+                    def weights(self):
+                        yield "noise", torch.tensor([self.noise])
+
+                return Drifting(MockTrainingConfig(seconds_per_step=0.1), context)
+
+            @hookimpl
+            def stretto_training():
+                yield Component("drift", make, TrainingConfig, "never the same", needs_model=False)
+            """
+        )
+    )
+    run = start(f"plugins=[{tmp_path}/drift.py]", "training=drift", "checkpoint.every=3", "steps=14")
+    run.until_step(8)
+    run.process.kill()
+    run.process.wait()
+    resumed = start(resume=run)
+    summary = resumed.assert_completed(14)
+    assert "repetition differs" in resumed.text()
+    assert summary["ledger"]["expired"] > 0
+    assert any("incarnation 0" in reason for reason in summary["reasons"])
+
+
+def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) -> None:
+    start("steps=1").assert_completed(1)  # writes the run file
+    parent, child = pty.openpty()
+    shown = b""
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "stretto",
+            "run",
+            str(tmp_path / "run.yaml"),
+            f"out={tmp_path}/tty",
+            "steps=6",
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=child,
+        stderr=child,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    ) as process:
+        os.close(child)
+        while True:
+            try:
+                shown += os.read(parent, 4096)
+            except OSError:  # the other end is closed
+                break
+        assert process.wait(30) == 0
+    os.close(parent)
+    text = shown.decode(errors="replace")
+    for word in ("step 6/6", "reward", "staleness", "tokens/s", "tickets", "workers", "4 ready", "waits for"):
+        assert word in text, word
+    assert "completed at step 6" in text

@@ -58,13 +58,26 @@ def score_group(
     if whole_group:
         values = _call_on_group(reward, parameters, row["prompt"], columns, completions)
     else:
-        accepted = _accepted(parameters, {"prompt": row["prompt"], **columns})
-        prompt = accepted.pop("prompt", None)
-        first = (prompt,) if "prompt" in parameters or _positional(parameters) > 1 else ()
-        values = _settled([reward(*first, completion, **accepted) for completion in completions])
+        values = _settled(
+            [_call_on_one(reward, parameters, row["prompt"], columns, text) for text in completions]
+        )
     if len(values) != len(completions):
         raise ValueError(f"the reward gave {len(values)} values for {len(completions)} completions")
     return [_number(value, index) for index, value in enumerate(values)]
+
+
+def _call_on_one(
+    reward: Callable[..., Any],
+    parameters: Mapping[str, inspect.Parameter],
+    prompt: Any,
+    columns: Mapping[str, Any],
+    completion: str,
+) -> Any:
+    """The plain form: by name, or (prompt, completion) by place where the parameters are named otherwise."""
+    if "completion" in parameters:
+        offered = {"prompt": prompt, "completion": completion, **columns}
+        return reward(**_accepted(parameters, offered))
+    return reward(prompt, completion, **_accepted(parameters, columns))
 
 
 def _call_on_group(
@@ -89,11 +102,6 @@ def _accepted(parameters: Mapping[str, inspect.Parameter], offered: Mapping[str,
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(offered)
     return {name: value for name, value in offered.items() if name in parameters}
-
-
-def _positional(parameters: Mapping[str, inspect.Parameter]) -> int:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(parameter.kind in kinds for parameter in parameters.values())
 
 
 def _settled(values: list[Any]) -> list[Any]:

@@ -1,0 +1,99 @@
+"""The dataflow: edges from keys, an order that respects them, and words about what cannot run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto import Context
+from stretto.algorithm import Call, Loss, Model, forward, function, generate, score, train
+from stretto.errors import ConfigError
+from stretto.kernel.dataflow import graph_of
+from stretto_grpo import GRPO, GRPOConfig
+
+MODELS = {"actor": Model(), "reference": Model(trainable=False), "critic": Model()}
+
+
+def advantages(batch: Any) -> Mapping[str, Any]:
+    return {}
+
+
+def loss() -> Loss:
+    return Loss(lambda logprobs, batch: (logprobs, {}), "token")
+
+
+def ppo() -> list[Call]:
+    """Listed in no good order."""
+    return [
+        train("actor", loss(), reads=["advantages", "proximal_logprobs"]),
+        train("critic", loss(), reads=["returns"]),
+        function(
+            advantages,
+            reads=["rewards", "values", "ref_logprobs"],
+            writes=["advantages", "returns"],
+        ),
+        forward("critic", writes="values"),
+        forward("reference", writes="ref_logprobs"),
+        forward("actor", writes="proximal_logprobs"),
+        score(),
+        generate("actor"),
+    ]
+
+
+def test_edges_follow_from_the_keys() -> None:
+    graph = graph_of(ppo(), MODELS)
+    assert ("generate(actor)", "forward(critic)") in graph.edges
+    assert ("forward(critic)", "advantages") in graph.edges
+    assert ("advantages", "train(critic)") in graph.edges
+    assert ("forward(reference)", "train(critic)") not in graph.edges
+    assert graph.calls[0].op == "generate"
+    assert {call.op for call in graph.step_calls} == {"forward", "function", "train"}
+
+
+@given(st.permutations(range(8)))
+def test_every_order_of_listing_gives_an_order_that_runs(order: list[int]) -> None:
+    calls = ppo()
+    graph = graph_of([calls[index] for index in order], MODELS)
+    place = {call.name: index for index, call in enumerate(graph.calls)}
+    assert all(place[earlier] < place[later] for earlier, later in graph.edges)
+    # Forwards read the weights of the step's start, whether or not their keys say so.
+    assert place["forward(critic)"] < place["train(critic)"]
+    assert place["forward(actor)"] < place["train(actor)"]
+
+
+def other(name: str, reads: list[str], writes: list[str]) -> Call:
+    return function(advantages, reads=reads, writes=writes, name=name)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([score()], "two calls are named 'score'"),
+        ([other("late", ["reward"], [])], "reads 'reward', which no call writes; did you mean 'rewards'?"),
+        ([other("twice", [], ["values"])], "key 'values' is written by both 'forward(critic)' and 'twice'"),
+        (
+            [other("one", ["b"], ["a"]), other("two", ["a"], ["b"])],
+            "the calls one, two wait for each other in a cycle",
+        ),
+        ([forward("referense", writes="x")], "did you mean 'reference'"),
+        ([train("reference", loss(), reads=[])], "which is not trainable"),
+    ],
+)
+def test_what_cannot_run_is_refused(more: list[Call], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        graph_of([*ppo(), *more], MODELS)
+
+
+def test_grpo_asks_for_a_forward_only_if_several_updates_follow() -> None:
+    context = Context(run="r", name="n", seed=1)
+    once = GRPO(GRPOConfig(use="grpo"), context)
+    assert [call.op for call in graph_of(once.calls(), once.models).step_calls] == ["function", "train"]
+    often = GRPO(GRPOConfig(use="grpo", minibatches=4), context)
+    calls = graph_of(often.calls(), often.models).step_calls
+    assert [call.op for call in calls] == ["forward", "function", "train"]
+    assert "proximal_logprobs" in calls[-1].reads

@@ -1,0 +1,129 @@
+"""GRPO as a whole: advantages and loss on a small batch, worked by hand and read again in NumPy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto import Context
+from stretto.batch import Batch
+from stretto.functional import loss_weights
+from stretto_grpo import GRPO, CorrectionConfig, GRPOConfig
+
+
+def grpo(**options: Any) -> GRPO:
+    return GRPO(GRPOConfig(use="grpo", **options), Context(run="r", name="n", seed=1))
+
+
+def batch_of(rewards: list[float], groups: list[int], answers: list[int], prompt: int = 2) -> Batch:
+    """Sequences of `prompt` tokens and an answer each."""
+    lengths = [prompt + answer for answer in answers]
+    mask = torch.cat([torch.arange(length) >= prompt for length in lengths])
+    return Batch(
+        lengths,
+        {"loss_mask": mask, "behaviour_logprobs": torch.zeros(sum(lengths))},
+        {"rewards": torch.tensor(rewards), "group": torch.tensor(groups)},
+    )
+
+
+def test_advantages_by_hand() -> None:
+    # One group, rewards 1 and 0: centred ±1/2, std sqrt(1/2): ±0.707107 at every token of the answer.
+    batch = batch_of([1.0, 0.0], [4, 4], [3, 1])
+    found = grpo().advantages(batch)["advantages"]
+    a = math.sqrt(0.5)
+    torch.testing.assert_close(found, torch.tensor([0, 0, a, a, a, 0, 0, -a]), atol=1e-5, rtol=0)
+    found = grpo(group_reward_norm=False).advantages(batch)["advantages"]
+    torch.testing.assert_close(found, torch.tensor([0, 0, 0.5, 0.5, 0.5, 0, 0, -0.5]))
+    # gamma 1/2, lambda 1/2: the reward fades by 1/4 a token towards the start.
+    found = grpo(group_reward_norm=False, gamma=0.5, gae_lambda=0.5).advantages(batch)["advantages"]
+    torch.testing.assert_close(found, torch.tensor([0, 0, 0.03125, 0.125, 0.5, 0, 0, -0.5]))
+
+
+def test_group_adv_norm_whitens_over_the_tokens_of_each_group() -> None:
+    batch = batch_of([1.0, 0.0, 5.0, 5.0], [0, 0, 1, 1], [3, 1, 2, 2])
+    found = grpo(group_adv_norm=True, group_reward_norm=False).advantages(batch)["advantages"]
+    # Group 0: 1/2 three times, -1/2 once: mean 1/4, std 1/2. Group 1: all 0.
+    torch.testing.assert_close(
+        found[batch["loss_mask"]], torch.tensor([0.5, 0.5, 0.5, -1.5, 0, 0, 0, 0]), atol=1e-5, rtol=0
+    )
+
+
+def reference_loss(
+    current: np.ndarray[Any, Any],
+    proximal: np.ndarray[Any, Any],
+    behaviour: np.ndarray[Any, Any],
+    advantages: np.ndarray[Any, Any],
+    mask: np.ndarray[Any, Any],
+    cap: float,
+) -> float:
+    """Token by token, as AReaL's objective reads."""
+    total, count = 0.0, 0
+    for t in np.flatnonzero(mask):
+        ratio = math.exp(current[t] - proximal[t])
+        clipped = min(max(ratio, 0.8), 1.2)
+        loss = -min(ratio * advantages[t], clipped * advantages[t])
+        if advantages[t] < 0:
+            loss = min(loss, -3.0 * advantages[t])
+        weight = math.exp(proximal[t] - behaviour[t])
+        total += loss * (weight if weight <= cap else 0.0)
+        count += 1
+    return total / count
+
+
+@given(st.integers(0, 9999), st.sampled_from([1.1, 2.0, 5.0]))
+def test_the_loss_equals_its_formula(seed: int, cap: float) -> None:
+    random = np.random.default_rng(seed)
+    current, proximal, behaviour = (random.normal(-1, 0.5, 14) for _ in range(3))
+    advantages = random.normal(size=14)
+    batch = batch_of([1.0, 0.0], [0, 0], [7, 3])
+    mask = batch["loss_mask"].numpy()
+    algorithm = grpo(minibatches=2, c_clip=3.0, correction=CorrectionConfig(cap=cap))
+    columns = {
+        "proximal_logprobs": torch.tensor(proximal),
+        "advantages": torch.tensor(advantages),
+    }
+    batch = Batch(
+        batch.lengths,
+        {"loss_mask": batch["loss_mask"], "behaviour_logprobs": torch.tensor(behaviour), **columns},
+        batch.sequences,
+    )
+    losses, statistics = algorithm.loss(torch.tensor(current), batch)
+    weights = loss_weights(batch["loss_mask"], batch.sequence_index(), 2, "token")
+    found = float((losses * weights)[batch["loss_mask"]].sum())
+    expected = reference_loss(current, proximal, behaviour, advantages, mask, cap)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    over = np.exp(proximal - behaviour)[mask] > cap
+    assert float(statistics["over_cap"][batch["loss_mask"]].mean()) == pytest.approx(over.mean())
+
+
+def test_with_one_update_the_gradient_is_the_weighted_policy_gradient() -> None:
+    # The ratio is 1 in value, so d loss / d logp = -w A.
+    batch = batch_of([1.0, 0.0], [0, 0], [1, 1], prompt=1).with_columns(
+        {
+            "advantages": torch.tensor([0.0, 2.0, 0.0, -1.0]),
+            "behaviour_logprobs": torch.log(torch.tensor([1.0, 0.25, 1.0, 0.5])),
+        }
+    )
+    logprobs = torch.log(torch.tensor([1.0, 0.5, 1.0, 0.25])).requires_grad_()
+    losses, _ = grpo().loss(logprobs, batch)
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -4.0, 0.0, 0.5]))
+
+
+def test_without_correction_stale_tokens_weigh_one() -> None:
+    batch = batch_of([1.0, 0.0], [0, 0], [1, 1], prompt=1).with_columns(
+        {
+            "advantages": torch.ones(4),
+            "behaviour_logprobs": torch.full((4,), -3.0),
+        }
+    )
+    losses, statistics = grpo(correction=CorrectionConfig(use="none")).loss(torch.zeros(4), batch)
+    torch.testing.assert_close(losses, -torch.ones(4))
+    assert "behaviour_weight" not in statistics
