@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_staleness=max_staleness,
             rows=rows,
             on_late="wait" if on_late == "wait" else "drop",
-            max_attempts=3,
+            max_attempts=1000,
             max_failures=1000,
             evaluation_rows=evaluation_rows,
             evaluation_every=evaluation_every,
@@ -163,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ticket, _ = self.held[worker][index]
             self.held[worker][index] = (ticket, self.engine_version)
             if tell and ticket.purpose == "train":
-                self.scheduler.first_token(ticket.id, self.engine_version)
+                self.scheduler.first_token(ticket.id, ticket.attempt, self.engine_version)
                 self.obey()
 
     @precondition(lambda self: any(self.held.values()))
@@ -209,13 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if with_message and lost and lost[0][1] is not None:
             self.sent.append(done(lost[0][0], lost[0][1], self.engine_version))
         self.scheduler.worker_lost(worker)
-        # What was taken without the kernel knowing comes back to the queue by itself.
-        self.queue.extend(ticket for ticket, _ in lost if self._unknown(ticket))
         self.obey()
-
-    def _unknown(self, ticket: Ticket) -> bool:
-        opened = self.scheduler._find(ticket.purpose, ticket.id)  # pyright: ignore[reportPrivateUsage]
-        return opened is not None and opened.attempt == ticket.attempt
 
     @rule(slow=st.integers(2, 5), swapped=st.booleans())
     def hurry(self, slow: int, swapped: bool) -> None:
@@ -384,7 +378,7 @@ def test_first_token_moves_a_deadline_back() -> None:
     [newer] = issued(scheduler)
     scheduler.group_done(done(newer, 1))
     assert scheduler.commands() == []  # `late_start` may hold tokens of version 0
-    scheduler.first_token(late_start.id, 1)
+    scheduler.first_token(late_start.id, late_start.attempt, 1)
     assert len(batches(list(scheduler.commands()))) == 1  # it does not: there is time
 
 
@@ -409,6 +403,19 @@ def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:
     assert scheduler.ledger.trained == scheduler.ledger.issued == 1
 
 
+def test_what_nobody_has_begun_is_issued_again_when_a_worker_is_lost() -> None:
+    scheduler = Scheduler(Settings(steps=1, batch_size=2, max_staleness=0, rows=100, max_attempts=1))
+    scheduler.start()
+    begun, waiting = issued(scheduler)
+    scheduler.ticket_started("train", begun.id, begun.attempt, "alive")
+    for _ in range(5):  # a ticket that was never begun does not use up its attempts
+        scheduler.worker_lost("dead")
+    again = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
+    assert {ticket.id for ticket in again} == {waiting.id}
+    assert again[-1].attempt == 6
+    assert scheduler.ledger.failed == 0
+
+
 def test_a_ticket_whose_workers_keep_dying_fails() -> None:
     scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=2))
     scheduler.start()
@@ -417,7 +424,7 @@ def test_a_ticket_whose_workers_keep_dying_fails() -> None:
         scheduler.ticket_started("train", ticket.id, attempt, "w")
         scheduler.worker_lost("w")
     assert scheduler.ledger.failed == 1
-    assert next(iter(scheduler.reasons)).startswith("failed: issued 2 times")
+    assert next(iter(scheduler.reasons)).startswith("failed: begun 2 times")
 
 
 def test_failures_one_after_the_other_end_the_run() -> None:

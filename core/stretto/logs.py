@@ -52,7 +52,9 @@ class _Tee:
         self._file = file
         self._json = structlog.processors.JSONRenderer()
         self._console = console
-        self._text = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
+        self._text = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), pad_event_to=0, sort_keys=False
+        )
 
     def __call__(self, logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
         if self._file is not None:

@@ -182,8 +182,8 @@ class Progress(Message, frozen=True):
     """Rollout worker to kernel: the first token of these tickets is there."""
 
     worker: str
-    oldest: tuple[tuple[int, int], ...]
-    """(training ticket, version of its oldest token)."""
+    oldest: tuple[tuple[int, int, int], ...]
+    """(training ticket, attempt, version of its oldest token)."""
 
 
 class AbortTicket(Message, frozen=True):

@@ -11,6 +11,7 @@ import secrets
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -404,8 +405,16 @@ class Kernel:
         while True:
             await self._todo.wait()
             self._todo = anyio.Event()
-            for command in self._scheduler.commands():
-                await self._do(command, tasks)
+            for issuing, commands in groupby(
+                self._scheduler.commands(), lambda each: isinstance(each, Issue)
+            ):
+                if issuing:  # an evaluation issues thousands at once: they need not wait for each other
+                    async with anyio.create_task_group() as together:
+                        for command in commands:
+                            together.start_soon(self._do, command, tasks)
+                else:
+                    for command in commands:
+                        await self._do(command, tasks)
 
     async def _do(self, command: Command, tasks: TaskGroup) -> None:
         match command:
@@ -442,8 +451,8 @@ class Kernel:
         self._scheduler.ticket_started(message.purpose, message.ticket, message.attempt, message.worker)
 
     def _progress(self, message: Progress) -> None:
-        for ticket, version in message.oldest:
-            self._scheduler.first_token(ticket, version)
+        for ticket, attempt, version in message.oldest:
+            self._scheduler.first_token(ticket, attempt, version)
         self._obey()
 
     async def _follow_log(self) -> None:

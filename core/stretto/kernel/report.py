@@ -29,6 +29,12 @@ __all__ = ["Report", "Status", "View"]
 
 log = structlog.get_logger()
 
+# Of a step's metrics, what its log line shows; `metrics.jsonl` has all.
+_SHOWN = (
+    *("step", "reward", "length", "staleness", "loss", "grad_norm", "entropy"),
+    *("step_s", "train_s", "step_tokens_per_s"),
+)
+
 Status = Literal["running", "completed", "interrupted", "failed"]
 
 
@@ -132,7 +138,7 @@ class Report:
             file.write(json.dumps(self.last) + "\n")
         for tracker in self._trackers:
             self._tell(tracker, "step", self.last)
-        log.info("step", **{key: value for key, value in self.last.items() if key != "ledger"})
+        log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
         return self.last
 
     def finish(self, status: Status, reason: str) -> dict[str, Any]:

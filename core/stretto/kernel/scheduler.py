@@ -146,20 +146,25 @@ class OpenTicket(msgspec.Struct):
 
     id: int
     row: int
-    min_version: int
+    since: int
+    """Training version at its first issue."""
     drops: int = 0
     """How often its prompt was expired before."""
     attempt: int = 0
     tries: int = 0
+    """Attempts that a worker has begun."""
     worker: str = ""
     """Who works on the present attempt, once known."""
-    oldest: int | None = None
-    """Version of its oldest token, once known."""
+    bounds: dict[int, int] = {}
+    """Attempt -> version that its oldest token has at least: the training version at its issue, then
+    that of its first token. Any attempt may be the one that is finished first."""
     done: GroupDone | None = None
 
     def deadline(self, max_staleness: int) -> int:
-        """Last training version at which the group may be trained."""
-        return (self.min_version if self.oldest is None else self.oldest) + max_staleness
+        """Last training version at which the group may be trained. Never moves forward in time."""
+        if self.done is not None:
+            return _versions(self.done)[0] + max_staleness
+        return min(self.bounds.values(), default=self.since) + max_staleness
 
 
 class Snapshot(msgspec.Struct):
@@ -194,6 +199,11 @@ class _Round:
             failed=self.failed,
             versions=(min(self.oldest, default=self.version), max(self.newest, default=self.version)),
         )
+
+
+def _versions(group: GroupDone) -> tuple[int, int]:
+    """Versions of the oldest and the newest token of a group."""
+    return min(member.oldest for member in group.members), max(member.newest for member in group.members)
 
 
 class Scheduler:
@@ -324,14 +334,15 @@ class Scheduler:
     def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
         """A rollout worker has taken an attempt."""
         found = self._find(purpose, ticket)
-        if found is not None and found.attempt == attempt:
+        if found is not None and found.attempt == attempt and not found.worker:
             found.worker = worker
+            found.tries += 1
 
-    def first_token(self, ticket: int, version: int) -> None:
-        """The version of a training ticket's oldest token is known before its group is finished."""
+    def first_token(self, ticket: int, attempt: int, version: int) -> None:
+        """The version of the oldest token of an attempt is known before its group is finished."""
         found = self._open.get(ticket)
-        if found is not None and found.done is None and found.min_version <= version <= self.version:
-            found.oldest = version if found.oldest is None else min(found.oldest, version)
+        if found is not None and found.bounds.get(attempt, version) < version <= self.version:
+            found.bounds = {**found.bounds, attempt: version}
             self._proceed()
 
     def group_done(self, group: GroupDone) -> None:
@@ -339,11 +350,11 @@ class Scheduler:
         found = self._find(group.purpose, group.ticket)
         if found is None or found.done is not None or self._void(group.attempt):
             return
-        oldest = min(member.oldest for member in group.members)
-        newest = max(member.newest for member in group.members)
-        if not found.min_version <= oldest <= newest <= self.version:
+        oldest, newest = _versions(group)
+        allowed = found.bounds.get(group.attempt, found.since)
+        if not allowed <= oldest <= newest <= self.version:
             # A version is a claim. This one cannot be true, or its engine broke the ticket's terms.
-            reason = f"tokens of versions {oldest} to {newest}; allowed {found.min_version} to {self.version}"
+            reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {self.version}"
             self.group_failed(GroupFailed(group.purpose, found.id, found.attempt, group.worker, reason))
             return
         if group.attempt != found.attempt and self._state != "new":
@@ -353,7 +364,6 @@ class Scheduler:
             return
         self._failures_in_a_row = 0
         found.done = group
-        found.oldest = oldest
         lengths = tuple(member.sampled for member in group.members)
         if not self._keep(Group(tuple(member.reward for member in group.members), lengths)):
             self._retire(found, "filtered", "by the algorithm")
@@ -375,12 +385,13 @@ class Scheduler:
         self._proceed()
 
     def worker_lost(self, worker: str) -> None:
-        """A rollout worker is gone: what it had is issued again."""
+        """A rollout worker is gone: what it had is issued again, and so is what nobody has begun, since
+        it may have been on its way to that worker."""
         rounds = self._round.open if self._round else {}
         accounts: dict[Purpose, dict[int, OpenTicket]] = {"train": self._open, "eval": rounds}
         for purpose, tickets in accounts.items():
             for ticket in list(tickets.values()):
-                if ticket.worker == worker and ticket.done is None:
+                if ticket.worker in ("", worker) and ticket.done is None:
                     self._reissue(purpose, ticket, f"its worker {worker} was lost")
         self._proceed()
 
@@ -399,11 +410,11 @@ class Scheduler:
             self.staleness.update(self.version - member.oldest for member in ticket.done.members)
         self._training = None
         self.version += 1
+        self._proceed()
         every = self.settings.evaluation_every
         due = every and self.version % every == 0 and self.version < self.settings.steps
         if due and self._round is None and self.settings.evaluation_rows and self._state == "training":
-            self._begin_round()
-        self._proceed()
+            self._begin_round()  # its many tickets go out after the next batch is under way
 
     def release(self) -> None:
         """Batches may be started again."""
@@ -423,7 +434,6 @@ class Scheduler:
         for id in self._training:
             self._open_up_to(id)
             self._open[id].done = finished[id]
-            self._open[id].oldest = min(member.oldest for member in finished[id].members)
         return StartBatch(self.version, tuple(finished[id] for id in self._training))
 
     def expire_finished(self, reason: str) -> None:
@@ -487,26 +497,26 @@ class Scheduler:
         return self._order[1][place]
 
     def _reissue(self, purpose: Purpose, ticket: OpenTicket, reason: str) -> None:
-        """Issue the next attempt of a ticket. Its `min_version` stays: a former attempt may yet win."""
+        """Issue the next attempt of a ticket."""
         if ticket.tries == self.settings.max_attempts:
-            reason = f"issued {ticket.tries} times; at last {reason}"
+            reason = f"begun {ticket.tries} times; at last {reason}"
             self._evaluated(ticket, None) if purpose == "eval" else self._fail(ticket, reason)
             return
-        if ticket.worker:
+        if ticket.attempt > self._attempts_from:
             self._commands.append(Withdraw(purpose, ticket.id, ticket.attempt))
         ticket.attempt = max(ticket.attempt, self._attempts_from) + 1
-        ticket.tries += 1
+        ticket.bounds = {**ticket.bounds, ticket.attempt: self.version}
         ticket.worker = ""
         samples = self.settings.group_size if purpose == "train" else self.settings.evaluation_samples
         self._commands.append(
-            Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, ticket.min_version, samples))
+            Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, self.version, samples))
         )
 
     def _reissue_all(self) -> None:
         """After a restart nobody works on the tickets that were in flight: they begin anew."""
         for ticket in list(self._open.values()):
             if ticket.done is None:
-                ticket.min_version, ticket.oldest = self.version, None
+                ticket.bounds = {}
                 self._reissue("train", ticket, "")
 
     def _void(self, attempt: int) -> bool:

@@ -28,7 +28,7 @@ from stretto.bus.messages import (
     SwapDone,
 )
 from stretto.engine import Chunk, InferenceEngine, SwapReport
-from stretto.roles.worker import Setting
+from stretto.roles.setting import Setting
 from stretto.weights import Subscriber
 
 __all__ = ["InferenceWork"]

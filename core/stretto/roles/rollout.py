@@ -47,7 +47,7 @@ from stretto.engine import Finish, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, NoAnswer, RewardError, leaves
 from stretto.launcher import Role
 from stretto.logs import bound
-from stretto.roles.worker import Setting
+from stretto.roles.setting import Setting
 from stretto.tokenizer import Tokenizer, load_tokenizer
 from stretto.workflow import Answer, Prompt, Trajectory, Workflow
 from stretto.workflow import Score as SampleScore
@@ -74,7 +74,7 @@ class RolloutWork:
         self._verifiers = _Pool(setting, "verifier")
         self._generations = _Generations(setting, self._engines)
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Taken[Ticket]]] = {}
-        self._progress: dict[int, int] = {}
+        self._progress: dict[tuple[int, int], int] = {}
         self._news = anyio.Event()
 
     async def run(self, ready: Callable[[], None]) -> None:
@@ -214,7 +214,7 @@ class RolloutWork:
     def first_token(self, ticket: Ticket, version: int) -> None:
         """A ticket's oldest token is known; the kernel may be able to use it."""
         if ticket.purpose == "train":
-            self._progress[ticket.id] = version
+            self._progress[ticket.id, ticket.attempt] = version
             self._news.set()
 
     async def _tell_progress(self) -> None:
@@ -223,8 +223,8 @@ class RolloutWork:
             await anyio.sleep(0.05)
             self._news = anyio.Event()
             progress, self._progress = self._progress, {}
-            message = Progress(self._setting.worker, tuple(progress.items()))
-            await self._bus.publish(self._setting.names.progress, message)
+            oldest = tuple((ticket, attempt, version) for (ticket, attempt), version in progress.items())
+            await self._bus.publish(self._setting.names.progress, Progress(self._setting.worker, oldest))
 
     # ------------------------------------------------------------------- what sessions are made of
 

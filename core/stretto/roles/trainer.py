@@ -32,7 +32,7 @@ from stretto.bus.messages import (
 )
 from stretto.engine import TrainingEngine
 from stretto.errors import Refused
-from stretto.roles.worker import ComputeThread, Setting
+from stretto.roles.setting import ComputeThread, Setting
 from stretto.weights import Publisher, WeightsNote
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from stretto.bus.messages import Heartbeat, Score, Scored
 from stretto.errors import RewardError
 from stretto.roles.scoring import HEAD, Answer, Task
-from stretto.roles.worker import Setting
+from stretto.roles.setting import Setting
 
 __all__ = ["VerifierWork"]
 

@@ -6,7 +6,6 @@ it has heard nothing from the kernel for the grace time. What it does in between
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import signal
@@ -14,106 +13,36 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 import anyio
-import msgspec
 import structlog
 
-from stretto.bus.client import Bus, connect
+from stretto.bus.client import connect
 from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Welcome
 from stretto.bus.server import Bootstrap
-from stretto.component import Context
-from stretto.config import Composed, compose_mapping
-from stretto.errors import Refused, StrettoError, leaves
+from stretto.errors import StrettoError, leaves
 from stretto.launcher import Role, thread_variables
 from stretto.logs import log_to
-from stretto.plan import context_of, resources_of
+from stretto.plan import resources_of
+from stretto.roles.inference import InferenceWork
+from stretto.roles.rollout import RolloutWork
+from stretto.roles.setting import RoleWork, Setting
+from stretto.roles.trainer import TrainerWork
+from stretto.roles.verifier import VerifierWork
 
-__all__ = ["ComputeThread", "RoleWork", "Setting", "main"]
+__all__ = ["main"]
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
+_WORK: dict[Role, Callable[[Setting], RoleWork]] = {
+    "trainer": TrainerWork,
+    "inference": InferenceWork,
+    "rollout": RolloutWork,
+    "verifier": VerifierWork,
+}
 BEAT_S = 1.0
 _LEAVE_S = 4.0
-
-
-class Setting:
-    """What a role's code is given: the bus, the run, and the kernel's latest word."""
-
-    def __init__(
-        self, bus: Bus, names: Subjects, worker: str, role: Role, nonce: str, welcome: Welcome
-    ) -> None:
-        self.bus = bus
-        self.names = names
-        self.worker = worker
-        self.role: Role = role
-        self.nonce = nonce
-        self.composed: Composed = compose_mapping(msgspec.msgpack.decode(welcome.config))
-        self.context: Context = context_of(
-            self.composed.config, run=welcome.run, folder=welcome.folder, worker=worker
-        )
-        self.fence = welcome.fence
-        self.grace_s = welcome.grace_s
-        self.fingerprints = welcome.fingerprints
-        self.beacon: Beacon | None = None
-        self.heard = time.monotonic()
-        self.leave = anyio.Event()
-        self.reason = ""
-        self._listeners: list[Callable[[Beacon], None]] = []
-
-    def make(self, path: str) -> Any:
-        """The component that a section of the run chose."""
-        return self.composed.make(path, self.context)
-
-    def subject(self, verb: str) -> str:
-        """Where this worker is asked to do `verb`."""
-        return self.names.worker(self.role, self.worker, verb)
-
-    def on_beacon(self, listener: Callable[[Beacon], None]) -> None:
-        """Be told of every beacon."""
-        self._listeners.append(listener)
-
-    def obey(self, fence: int) -> None:
-        """Accept a command, or not.
-
-        Raises:
-            Refused: if a newer kernel than the sender owns the run.
-        """
-        if fence < self.fence:
-            raise Refused(self.worker, f"a kernel with fence {self.fence} owns the run, not {fence}")
-        self.fence = fence
-
-    def hear(self, beacon: Beacon) -> None:
-        """Take in a beacon; one of a kernel that has been replaced does not count."""
-        if beacon.fence < self.fence:
-            return
-        self.fence, self.beacon, self.heard = beacon.fence, beacon, time.monotonic()
-        if beacon.state == "over":
-            self.go("the run is over")
-        for listener in self._listeners:
-            listener(beacon)
-
-    def go(self, reason: str) -> None:
-        """Begin to leave."""
-        self.reason = self.reason or reason
-        self.leave.set()
-
-
-class RoleWork(Protocol):
-    """The work of a role, made once the worker has joined."""
-
-    async def run(self, ready: Callable[[], None]) -> None:
-        """Do it until cancelled. `ready` is called when others may count on the worker."""
-        ...
-
-    def beat(self, beat: Heartbeat) -> Heartbeat:
-        """The heartbeat with the role's own figures."""
-        ...
 
 
 def main(bootstrap_file: Path, worker: str) -> int:
@@ -147,7 +76,7 @@ async def _work(bootstrap: Bootstrap, worker: str) -> None:
         # Before any library reads them: a worker started by hand has its threads too.
         os.environ |= thread_variables(resources_of(setting.composed.config, role))
         await bus.subscribe(names.beacon, Beacon, setting.hear)
-        work = _role_work(role)(setting)
+        work = _WORK[role](setting)
         ready = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_obey_signals, setting)
@@ -167,27 +96,6 @@ def _leave_for_certain() -> None:
     watchdog = threading.Timer(_LEAVE_S, os._exit, (0,))
     watchdog.daemon = True
     watchdog.start()
-
-
-def _role_work(role: Role) -> Callable[[Setting], RoleWork]:
-    """The class of a role; only its own module is imported."""
-    match role:
-        case "trainer":
-            from stretto.roles.trainer import TrainerWork
-
-            return TrainerWork
-        case "inference":
-            from stretto.roles.inference import InferenceWork
-
-            return InferenceWork
-        case "rollout":
-            from stretto.roles.rollout import RolloutWork
-
-            return RolloutWork
-        case "verifier":
-            from stretto.roles.verifier import VerifierWork
-
-            return VerifierWork
 
 
 async def _obey_signals(setting: Setting) -> None:
@@ -212,25 +120,3 @@ async def _beat(setting: Setting, work: RoleWork, ready: anyio.Event) -> None:
         await setting.bus.publish(setting.names.heartbeat, work.beat(plain))
         with anyio.move_on_after(BEAT_S):
             await (anyio.sleep(BEAT_S) if ready.is_set() else ready.wait())
-
-
-class ComputeThread:
-    """One thread for all of an engine's compute: the event loop stays free, and the thread's own pool of
-    compute threads is made once."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "compute")
-        self.busy_s = 0.0
-        """Seconds spent in `run` so far."""
-
-    async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Run a function in the thread, after those before it."""
-        timed = partial(self._timed, partial(function, *arguments, **named))
-        return await asyncio.wrap_future(self._executor.submit(timed))
-
-    def _timed(self, function: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        try:
-            return function()
-        finally:
-            self.busy_s += time.perf_counter() - began

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,26 +26,38 @@ class JsonLinesConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class JsonLines:
-    """Rows of a file, read one at a time; only the places of the lines are held in memory."""
+    """Rows of a file, read one at a time; only the places of the lines are held in memory.
+
+    The file is read rather than mapped: one that is changed in mid-run gives errors, not a killed process.
+    """
 
     def __init__(self, config: JsonLinesConfig, context: Context) -> None:
         del context
         self._path = Path(config.path)
         self._prompt_column = config.prompt_column
-        if self._path.stat().st_size == 0:
-            self._bytes: bytes | mmap.mmap = b""  # an empty file cannot be mapped
-        else:
-            with self._path.open("rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._lines = list(_lines(self._bytes))
+        self._file = self._path.open("rb")
+        whole = hashlib.sha256()
+        self._lines: list[tuple[int, int, int]] = []
+        """(line number from 1, start, length) of every line that is not blank."""
+        start = 0
+        for number, line in enumerate(self._file, 1):
+            whole.update(line)
+            if line.strip():
+                self._lines.append((number, start, len(line)))
+            start += len(line)
+        self.fingerprint = whole.hexdigest()
+        """SHA-256 of the file as it was opened."""
+
+    def __del__(self) -> None:
+        self._file.close()
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> Row:
-        number, start, end = self._lines[index]
+        number, start, length = self._lines[index]
         try:
-            row = msgspec.json.decode(self._bytes[start:end], type=Row)
+            row = msgspec.json.decode(os.pread(self._file.fileno(), length, start), type=Row)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{self._path}:{number}: not a JSON object: {error}") from error
         if self._prompt_column not in row:
@@ -55,22 +67,6 @@ class JsonLines:
             )
         row["prompt"] = row.pop(self._prompt_column)
         return row
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the file."""
-        return hashlib.sha256(self._bytes).hexdigest()
-
-
-def _lines(text: bytes | mmap.mmap) -> Iterator[tuple[int, int, int]]:
-    """(line number from 1, start, end) of every line that is not blank."""
-    start, number = 0, 1
-    while start < len(text):
-        end = text.find(b"\n", start)
-        end = len(text) if end < 0 else end
-        if text[start:end].strip():
-            yield number, start, end
-        start, number = end + 1, number + 1
 
 
 @hookimpl

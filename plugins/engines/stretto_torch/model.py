@@ -14,6 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
 from stretto_torch.decoder import Decoder
@@ -52,6 +53,7 @@ def load_model(folder: str, config: TorchInferenceConfig) -> Model:
         EngineError: if it cannot be loaded or served.
     """
     device, dtype = _device(config), getattr(torch, config.dtype)
+    transformers_logging.disable_progress_bar()  # logs are files
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError) as error:
