@@ -41,6 +41,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bus.py
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/quickstart.py
 
 clean:
 	rm -rf $(VENV)

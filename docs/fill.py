@@ -1,11 +1,13 @@
-"""Fill the generated parts of docs/run-file.md from the config structs: `python docs/fill.py`.
+"""Write what follows from the config structs: `python docs/fill.py`.
 
-A part stands between `<!-- fields: NAME -->` and `<!-- end -->`, where NAME is a struct of
-`stretto.config` or `kind name` of a component. A test holds that filling changes nothing.
+That is the tables of docs/run-file.md, each between `<!-- fields: NAME -->` and `<!-- end -->`, where NAME is
+a struct of `stretto.config` or `kind name` of a component; and examples/schema.json, by which an editor
+checks the example files. A test holds that filling changes nothing.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,15 +15,21 @@ import msgspec
 
 from stretto import config, engine
 from stretto.plugins import KINDS, Plugins
-from stretto.schema import fields_of
+from stretto.schema import fields_of, json_schema
 
 PAGE = Path(__file__).with_name("run-file.md")
+SCHEMA = Path(__file__).parent.parent / "examples" / "schema.json"
 PART = re.compile(r"(<!-- fields: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
     """The page with every generated part as it should be."""
     return PART.sub(lambda match: match[1] + table(struct_of(match[2])) + match[3], page)
+
+
+def schema() -> str:
+    """The JSON schema of run files with the components that are installed here."""
+    return json.dumps(json_schema(Plugins()), indent=2) + "\n"
 
 
 def struct_of(name: str) -> type[msgspec.Struct]:
@@ -44,3 +52,4 @@ def table(struct: type[msgspec.Struct]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text()))
+    SCHEMA.write_text(schema())

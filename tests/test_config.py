@@ -300,5 +300,6 @@ def test_the_run_file_page_has_the_fields_as_they_are() -> None:
     spec.loader.exec_module(fill)
     page = (docs / "run-file.md").read_text()
     assert fill.filled(page) == page, "run `python docs/fill.py`"
+    assert fill.schema() == fill.SCHEMA.read_text(), "run `python docs/fill.py`"
     for kind, name in ((line.kind, line.name) for line in Plugins().listing()):
         assert f"<!-- fields: {kind} {name} -->" in page

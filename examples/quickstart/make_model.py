@@ -1,16 +1,16 @@
 """python make_model.py [--out DIR] [--slip P] [--seed N]: remake the quickstart's rows and its model.
 
-The task is running sums: `3+5+9=` is answered by `8 17`, each partial sum from the second term on, then the end
-token. Two to ten terms of one digit, long sums ever rarer, so answers take 2 to 27 tokens, 13 on average.
+The task is running sums: `3+5+9=` is answered by `8 17`, each partial sum from the second term on, then the
+end token. Two to ten terms of one digit, long sums ever rarer, so answers take 2 to 27 tokens, 13 on average.
 
-The model is a Qwen2 of 0.2 M parameters, one token a character. Its teacher is right about the rule but careless:
-at each step it forgets, with probability `slip`, to add the term, writes the sum it had before, and goes on
-from there. So the model knows every sum (its most likely answer is nearly always right), but samples a slip as
-often as its teacher made one: about half its answers are right at temperature 1. Reinforcement learning can repair
-exactly this: nothing is to be discovered, one habit is to be unlearned.
+The model is a Qwen2 of 0.2 M parameters, one token a character. Its teacher is right about the rule but
+careless: at each step it forgets, with probability `slip`, to add the term, writes the sum it had before, and
+goes on from there. So the model knows every sum (its most likely answer is nearly always right), but samples
+a slip as often as its teacher made one: about half its answers are right at temperature 1. Reinforcement
+learning can repair exactly this: nothing is to be discovered, one habit is to be unlearned.
 
-Held-out rows are in neither train.jsonl nor the demonstrations. One thread and a fixed seed: the same versions of
-torch and transformers on the same kind of machine write the same bytes. Takes about two minutes; torch >= 2.9.
+Held-out rows are in neither train.jsonl nor the demonstrations. One thread and a fixed seed: the same
+versions of torch and transformers write the same bytes on the same kind of machine. Takes a few minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import random
 import string
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,8 @@ NUM_TRAIN, NUM_HELDOUT = 6144, 1024
 MAX_ANSWER_TOKENS = 32
 MAX_POSITIONS = 512
 
-SPECIAL = ["<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+PAD, UNKNOWN, TURN, END = SPECIAL = ["<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+PAD_ID, END_ID = SPECIAL.index(PAD), SPECIAL.index(END)
 BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a", "\t": "\u0109"}  # how byte-level BPE writes these bytes
 # Turns one after the other, so that a chat of one user turn is the bare prompt the model was trained on.
 CHAT_TEMPLATE = (
@@ -88,10 +90,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        pad_token="<pad>",
-        unk_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=[TURN],
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )
@@ -111,15 +113,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         initializer_range=0.04,  # learns this sooner than from the usual 0.02
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
     )
     model = Qwen2ForCausalLM(config).float()
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
     )
     return model
 
@@ -152,10 +154,10 @@ def pretrain(
         while len(pairs) < batch_size:
             terms = draw_terms(rng)
             if (prompt := prompt_of(terms)) not in heldout:
-                answer = answer_of(terms, rng, slip) + tokenizer.eos_token
+                answer = answer_of(terms, rng, slip) + END
                 pairs.append((tokenizer.encode(prompt), tokenizer.encode(answer)))
         width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-        ids = torch.full((batch_size, width), tokenizer.pad_token_id)  # (B, T), padded on the right
+        ids = torch.full((batch_size, width), PAD_ID)  # (B, T), padded on the right
         labels = torch.full((batch_size, width), -100)
         for row, (prompt, answer) in enumerate(pairs):
             ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
@@ -180,24 +182,24 @@ def accuracy(
     *,
     sample: bool = True,
 ) -> float:
-    """The share of rows answered exactly, sampled at temperature 1 from torch's global generator, or greedily."""
+    """The share of rows answered exactly: sampled at temperature 1, or greedily."""
+    choice = {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}  # top_k is 50 unless said
     right = 0
     for start in range(0, len(rows), 256):
         chunk = rows[start : start + 256]
         prompts = tokenizer(
             [row["prompt"] for row in chunk], padding=True, padding_side="left", return_tensors="pt"
         )
-        output = model.generate(
-            input_ids=prompts["input_ids"],
+        ids = prompts["input_ids"]
+        output: torch.Tensor = cast("Any", model).generate(  # its stub refuses the model
+            input_ids=ids,
             attention_mask=prompts["attention_mask"],
             max_new_tokens=MAX_ANSWER_TOKENS,
-            **(
-                {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}
-            ),  # top_k is 50 unless said
+            **choice,
         )
-        for row, ids in zip(chunk, output[:, prompts["input_ids"].shape[1] :].tolist(), strict=True):
-            answer = tokenizer.decode(ids).removesuffix("<pad>" * ids.count(tokenizer.pad_token_id))
-            right += answer == row["answer"] + tokenizer.eos_token
+        for row, tokens in zip(chunk, output[:, ids.shape[1] :].tolist(), strict=True):
+            end = tokens.index(END_ID) if END_ID in tokens else None
+            right += end is not None and tokenizer.decode(tokens[:end]) == row["answer"]
     return right / len(rows)
 
 
