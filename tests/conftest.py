@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,10 @@ from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
 
 RUN = "test-run"
+
+# Two compute threads for each of two processes on two cores would wait for each other; torch reads this when
+# it is imported, which is later.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture

@@ -35,7 +35,9 @@ def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
     shapes = dataclasses.replace(shapes, fixed=True)
     if _same_bits(decoder, shapes):
         return shapes
-    raise EngineError("inference.deterministic: on this machine a row's bits depend on the other rows")
+    threads = torch.get_num_threads()
+    hint = f" with inference.threads={threads}; try 1" if threads > 1 else ""
+    raise EngineError(f"inference.deterministic: here a row's bits depend on the other rows{hint}")
 
 
 def _same_bits(decoder: Decoder, shapes: Shapes) -> bool:
