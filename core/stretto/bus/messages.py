@@ -179,7 +179,7 @@ class TicketStarted(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Rollout worker to kernel: the first token of these tickets is there."""
+    """Rollout worker to kernel: every sample of these tickets has begun, so their oldest tokens are known."""
 
     worker: str
     oldest: tuple[tuple[int, int, int], ...]

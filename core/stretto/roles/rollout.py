@@ -7,11 +7,7 @@ A ticket ends here in one of three ways: its trajectories and then one `GroupDon
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import anyio
 import msgspec
@@ -23,12 +19,7 @@ from numpy.typing import NDArray
 from stretto.array import Array
 from stretto.bus.client import Taken
 from stretto.bus.messages import (
-    Abort,
     AbortTicket,
-    Beacon,
-    ChunkBatch,
-    Confirm,
-    Generate,
     GroupDone,
     GroupFailed,
     Heartbeat,
@@ -43,10 +34,11 @@ from stretto.bus.messages import (
     WireTrajectory,
 )
 from stretto.dataset import Dataset
-from stretto.engine import Finish, GenerateRequest, Sampling
-from stretto.errors import ConfigError, EngineError, NoAnswer, RewardError, leaves
-from stretto.launcher import Role
+from stretto.engine import GenerateRequest, Sampling
+from stretto.errors import ConfigError, EngineError, RewardError, leaves
 from stretto.logs import bound
+from stretto.roles.generations import Floor, Generations
+from stretto.roles.pool import Pool
 from stretto.roles.setting import Setting
 from stretto.tokenizer import Tokenizer, load_tokenizer
 from stretto.workflow import Answer, Prompt, Trajectory, Workflow
@@ -57,8 +49,6 @@ __all__ = ["RolloutWork", "sample_seed"]
 log = structlog.get_logger()
 
 _BUNDLE_BYTES = 512 * 1024
-_SILENCE_S = 10.0
-"""After so long without a chunk of a request, its engine is asked again."""
 _KEEP_ALIVE_S = 10.0
 
 
@@ -70,9 +60,9 @@ class RolloutWork:
         self._setting = setting
         self._bus = setting.bus
         self._slots = _Slots(config.rollout.concurrency)
-        self._engines = _Pool(setting, "inference")
-        self._verifiers = _Pool(setting, "verifier")
-        self._generations = _Generations(setting, self._engines)
+        self._engines = Pool(setting, "inference")
+        self._verifiers = Pool(setting, "verifier")
+        self._generations = Generations(setting, self._engines)
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Taken[Ticket]]] = {}
         self._progress: dict[tuple[int, int], int] = {}
         self._news = anyio.Event()
@@ -211,7 +201,7 @@ class RolloutWork:
 
     # -------------------------------------------------------------------------------- progress
 
-    def first_token(self, ticket: Ticket, version: int) -> None:
+    def oldest_known(self, ticket: Ticket, version: int) -> None:
         """A ticket's oldest token is known; the kernel may be able to use it."""
         if ticket.purpose == "train":
             self._progress[ticket.id, ticket.attempt] = version
@@ -229,7 +219,13 @@ class RolloutWork:
     # ------------------------------------------------------------------- what sessions are made of
 
     async def generate(
-        self, ticket: Ticket, turn: int, prompt_ids: NDArray[np.int32], n: int, sampling: Sampling | None
+        self,
+        ticket: Ticket,
+        floor: Floor,
+        turn: int,
+        prompt_ids: NDArray[np.int32],
+        n: int,
+        sampling: Sampling | None,
     ) -> list[Answer]:
         """n answers to a prompt, from whichever engines are there."""
         config = self._setting.composed.config
@@ -243,11 +239,11 @@ class RolloutWork:
             prompt_ids=Array.of(prompt_ids, np.int32),
             seeds=tuple(sample_seed(of_ticket, turn, sample) for sample in range(n)),
             sampling=sampling or plain,
-            min_version=ticket.min_version,
+            min_version=floor.version,
             priority=0 if ticket.purpose == "train" else 1,
             deadline_s=config.workflow.timeout_s,
         )
-        samples = await self._generations.run(request, lambda version: self.first_token(ticket, version))
+        samples = await self._generations.run(request, floor)
         return [
             Answer(
                 tokens=sample.tokens(),
@@ -288,6 +284,7 @@ class _Session:
     def __init__(self, work: RolloutWork, ticket: Ticket) -> None:
         self._work = work
         self._ticket = ticket
+        self._floor = Floor(ticket.min_version, lambda version: work.oldest_known(ticket, version))
         self._turn = 0
 
     @property
@@ -302,203 +299,10 @@ class _Session:
         self, prompt_ids: NDArray[np.int32], *, n: int = 1, sampling: Sampling | None = None
     ) -> list[Answer]:
         self._turn += 1
-        return await self._work.generate(self._ticket, self._turn, prompt_ids, n, sampling)
+        return await self._work.generate(self._ticket, self._floor, self._turn, prompt_ids, n, sampling)
 
     async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[SampleScore]:
         return await self._work.score(prompt, answers)
-
-
-# ------------------------------------------------------------------------------------ generations
-
-
-@dataclass
-class _Sample:
-    """What has arrived of one sample."""
-
-    parts: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]
-    length: int = 0
-    finish: Finish = ""
-    error: str = ""
-    engine: str = ""
-
-    def tokens(self) -> NDArray[np.int32]:
-        return _joined([part[0] for part in self.parts], np.int32)
-
-    def logprobs(self) -> NDArray[np.float32]:
-        return _joined([part[1] for part in self.parts], np.float32)
-
-    def versions(self) -> NDArray[np.int32]:
-        return _joined([part[2] for part in self.parts], np.int32)
-
-
-class _Generation:
-    """One request under way, on one engine after another if they die."""
-
-    def __init__(self, request: GenerateRequest, on_first: Callable[[int], None]) -> None:
-        self.request = request
-        self.samples = [_Sample([]) for _ in request.seeds]
-        self.news = anyio.Event()
-        self._on_first: Callable[[int], None] | None = on_first
-
-    @property
-    def finished(self) -> bool:
-        return all(sample.finish for sample in self.samples)
-
-    def add(
-        self,
-        engine: str,
-        sample: _Sample,
-        position: int,
-        columns: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
-        finish: Finish,
-        error: str,
-    ) -> bool:
-        """Take a chunk; False if something before it is missing."""
-        if sample.finish:
-            return True
-        if position > sample.length:
-            return False
-        known = sample.length - position
-        if known < len(columns[0]):
-            tokens, logprobs, versions = (column[known:] for column in columns)
-            sample.parts.append((tokens, logprobs, versions))
-            sample.length += len(tokens)
-            if self._on_first is not None:
-                self._on_first(int(versions[0]))
-                self._on_first = None
-        sample.finish, sample.error, sample.engine = finish, error, engine
-        self.news.set()
-        return True
-
-
-class _Generations:
-    """The requests of this worker, and the subject on which their chunks arrive."""
-
-    def __init__(self, setting: Setting, engines: _Pool) -> None:
-        self._setting = setting
-        self._bus = setting.bus
-        self._engines = engines
-        self._reply = f"{setting.bus.inbox}.chunks.in"
-        self._under_way: dict[str, _Generation] = {}
-
-    async def open(self) -> None:
-        await self._bus.subscribe(self._reply, ChunkBatch, self._take)
-
-    async def run(self, request: GenerateRequest, on_first: Callable[[int], None]) -> list[_Sample]:
-        """Every sample of a request, finished.
-
-        Raises:
-            EngineError: if an engine refused it.
-        """
-        generation = self._under_way[request.id] = _Generation(request, on_first)
-        try:
-            while not generation.finished:
-                async with self._engines.member() as engine:
-                    await self._on(engine, generation)
-        finally:
-            del self._under_way[request.id]
-        for sample in generation.samples:
-            if sample.finish == "error":
-                raise EngineError(f"{sample.engine}: {sample.error}")
-            if sample.finish == "abort":
-                raise EngineError(f"{sample.engine} ended the request unasked")
-        return generation.samples
-
-    async def _on(self, engine: str, generation: _Generation) -> None:
-        """Let one engine finish what is left. Cancelled when the engine is lost."""
-        names, request = self._setting.names, generation.request
-        try:
-            await self._ask(engine, generation)
-            while not generation.finished:
-                generation.news = anyio.Event()
-                with anyio.move_on_after(_SILENCE_S):
-                    await generation.news.wait()
-                    continue
-                await self._ask(engine, generation)  # the question or the answer was lost
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True), anyio.move_on_after(1):
-                await self._bus.publish(names.worker("inference", engine, "abort"), Abort(request.id))
-            raise
-        await self._bus.publish(names.worker("inference", engine, "confirm"), Confirm((request.id,)))
-
-    async def _ask(self, engine: str, generation: _Generation) -> None:
-        if self._setting.composed.config.inference.deterministic:
-            request = generation.request
-        else:
-            begun = tuple(Array.of(sample.tokens()) for sample in generation.samples)
-            request = msgspec.structs.replace(generation.request, begun=begun)
-        have = tuple(-1 if sample.finish else sample.length for sample in generation.samples)
-        request = msgspec.structs.replace(request, have=have)
-        subject = self._setting.names.worker("inference", engine, "generate")
-        await self._bus.publish(subject, Generate(request, self._reply))
-
-    async def _take(self, batch: ChunkBatch) -> None:
-        """Hand the chunks of a message to the requests they belong to."""
-        tokens, logprobs, versions = batch.tokens.numpy(), batch.logprobs.numpy(), batch.versions.numpy()
-        at = 0
-        behind: set[str] = set()
-        for head in batch.heads:
-            span = slice(at, at + head.count)
-            at += head.count
-            generation = self._under_way.get(head.request)
-            if generation is None or head.sample >= len(generation.samples):
-                continue
-            columns = (tokens[span], logprobs[span], versions[span])
-            sample = generation.samples[head.sample]
-            if not generation.add(batch.worker, sample, head.position, columns, head.finish, head.error):
-                behind.add(head.request)
-        for request in behind:
-            await self._ask(batch.worker, self._under_way[request])
-
-
-# ----------------------------------------------------------------------------------------- pools
-
-
-class _Pool:
-    """The workers of a role that can be called now, by the kernel's latest beacon."""
-
-    def __init__(self, setting: Setting, role: Role) -> None:
-        self._role = role
-        self._calls: dict[str, int] = {}
-        self._scopes: dict[str, set[anyio.CancelScope]] = {}
-        self._changed = anyio.Event()
-        setting.on_beacon(self._hear)
-        if setting.beacon is not None:
-            self._hear(setting.beacon)
-
-    def _hear(self, beacon: Beacon) -> None:
-        members = {peer.worker for peer in beacon.peers if peer.role == self._role}
-        for worker in self._calls.keys() - members:
-            del self._calls[worker]
-            for scope in self._scopes.pop(worker, set()):
-                scope.cancel()
-        for worker in members - self._calls.keys():
-            self._calls[worker] = 0
-            self._scopes[worker] = set()
-            self._changed.set()
-            self._changed = anyio.Event()
-
-    @asynccontextmanager
-    async def member(self) -> AsyncGenerator[str]:
-        """The least busy worker, waited for if there is none. If it is lost, the block is left silently:
-        call it in a loop."""
-        while not self._calls:
-            await self._changed.wait()
-        fewest = min(self._calls.values())
-        worker = random.choice([name for name, calls in self._calls.items() if calls == fewest])
-        scopes = self._scopes[worker]
-        with anyio.CancelScope() as scope:
-            scopes.add(scope)
-            self._calls[worker] += 1
-            try:
-                yield worker
-            except NoAnswer:
-                log.warning("no answer", peer=worker)
-                raise
-            finally:
-                scopes.discard(scope)
-                if worker in self._calls:
-                    self._calls[worker] -= 1
 
 
 class _Slots:
@@ -527,10 +331,6 @@ class _Slots:
 
 
 # --------------------------------------------------------------------------------------- helpers
-
-
-def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
 def sample_seed(of_ticket: str, turn: int, sample: int) -> int:
