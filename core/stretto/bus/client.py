@@ -58,6 +58,9 @@ _KEEP_ANSWERS = 1024
 _MAX_UNFINISHED = 64
 _LOGGED_REFUSALS = 100
 
+_RECONNECT_S = 0.2
+"""Between attempts to reconnect. Not 0: the client would rarely be at a place where closing can stop it."""
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -95,7 +98,7 @@ async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncG
     """
     client = Client()
     bus = Bus(client, inbox)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # typed as int there
     if bootstrap.credentials_file:
         options["user_credentials"] = bootstrap.credentials_file
     elif bootstrap.user:
@@ -108,7 +111,6 @@ async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncG
                 inbox_prefix=inbox.encode(),
                 allow_reconnect=True,
                 max_reconnect_attempts=-1,
-                reconnect_time_wait=0,
                 connect_timeout=5,
                 skip_subject_validation=True,  # subjects are made in one place, from checked names
                 error_cb=bus.on_error,
@@ -143,6 +145,7 @@ class Bus:
         self._requests = 0
         self._parts = _Parts()
         self._tasks: TaskGroup | None = None
+        self._complaint = ""
         self._up = asyncio.Event()
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
         """Of the streams being followed; None tells that the connection was lost and is back."""
@@ -421,7 +424,10 @@ class Bus:
 
     async def on_error(self, error: Exception) -> None:
         """Called by the client: what the server or the connection complains of."""
-        log.warning("bus", error=f"{type(error).__name__}: {error}")
+        complaint = f"{type(error).__name__}: {error}"
+        if complaint != self._complaint:  # every attempt to reconnect has the same one
+            self._complaint = complaint
+            log.warning("bus", error=complaint)
 
     async def on_disconnected(self) -> None:
         """Called by the client, also at the end."""
@@ -432,6 +438,7 @@ class Bus:
     async def on_reconnected(self) -> None:
         """Called by the client."""
         self._up.set()
+        self._complaint = ""
         log.info("bus reconnected")
         for queue in self._pulling:
             queue.put_nowait(None)
