@@ -165,6 +165,11 @@ class Run:
     def until_step(self, step: int) -> None:
         self.until(lambda: len(self.metrics()) >= step)
 
+    def until_a_call(self) -> None:
+        """Into the first train step."""
+        log = self.folder / "logs" / "trainer-0.jsonl"
+        self.until(lambda: log.exists() and '"event": "call"' in log.read_text())
+
     def end(self, deadline_s: float = 90) -> int:
         """Its exit status, once it has ended by itself."""
         deadline = time.monotonic() + deadline_s

@@ -136,9 +136,7 @@ def test_a_killed_kernel_leaves_no_process(start: Start) -> None:
 
 def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(start: Start) -> None:
     run = start("training.seconds_per_step=60", "queue.max_staleness=0")
-    run.until(lambda: "first ticket" in run.text() or run.worker("trainer-0"))
-    run.until(lambda: "worker ready" in run.text() and run.text().count("worker ready") == 4)
-    time.sleep(2)  # into the step
+    run.until_a_call()
     run.process.kill()
     run.assert_nothing_is_left(within_s=3 + 8)
 
@@ -168,8 +166,7 @@ def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Star
 
 def test_a_second_interrupt_ends_at_once(start: Start) -> None:
     run = start("training.seconds_per_step=30", "queue.max_staleness=0")
-    run.until(lambda: run.text().count("worker ready") == 4)
-    time.sleep(2)
+    run.until_a_call()
     run.process.send_signal(signal.SIGINT)
     run.until(lambda: "interrupted" in run.text())
     run.process.send_signal(signal.SIGINT)

@@ -109,6 +109,7 @@ class TrainerWork:
         call = self._calls[message.name]
         if self._batch is None:
             self._batch = await self._assemble(message.rows)
+        log.info("call", call=call.name, version=message.version)
         began = time.perf_counter()
         statistics, self._batch = await self._thread.run(self._run_call, call, self._batch)
         seconds = time.perf_counter() - began
