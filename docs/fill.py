@@ -45,6 +45,8 @@ def table(struct: type[msgspec.Struct]) -> str:
     """The fields of a struct as a Markdown table."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in fields_of(struct):
+        if struct is config.RunConfig and "." in field.name:
+            continue  # each section has a part of its own
         cells = (f"`{field.name}`", field.type, f"`{field.default}`", field.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -128,14 +128,14 @@ def _make_tiny_model(architecture: str, folder: Path) -> None:
 class Run:
     """One `stretto` process and what it has started."""
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
+    def __init__(self, folder: Path, arguments: list[str], *, piped: bool = False) -> None:
         self.folder = folder
         self.output = folder.with_suffix(".txt")
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "stretto", *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=subprocess.PIPE if piped else output,
                 stderr=subprocess.STDOUT,
             )
         self.seen: dict[int, psutil.Process] = {}
@@ -259,10 +259,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         )
     )
 
-    def start_run(*overrides: str, resume: Run | None = None, out: str = "out") -> Run:
+    def start_run(*overrides: str, resume: Run | None = None, out: str = "out", piped: bool = False) -> Run:
         folder = resume.folder if resume else tmp_path / out
         named = ["run", str(tmp_path / "run.yaml"), f"out={folder}", *overrides]
-        runs.append(Run(folder, ["resume", str(folder)] if resume else named))
+        runs.append(Run(folder, ["resume", str(folder)] if resume else named, piped=piped))
         return runs[-1]
 
     yield start_run

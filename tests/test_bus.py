@@ -101,25 +101,31 @@ def test_every_message_has_a_versioned_tag_of_its_own() -> None:
 
 
 async def test_published_messages_arrive_in_order(open_bus: OpenBus, names: Subjects) -> None:
+    heartbeat = names.kernel("rollout", "heartbeat")
     got: list[Heartbeat] = []
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
-        await kernel.subscribe(names.heartbeat, Heartbeat, got.append)
+        await kernel.subscribe(heartbeat, Heartbeat, got.append)
         for tickets in range(500):
-            await rollout.publish(names.heartbeat, Heartbeat("w", "n", True, tickets=tickets))
+            await rollout.publish(heartbeat, Heartbeat("w", "n", True, tickets=tickets))
         await until(lambda: len(got) == 500)
     assert [beat.tickets for beat in got] == list(range(500))
 
 
 async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("trainer", "join")
     async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
 
         async def welcome(message: Join) -> Welcome:
             return Welcome(message.place.encode() * 2, "r", "", 1, 1.0, {})
 
-        await kernel.serve(names.join, Join, welcome)
+        await kernel.serve(join, Join, welcome)
         place = "x" * 3_000_000  # the server takes 1 MiB
         answer = await trainer.request(
-            names.join, Join("w", "trainer", place, "n"), Welcome, who="kernel", deadline_s=20
+            join,
+            Join("w", "trainer", place, "n"),
+            Welcome,
+            who="kernel",
+            deadline_s=20,
         )
         assert answer.config == place.encode() * 2
 
@@ -128,16 +134,22 @@ async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names
 
 
 async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("trainer", "join")
     async with open_bus("trainer") as trainer:
         began = time.monotonic()
         with pytest.raises(NoAnswer, match=r"kernel did not answer on .*join.* within 0\.5 s"):
             await trainer.request(
-                names.join, Join("w", "trainer", "p", "n"), Welcome, who="kernel", deadline_s=0.5
+                join,
+                Join("w", "trainer", "p", "n"),
+                Welcome,
+                who="kernel",
+                deadline_s=0.5,
             )
     assert time.monotonic() - began < 3
 
 
 async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("trainer", "join")
     async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
 
         async def welcome(message: Join) -> Welcome:
@@ -147,16 +159,21 @@ async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, n
 
             async def late() -> None:
                 await anyio.sleep(0.3)
-                await kernel.serve(names.join, Join, welcome)
+                await kernel.serve(join, Join, welcome)
 
             tasks.start_soon(late)
             answer = await trainer.request(
-                names.join, Join("me", "trainer", "p", "n"), Welcome, who="kernel", deadline_s=10
+                join,
+                Join("me", "trainer", "p", "n"),
+                Welcome,
+                who="kernel",
+                deadline_s=10,
             )
             assert answer.run == "me"
 
 
 async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("rollout", "join")
     served = 0
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
 
@@ -166,34 +183,45 @@ async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subje
             await anyio.sleep(4.5)  # the asker repeats itself twice meanwhile
             return Welcome(b"", message.worker, "", 1, 1.0, {})
 
-        await kernel.serve(names.join, Join, slow)
+        await kernel.serve(join, Join, slow)
         await rollout.request(
-            names.join, Join("w", "rollout", "p", "n"), Welcome, who="kernel", deadline_s=20
+            join,
+            Join("w", "rollout", "p", "n"),
+            Welcome,
+            who="kernel",
+            deadline_s=20,
         )
     assert served == 1
 
 
 async def test_what_a_server_raises_reaches_the_asker(open_bus: OpenBus, names: Subjects) -> None:
+    join = names.kernel("rollout", "join")
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
 
         async def refuse(message: Join) -> Welcome:
             raise ZeroDivisionError(message.worker)
 
-        await kernel.serve(names.join, Join, refuse)
+        await kernel.serve(join, Join, refuse)
         with pytest.raises(Refused, match="kernel refused: ZeroDivisionError: w"):
             await rollout.request(
-                names.join, Join("w", "rollout", "p", "n"), Welcome, who="kernel", deadline_s=5
+                join,
+                Join("w", "rollout", "p", "n"),
+                Welcome,
+                who="kernel",
+                deadline_s=5,
             )
 
 
 async def test_a_handler_that_raises_ends_the_bus(open_bus: OpenBus, names: Subjects) -> None:
+    heartbeat = names.kernel("rollout", "heartbeat")
+
     def broken(message: Heartbeat) -> None:
         raise LookupError(message.worker)
 
     with pytest.RaisesGroup(LookupError):
         async with open_bus("kernel") as kernel:
-            await kernel.subscribe(names.heartbeat, Heartbeat, broken)
-            await kernel.publish(names.heartbeat, Heartbeat("w", "n", True))
+            await kernel.subscribe(heartbeat, Heartbeat, broken)
+            await kernel.publish(heartbeat, Heartbeat("w", "n", True))
             await anyio.sleep(10)
 
 
@@ -203,9 +231,10 @@ async def test_a_handler_that_raises_ends_the_bus(open_bus: OpenBus, names: Subj
 async def test_malformed_messages_are_counted_and_do_no_harm(
     open_bus: OpenBus, server: NatsServer, names: Subjects, tmp_path: Path
 ) -> None:
+    heartbeat = names.kernel("rollout", "heartbeat")
     got: list[Heartbeat] = []
     async with open_bus("kernel") as kernel:
-        await kernel.subscribe(names.heartbeat, Heartbeat, got.append)
+        await kernel.subscribe(heartbeat, Heartbeat, got.append)
 
         async def scored(message: Score) -> Scored:
             raise AssertionError("never served")
@@ -222,10 +251,10 @@ async def test_malformed_messages_are_counted_and_do_no_harm(
             msgspec.msgpack.encode(["Leaving/1", "w", "n", "bye"]),
             msgspec.msgpack.encode(["Heartbeat/1", 7, "n", True]),
         ):
-            await raw.publish(names.heartbeat, bad)
+            await raw.publish(heartbeat, bad)
         answer = await raw.request("served", b"nonsense", timeout=5)
         assert "malformed Score" in msgspec.msgpack.decode(answer.data, type=Refusal).reason
-        await kernel.publish(names.heartbeat, Heartbeat("w", "n", True))
+        await kernel.publish(heartbeat, Heartbeat("w", "n", True))
         await until(lambda: len(got) == 1)
         assert kernel.refused == 8
         await raw.close()
@@ -326,10 +355,11 @@ def server_pid(tmp_path: Path) -> int:
 async def test_everything_goes_on_after_the_server_was_killed(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:
+    leaving = names.kernel("rollout", "leaving")
     got: list[str] = []
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
         await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
-        await kernel.subscribe(names.leaving, Leaving, lambda message: got.append(message.reason))
+        await kernel.subscribe(leaving, Leaving, lambda message: got.append(message.reason))
         sequence = await rollout.append(names.trajectories, bundle(5), id="a")
         async with anyio.create_task_group() as tasks:
             outcomes: list[int] = []
@@ -348,7 +378,7 @@ async def test_everything_goes_on_after_the_server_was_killed(
             with anyio.fail_after(40):
                 await rollout.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
                 assert (await kernel.read(names.log_stream, sequence, TrajectoryBundle)).ticket == 1
-                await rollout.publish(names.leaving, Leaving("w", "n", "bye"))
+                await rollout.publish(leaving, Leaving("w", "n", "bye"))
             await until(lambda: outcomes == [1, 2] and got == ["bye"], 40)
             tasks.cancel_scope.cancel()
 
@@ -365,15 +395,21 @@ async def test_each_role_may_do_its_own_work_only(
         await kernel.make_log(names.journal_stream, [names.journal])
         login = msgspec.json.decode((tmp_path / "bus" / "verifier.json").read_bytes())
         raw = await nats.connect(server.url, user=login["user"], password=login["password"], error_cb=note)
-        for subject in (names.beacon, names.journal, names.trajectories, names.ticket("train")):
+        forbidden = (
+            *(names.beacon, names.journal, names.trajectories, names.ticket("train")),
+            names.kernel("trainer", "join"),  # in another's name
+            f"{names.inbox('kernel')}.from.trainer.x.1",
+            f"{names.inbox('rollout')}.from.inference.x.1",
+        )
+        for subject in forbidden:
             await raw.publish(subject, b"x")
         await raw.subscribe(f"{names.inbox('trainer')}.>")
         await raw.subscribe(f"{names.root}.worker.inference.>")
-        await until(lambda: len(errors) == 6)
+        await until(lambda: len(errors) == len(forbidden) + 2)
         assert all("permissions violation" in error for error in errors)
-        await raw.publish(f"{names.inbox('rollout')}.x.y", b"x")  # an answer to a rollout worker
+        await raw.publish(f"{names.inbox('rollout')}.from.verifier.x.1", b"x")  # an answer
         await raw.flush()
-        assert len(errors) == 6
+        assert len(errors) == len(forbidden) + 2
         await raw.close()
     async with await anyio.connect_tcp("127.0.0.1", int(server.url.rpartition(":")[2])) as nobody:
         assert b'"auth_required":true' in await nobody.receive()

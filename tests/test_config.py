@@ -144,6 +144,10 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
         ("algorithm.correction.use=tis", ["algorithm.correction.use", "found 'tis'"]),
         ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
         ("training=[1]", ["overrides training=[1] do not fit"]),
+        ("training.dtype=float23", ["expected one of bfloat16, float32", "did you mean 'float32'?"]),
+        ("algorithm.correction=none", ["expected a mapping, got str"]),
+        ("trackers=[1]", ["trackers.0", "expected a name or a mapping with `use`, found 1"]),
+        ("bus.url=here", ["bus.url"]),
         ("justaword", ["override 'justaword'", "dotted.key=value"]),
         ("training.schedule=linear", ["training", "needs decay_steps"]),
     ],
@@ -209,6 +213,41 @@ def test_datasets_are_opened(run_file: Path) -> None:
     assert "no column 'prompt'; its columns: question" in complaints(compose(run_file, ["training=mock"]))[0]
     rows.write_text("{oops\n")
     assert "rows.jsonl:1: not a JSON object" in complaints(compose(run_file, ["training=mock"]))[0]
+
+
+def test_what_users_write_is_tried(run_file: Path) -> None:
+    folder = run_file.parent
+    (folder / "rows.jsonl").write_text('{"prompt": 5}\n')
+    [wrong] = complaints(compose(run_file, ["training=mock"]))
+    assert "the first row's prompt: expected text or chat messages" in wrong
+    (folder / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    assert "rows.jsonl:1: not a JSON object in UTF-8" in complaints(compose(run_file, ["training=mock"]))[0]
+    (folder / "rows.jsonl").write_text('{"prompt": "5", "answer": "5"}\n')
+    assert "cannot read" in complaints(compose(run_file, ["training=mock", f"dataset.path={folder}"]))[0]
+    (folder / "mine.py").write_text("import no_such_module\ndef score(prompt, completion): return 1.0\n")
+    own = ["training=mock", "reward=function", f"reward.function={folder}/mine.py:score"]
+    [wrong] = complaints(compose(run_file, own))
+    assert "cannot be made: ModuleNotFoundError: No module named 'no_such_module'" in wrong
+    assert "mine.py:1)" in wrong
+
+
+def test_a_plugin_that_raises_is_a_problem_with_its_place(run_file: Path) -> None:
+    plugin = run_file.parent / "mine.py"
+    plugin.write_text(
+        "from stretto import AlgorithmConfig, Component, DatasetConfig, hookimpl\n"
+        "def broken(config, context): raise ZeroDivisionError('made badly')\n"
+        "class Half:\n    models = {}\n    def __init__(self, config, context): pass\n"
+        "@hookimpl\ndef stretto_dataset(): yield Component('broken', broken, DatasetConfig, '')\n"
+        "@hookimpl\ndef stretto_algorithm(): yield Component('half', Half, AlgorithmConfig, '')\n"
+    )
+    loaded = ["training=mock", f"plugins=[{plugin}]"]
+    [wrong] = complaints(compose(run_file, [*loaded, "dataset=broken"]))
+    assert "dataset: the plugin raised ZeroDivisionError: made badly" in wrong
+    assert "mine.py:2)" in wrong
+    [wrong] = complaints(compose(run_file, [*loaded, "algorithm=half"]))
+    assert "Half has no calls, keep" in wrong
+    plugin.write_text("")
+    assert "no function marked `@hookimpl`" in refused(run_file, *loaded)
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(run_file: Path) -> None:
@@ -289,6 +328,15 @@ def test_fields_are_shown_with_type_default_and_meaning() -> None:
     assert fields["c_clip"].type == "float > 1 | null"
     assert fields["use"].default == "required"
     assert "Dual clip" in fields["c_clip"].meaning
+
+
+def test_the_example_files_are_what_the_schema_says() -> None:
+    examples = Path(__file__).parent.parent / "examples"
+    validator = jsonschema.Draft202012Validator(json.loads((examples / "schema.json").read_text()))
+    files = [*examples.glob("*.yaml"), *examples.glob("quickstart/*.yaml")]
+    assert len(files) >= 2
+    for file in files:
+        validator.validate(yaml.safe_load(file.read_text()))
 
 
 def test_the_run_file_page_has_the_fields_as_they_are() -> None:

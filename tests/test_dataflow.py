@@ -89,6 +89,15 @@ def test_what_cannot_run_is_refused(more: list[Call], words: str) -> None:
         graph_of([*ppo(), *more], MODELS)
 
 
+def test_a_dataflow_must_train_with_a_known_reduction() -> None:
+    with pytest.raises(ConfigError, match="no call trains a model"):
+        graph_of([call for call in ppo() if call.op != "train"], MODELS)
+    wrong = Loss(loss().function, "tokens")  # pyright: ignore[reportArgumentType]
+    calls = [call for call in ppo() if call.name != "train(actor)"]
+    with pytest.raises(ConfigError, match=r"unknown reduction 'tokens'; did you mean 'token'\?"):
+        graph_of([*calls, train("actor", wrong, reads=[])], MODELS)
+
+
 def test_grpo_asks_for_a_forward_only_if_several_updates_follow() -> None:
     context = Context(run="r", name="n", seed=1)
     once = GRPO(GRPOConfig(use="grpo"), context)

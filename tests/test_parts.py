@@ -118,10 +118,12 @@ def test_trl_rewards_of_chat_rows_get_messages() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "is None, not a number"),
-        (math.nan, "is nan, not a number"),
+        (None, "is None, not a finite number"),
+        (math.nan, "is nan, not a finite number"),
         ({"score": 1.0}, "without 'reward'"),
-        ({"reward": None}, "is None, not a number"),
+        ({"reward": None}, "is None, not a finite number"),
+        (1e39, "is 1e\\+39, not a finite number"),
+        ({"reward": 1.0, "length": math.inf}, "'length' of completion 0 is inf"),
     ],
 )
 def test_what_is_no_number_is_a_failure(value: Any, words: str) -> None:
@@ -320,5 +322,5 @@ async def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
 async def test_pruning_keeps_the_newest_and_says_what_they_need(tmp_path: Path) -> None:
     for version, lowest in ((10, 5), (20, 17), (30, 25)):
         await write(tmp_path, version, lowest)
-    assert prune(tmp_path, 2) == 17
+    assert prune(tmp_path, 2, 30) == 17
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000030"]

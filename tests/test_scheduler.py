@@ -449,6 +449,31 @@ def test_filtered_groups_are_never_trained() -> None:
     assert len(issued(scheduler)) == 1
 
 
+def test_groups_filtered_one_after_the_other_end_the_run() -> None:
+    settings = Settings(steps=5, batch_size=2, max_staleness=0, rows=100, max_filtered=3)
+    scheduler = Scheduler(settings, lambda group: False)
+    scheduler.start()
+    for _ in range(2):
+        for ticket in issued(scheduler):
+            scheduler.group_done(done(ticket, 0))
+            if scheduler.ledger.filtered == 3:
+                break
+    [failure] = [command for command in scheduler.commands() if isinstance(command, Fail)]
+    assert "3 groups were filtered one after the other" in failure.reason
+    assert scheduler.ledger.filtered == 3
+
+
+def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:
+    settings = Settings(steps=5, batch_size=2, max_staleness=0, rows=100, max_failures=2)
+    scheduler = Scheduler(settings)
+    scheduler.restore(Scheduler(settings).snapshot(), attempts_from=1000)
+    for id in (0, 1):
+        scheduler.group_failed(GroupFailed("train", id, 1, "w", "broken then"))
+    scheduler.commands()
+    scheduler.start()
+    assert [ticket.id for ticket in issued(scheduler)] == [2, 3]
+
+
 @pytest.mark.parametrize("oldest", [-1, 1])
 def test_a_group_with_impossible_versions_fails(oldest: int) -> None:
     scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100))

@@ -210,6 +210,14 @@ def test_clipping_bounds_the_update(tiny_models: TinyModels) -> None:
     assert float(moved.norm()) <= 0.1 * 1e-3 * 1.01
 
 
+def test_a_loss_that_was_reduced_already_is_refused(tiny_models: TinyModels) -> None:
+    def reduced(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return -logprobs.mean(), {}
+
+    with pytest.raises(EngineError, match="expected a number a token"):
+        engine_of(tiny_models("qwen2")).train(batch_of([9]), Loss(reduced, "token"), temperature=1.0)
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(tiny_models: TinyModels) -> None:
     def broken(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return logprobs * math.inf, {}

@@ -126,9 +126,9 @@ def _accepted(file: Path, overrides: list[str] | None, *, starting: bool) -> Com
     fatal: list[str] = []
     for problem in problems(composed):
         if problem.severity == "error" or (problem.severity == "machine" and starting):
-            fatal.append(f"{file}: {problem.path}: {problem.message}")
+            fatal.append(f"{composed.place(problem.path)}: {problem.message}")
         else:
-            typer.echo(f"warning: {problem.path}: {problem.message}", err=True)
+            typer.echo(f"warning: {composed.place(problem.path)}: {problem.message}", err=True)
     if fatal:
         raise ConfigError("\n".join(fatal))
     return composed

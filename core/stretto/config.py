@@ -7,7 +7,7 @@ OmegaConf reads, merges and interpolates; nothing of it leaves this module. The 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -29,7 +29,7 @@ from stretto.component import (
 )
 from stretto.dataset import DatasetConfig
 from stretto.engine import InferenceConfig, Sampling, TrainingConfig
-from stretto.errors import ConfigError, PluginError, nearest
+from stretto.errors import ConfigError, PluginError, nearest, offer
 from stretto.launcher import LauncherConfig, Resources
 from stretto.plugins import BASES, Plugins
 from stretto.reward import RewardConfig
@@ -63,6 +63,8 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     it and issue its prompt again."""
     max_attempts: PositiveInt = 3
     """How often a ticket is issued before it fails, when workers die or, with `drop`, when it is late."""
+    max_filtered: PositiveInt | None = None
+    """Groups that may be filtered one after the other before the run stops. Default: 16 × `batch_size`."""
     max_failures: PositiveInt | None = None
     """Tickets that may fail one after the other before the run stops. Default: 2 × `batch_size`."""
 
@@ -85,8 +87,9 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints in the run's folder. One is always written when the run ends or is interrupted."""
 
-    every: NonNegativeInt = 0
-    """Train steps between two checkpoints; 0 writes the last only."""
+    every: NonNegativeInt = 50
+    """Train steps between two checkpoints. 0 writes the last only: a run that crashes is then repeated from
+    its beginning, for which its whole log is kept."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
 
@@ -94,7 +97,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The NATS server that carries the run."""
 
-    url: str | None = None
+    url: Annotated[str, msgspec.Meta(pattern=r"^(nats|tls)://")] | None = None
     """A server of one's own, `nats://host:4222` or `tls://…`. By default the run starts the bundled one,
     on loopback, with its store in the run's folder."""
     credentials: LocalPath | None = None
@@ -201,8 +204,8 @@ class Composed:
     environment stand there as the interpolations they came from."""
     notices: tuple[str, ...] = ()
     """What was decided for the user, to be shown."""
-    source: str = ""
-    """The run file, as it was named."""
+    place: Callable[[str], str] = str
+    """Where a key comes from, for messages: `run.yaml:14: training.lr`, or `override training.lr`."""
 
     def section(self, path: str) -> Any:
         """The struct at a dotted key."""
@@ -229,7 +232,7 @@ def compose(file: Path, overrides: Sequence[str] = (), plugins: Plugins | None =
     composed = _Composer(source, plugins or Plugins()).run(plain, notices)
     document = _overlay(msgspec.to_builtins(composed.config), secret, plain)
     return Composed(
-        composed.config, composed.plugins, composed.components, document, tuple(notices), str(file)
+        composed.config, composed.plugins, composed.components, document, tuple(notices), source.place
     )
 
 
@@ -259,11 +262,11 @@ class _Source:
         return (f"{key}.use" if names_component else key), value
 
     def overridden(self, path: str) -> bool:
-        return any(path == key or path.startswith(key + ".") for key in self.overrides)
+        return any(f"{path}.".startswith(f"{key}.") for key in self.overrides)
 
     def place(self, path: str) -> str:
         """`run.yaml:14: training.lr`, or `override training.lr`."""
-        if self.overridden(path):
+        if self.overridden(path) or any(key.startswith(f"{path}.") for key in self.overrides):
             return f"override {path}"
         line = self._line(path)
         return f"{self.file}:{line}: {path}" if line else f"{self.file}: {path}"
@@ -458,6 +461,11 @@ class _Composer:
             if not isinstance(items, (list, tuple)):
                 raise self.source.error(path, f"expected a list, found {items!r}", items)
             items = [{"use": item} if isinstance(item, str) else item for item in cast("list[Any]", items)]
+            for index, item in enumerate(items):
+                if not isinstance(item, dict):
+                    raise self.source.error(
+                        f"{path}.{index}", f"expected a name or a mapping with `use`, found {item!r}", item
+                    )
             data[path] = items
             components = [
                 self._component(kind, f"{path}.{index}", cast("dict[str, Any]", item))
@@ -492,10 +500,8 @@ class _Composer:
         for key, value in cast("dict[str, Any]", data).items():
             here = f"{path}.{key}" if path else str(key)
             if key not in known:
-                accepted = ", ".join(known)
-                raise self.source.error(
-                    here, f"unknown key {key!r}{nearest(str(key), known)}; accepted here: {accepted}", value
-                )
+                hint = offer(str(key), known, "accepted here")
+                raise self.source.error(here, f"unknown key {key!r}{hint}", value)
             for part, item in _structs_in(known[key].type, value, here):
                 self._refuse_unknown(item[1], part, item[0])
 
@@ -510,7 +516,7 @@ class _Composer:
                 path = f"{path}.{missing[1]}" if path else missing[1]
                 raise self.source.error(path, "this key is required and not there") from error
             value = _at(data, path)
-            text = message[0].lower() + message[1:].replace("`", "")
+            text = _in_words(message, value, _annotation_at(struct, path))
             shown = "" if isinstance(value, dict) else f"; found {value!r}"
             raise self.source.error(path, f"{text}{shown}", value) from error
 
@@ -583,6 +589,34 @@ def _marks(annotation: Any) -> set[str]:
         for part in (info, *getattr(info, "types", ()))
         if isinstance(part, msgspec.inspect.Metadata)
     }
+
+
+def _in_words(message: str, value: Any, annotation: Any) -> str:
+    """What msgspec says of a value, as a writer of YAML would."""
+    if message.startswith("Invalid enum value"):
+        parts = getattr(msgspec.inspect.type_info(annotation), "types", None)
+        infos = parts or (msgspec.inspect.type_info(annotation),)
+        allowed = [
+            str(choice)
+            for info in infos
+            if isinstance(info, msgspec.inspect.LiteralType)
+            for choice in info.values
+        ]
+        return f"expected one of {', '.join(allowed)}{nearest(str(value), allowed)}"
+    text = message[0].lower() + message[1:].replace("`", "")
+    return re.sub(r"\bobject\b", "a mapping", re.sub(r"\barray\b", "a list", text))
+
+
+def _annotation_at(struct: Any, path: str) -> Any:
+    """The annotation of the field at a dotted path; Any where there is none."""
+    annotation: Any = struct
+    for part in path.split("."):
+        structs = [each for each, _ in _structs_in(annotation, None, "")]
+        fields = {field.encode_name: field.type for each in structs for field in msgspec.structs.fields(each)}
+        if part not in fields:
+            return Any
+        annotation = fields[part]
+    return annotation
 
 
 def _at(data: Any, path: str) -> Any:

@@ -20,7 +20,10 @@ started), 1 for the others.
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ __all__ = [
     "WeightsError",
     "leaves",
     "nearest",
+    "offer",
+    "place_of",
 ]
 
 
@@ -144,6 +149,26 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     best = max(known, key=likeness, default="")
     return f"; did you mean {best!r}?" if best and likeness(best) >= 0.55 else ""
+
+
+def offer(word: str, known: Iterable[str], label: str) -> str:
+    """`"; did you mean 'lr'? accepted here: lr, betas"`, or without the guess where nothing is near."""
+    known = list(known)
+    return f"{nearest(word, known) or ';'} {label}: {', '.join(known) or 'none'}"
+
+
+def place_of(error: BaseException) -> str:
+    """`"ZeroDivisionError: … (rewards.py:12)"`: what was raised, and the last line of the user's own code on
+    the way there, or of a library's where there is none of the user's."""
+    here, libraries = str(Path(__file__).parent), tuple(sysconfig.get_paths().values())
+    foreign = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((here, "<"))
+    ]
+    own = [frame for frame in foreign if not frame.filename.startswith(libraries)]
+    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or foreign)[-1:])
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def leaves(error: BaseException) -> list[BaseException]:

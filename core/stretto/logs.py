@@ -61,7 +61,10 @@ class _Tee:
             self._file.write(f"{self._json(logger, name, dict(event))}\n")
         if self._console:
             shown = {key: value for key, value in event.items() if key not in ("run", "role")}
-            print(self._text(logger, name, shown), file=sys.stderr, flush=True)
+            try:
+                print(self._text(logger, name, shown), file=sys.stderr, flush=True)
+            except OSError:  # whoever read it is gone; the file has it all
+                self._console = False
         return ""
 
 

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from stretto.algorithm import Algorithm
 from stretto.component import Context, Problem
 from stretto.config import Composed, RunConfig
 from stretto.dataset import Dataset
-from stretto.errors import ConfigError, StrettoError
+from stretto.errors import StrettoError, place_of
 from stretto.kernel.dataflow import Graph, graph_of
 from stretto.launcher import Job, Launcher, Resources, Role
 from stretto.plugins import missing_extra
+from stretto.tokenizer import fault_of
 
 __all__ = ["Worker", "context_of", "describe", "graph", "problems", "resources_of", "run_folder", "workers"]
+
+
+_TRY_S = 60.0
+"""What a reward gets to be made, on trial."""
 
 
 @dataclass(frozen=True)
@@ -96,28 +104,66 @@ def problems(composed: Composed) -> list[Problem]:
 
 def _problems(composed: Composed) -> Iterator[Problem]:
     config = composed.config
-    for path, component in composed.components.items():
-        if missing := missing_extra(component):
-            yield Problem(f"{path}.use", missing)
-        elif component.check is not None:
-            yield from component.check(composed.section(path), config)
+    found: list[Problem] = []
+    for path in composed.components:
+        found += _of_plugin(path, partial(_component_problems, composed, path))
+    yield from found
     yield from _model_problems(composed)
-    yield from _dataset_problems(composed, "dataset")
-    if config.evaluation is not None:
-        yield from _dataset_problems(composed, "evaluation.dataset")
-    yield from _algorithm_problems(composed)
+    for path in ("dataset", "evaluation.dataset"):
+        if path in composed.components:
+            yield from _of_plugin(path, partial(_dataset_problems, composed, path))
+    yield from _of_plugin("algorithm", partial(_algorithm_problems, composed))
     yield from _sampling_problems(config)
     yield from _thread_problems(config)
-    launcher: Launcher = composed.make("launcher", context_of(config))
-    yield from launcher.check([_blank_job(worker) for worker in workers(config)])
+    yield from _of_plugin("launcher", partial(_launcher_problems, composed))
+    if not any(problem.path.startswith("reward") for problem in found):
+        yield from _reward_problems(composed)
     folder = run_folder(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        holds = "already holds a run" if (folder / "config.yaml").exists() else "is not an empty folder"
-        yield Problem(
-            "out", f"{str(folder)!r} {holds}; choose another, or go on with it: `stretto resume {folder}`"
-        )
+        if (folder / "config.yaml").exists():
+            advice = f"already holds a run; choose another, or go on with it: `stretto resume {folder}`"
+        else:
+            advice = "is not an empty folder; choose another"
+        yield Problem("out", f"{str(folder)!r} {advice}")
     for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
         yield Problem("plugins", f"{plugin}: {error}")
+
+
+def _of_plugin(path: str, problems: Callable[[], Iterable[Problem]]) -> list[Problem]:
+    """What a plugin's code has to say, or how it failed."""
+    try:
+        return list(problems())
+    except StrettoError as error:
+        return [Problem(path, str(error))]
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is told
+        return [Problem(path, f"the plugin raised {place_of(error)}")]
+
+
+def _component_problems(composed: Composed, path: str) -> Iterator[Problem]:
+    component = composed.components[path]
+    if missing := missing_extra(component):
+        yield Problem(f"{path}.use", missing)
+    elif component.check is not None:
+        yield from component.check(composed.section(path), composed.config)
+
+
+def _launcher_problems(composed: Composed) -> Iterable[Problem]:
+    launcher: Launcher = composed.make("launcher", context_of(composed.config))
+    return launcher.check([_blank_job(worker) for worker in workers(composed.config)])
+
+
+def _reward_problems(composed: Composed) -> Iterator[Problem]:
+    """Have a scoring process make the reward, as the verifiers will."""
+    from stretto.roles.scoring import try_to_make
+
+    document = msgspec.to_builtins(composed.config)
+    try:
+        error = try_to_make(document, context_of(composed.config), _TRY_S)
+    except TimeoutError:
+        yield Problem("reward", f"not verified: not made within {_TRY_S:.0f} s", "warning")
+        return
+    if error:
+        yield Problem("reward", error)
 
 
 def _model_problems(composed: Composed) -> Iterator[Problem]:
@@ -158,25 +204,26 @@ def _hub_problems(model: str) -> Iterator[Problem]:
 
 
 def _dataset_problems(composed: Composed, path: str) -> Iterator[Problem]:
-    try:
-        dataset: Dataset = composed.make(path, context_of(composed.config))
-        if len(dataset) == 0:
-            yield Problem(path, "the dataset is empty; expected at least one row")
-        else:
-            row = dataset[0]
-            if "prompt" not in row:
-                keys = ", ".join(row) or "none"
-                yield Problem(path, f"the first row has no column 'prompt'; its columns: {keys}")
-    except ConfigError as error:
-        yield Problem(path, str(error))
+    dataset: Dataset = composed.make(path, context_of(composed.config))
+    if len(dataset) == 0:
+        yield Problem(path, "the dataset is empty; expected at least one row")
+        return
+    row = dataset[0]
+    if "prompt" not in row:
+        keys = ", ".join(row) or "none"
+        yield Problem(path, f"the first row has no column 'prompt'; its columns: {keys}")
+    elif fault := fault_of(row["prompt"]):
+        yield Problem(path, f"the first row's prompt: {fault}")
 
 
 def _algorithm_problems(composed: Composed) -> Iterator[Problem]:
-    try:
-        calls = graph(composed).calls
-    except StrettoError as error:
-        yield Problem("algorithm", str(error))
+    algorithm: Algorithm = composed.make("algorithm", context_of(composed.config))
+    if missing := [name for name in ("models", "calls", "keep") if not hasattr(algorithm, name)]:
+        yield Problem(
+            "algorithm", f"{type(algorithm).__name__} has no {', '.join(missing)}; see stretto.algorithm"
+        )
         return
+    calls = graph_of(algorithm.calls(), algorithm.models).calls
     batch = composed.config.queue.batch_size
     for call in calls:
         if batch % call.minibatches:

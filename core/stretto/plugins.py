@@ -131,6 +131,8 @@ class Plugins:
             del sys.modules[name]
             raise PluginError(f"plugin {str(path)!r} does not load: {_reason(error)}") from error
         self._register(module, str(path))
+        if not self._manager.get_hookcallers(module):
+            raise PluginError(f"plugin {str(path)!r} is none: it has no function marked `@hookimpl`")
         self._paths[path] = module
 
     def names(self, kind: Kind) -> list[str]:
@@ -244,12 +246,13 @@ class Plugins:
     def _unknown(self, kind: Kind, name: str) -> str:
         installed = self.names(kind)
         planned = _PLANNED[kind]
-        listed = f"; installed: {', '.join(installed) or 'none'}"
+        listed = f"installed: {', '.join(installed) or 'none'}"
         if name in planned:
-            return f"no {kind} {name!r}: this version of stretto does not have it yet{listed}"
+            return f"no {kind} {name!r}: this version of stretto does not have it yet; {listed}"
         guess = nearest(name, [*installed, *planned])
-        later = any(f"{word!r}?" in guess for word in planned if word not in installed)
-        return f"no {kind} {name!r}{guess}{' (not in this version)' if later else ''}{listed}"
+        if any(f"{word!r}?" in guess for word in planned if word not in installed):
+            guess += " (not in this version)"
+        return f"no {kind} {name!r}{guess or ';'} {listed}"
 
 
 def missing_extra(component: Component[Any]) -> str:

@@ -6,6 +6,7 @@ A field's meaning is the string literal under it in the class body. Private to t
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -36,13 +37,17 @@ class Field:
 
 
 def fields_of(struct: type[msgspec.Struct]) -> list[Field]:
-    """The fields of a config struct, base classes' first."""
+    """The fields of a config struct, base classes' first; those of a struct within it after it, dotted."""
     meanings = _meanings(struct)
     hints = {field.name: field.type for field in _info(struct).fields}
-    return [
-        Field(field.encode_name, _type_text(hints[field.name]), _default(field), meanings.get(field.name, ""))
-        for field in msgspec.structs.fields(struct)
-    ]
+    found: list[Field] = []
+    for field in msgspec.structs.fields(struct):
+        name, info = field.encode_name, hints[field.name]
+        found.append(Field(name, _type_text(info), _default(field), meanings.get(field.name, "")))
+        if isinstance(info, types.StructType) and not field.required:
+            for inner in fields_of(info.cls):
+                found.append(dataclasses.replace(inner, name=f"{name}.{inner.name}"))
+    return found
 
 
 def json_schema(plugins: Plugins) -> dict[str, Any]:
@@ -64,6 +69,9 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
     for key, kind in LIST_SECTIONS.items():
         run["properties"][key]["items"] = _section_schema(choices[kind], plugins.names(kind), {})
     assert refs
+    for definition in definitions.values():
+        for name, schema in definition.get("properties", {}).items():
+            definition["properties"][name] = _or_interpolated(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "stretto run file",
@@ -103,6 +111,16 @@ def _section_schema(
     kept = {key: plain[key] for key in ("description", "default") if key in plain}
     variants = [{"$ref": f"#/$defs/{struct.__name__}"} for struct in choices]
     return {"anyOf": [{"enum": names}, *variants], **kept}
+
+
+def _or_interpolated(schema: dict[str, Any]) -> dict[str, Any]:
+    """A number or a switch may also be written as `${key}`."""
+    kinds = {part.get("type") for part in schema.get("anyOf", [schema])}
+    if not kinds & {"integer", "number", "boolean"}:
+        return schema
+    kept = {key: schema.pop(key) for key in ("description", "default") if key in schema}
+    variants = schema.get("anyOf", [schema])
+    return {"anyOf": [*variants, {"type": "string", "pattern": r"\$\{.+\}"}], **kept}
 
 
 def _describe(definition: dict[str, Any], struct: type[msgspec.Struct]) -> None:

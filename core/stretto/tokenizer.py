@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
 
-__all__ = ["ByteTokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["ByteTokenizer", "Tokenizer", "fault_of", "load_tokenizer"]
 
 
 class Tokenizer(Protocol):
@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
         opening of the assistant's turn.
 
         Raises:
-            ConfigError: for messages where there is no chat template, or a prompt of neither kind.
+            ConfigError: for messages where there is no chat template.
         """
         ...
 
@@ -45,6 +45,16 @@ def load_tokenizer(model: str | None) -> Tokenizer:
         return _Fast(PreTrainedTokenizerFast.from_pretrained(model), model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {error}") from error
+
+
+def fault_of(prompt: Any) -> str:
+    """Why something is no prompt, or an empty string."""
+    if isinstance(prompt, str):
+        return ""
+    turns = cast("list[Any]", prompt) if isinstance(prompt, list) else []
+    if turns and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
+        return ""
+    return f"expected text or chat messages ([{{'role': …, 'content': …}}, …]), found {str(prompt)[:60]!r}"
 
 
 class ByteTokenizer:

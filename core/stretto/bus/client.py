@@ -58,10 +58,18 @@ _KEEP_ANSWERS = 1024
 _MAX_UNFINISHED = 64
 _LOGGED_REFUSALS = 100
 
+_NO_MESSAGE = (10037, 10043, 10057)
+"""Error codes of the server for a message that is not there (any more)."""
 _RECONNECT_S = 0.2
 """Between attempts to reconnect. Not 0: the client would rarely be at a place where closing can stop it."""
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def _answerer(subject: str) -> str:
+    """The role that serves a subject; see `Subjects`."""
+    parts = subject.split(".")
+    return parts[3] if parts[2:3] == ["worker"] else "kernel"
 
 
 @lru_cache(maxsize=256)
@@ -140,7 +148,8 @@ class Bus:
     def __init__(self, client: Client, inbox: str) -> None:
         self._nats = client
         self._jetstream: JetStreamContext = client.jetstream(timeout=10)
-        self._inbox = f"{inbox}.{client.new_inbox().rsplit('.', 1)[-1]}"
+        self._prefix = inbox
+        self._token = client.new_inbox().rsplit(".", 1)[-1]
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._requests = 0
         self._parts = _Parts()
@@ -152,10 +161,9 @@ class Bus:
         self.refused = 0
         """Malformed messages refused so far."""
 
-    @property
-    def inbox(self) -> str:
-        """Prefix of subjects that reach this process alone."""
-        return self._inbox
+    def inbox(self, answerer: str) -> str:
+        """Prefix of subjects that reach this process alone, for answers from one role."""
+        return f"{self._prefix}.from.{answerer}.{self._token}"
 
     @property
     def connected(self) -> bool:
@@ -206,6 +214,7 @@ class Bus:
         """
         self._requests += 1
         token = str(self._requests)
+        reply_to = f"{self.inbox(_answerer(subject))}.{token}"
         data = _encode(message)
         decode = _decoder(answer | Refusal)
         began = anyio.current_time()
@@ -213,7 +222,7 @@ class Bus:
             while (left := began + deadline_s - anyio.current_time()) > 0:
                 future = self._waiting[token] = asyncio.get_running_loop().create_future()
                 with anyio.move_on_after(min(_RESEND_S, left)):
-                    await self._send(subject, data, f"{self._inbox}.{token}")
+                    await self._send(subject, data, reply_to)
                     msg = await future
                     if _no_responders(msg):
                         await anyio.sleep(min(0.1, left))
@@ -370,8 +379,11 @@ class Bus:
 
     async def delete(self, stream: str, sequence: int) -> None:
         """Remove one message; nothing happens if it is gone."""
-        with suppress(NotFoundError, APIError):
-            await self._jetstream.delete_msg(stream, sequence)
+        try:
+            await self._storing(lambda: self._jetstream.delete_msg(stream, sequence), stream)
+        except BusError as error:
+            if not (isinstance(error.__cause__, APIError) and error.__cause__.err_code in _NO_MESSAGE):
+                raise
 
     async def take(self, stream: str, subject: str, kind: type[M]) -> AsyncIterator[Taken[M]]:
         """Messages of a work queue, each to one taker. Pulls one only when the caller asks for the next."""
@@ -420,7 +432,7 @@ class Bus:
         """Called by `connect`."""
         self._tasks = tasks
         self._up.set()
-        await self._nats.subscribe(f"{self._inbox}.*", cb=self._on_answer)
+        await self._nats.subscribe(f"{self._prefix}.from.*.{self._token}.*", cb=self._on_answer)
 
     async def on_error(self, error: Exception) -> None:
         """Called by the client: what the server or the connection complains of."""
@@ -549,7 +561,7 @@ class Bus:
 
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, bytes]]:
         """Messages as they come, in order. Ends with `NoAnswer` when the server has lost the consumer."""
-        inbox = f"{self._inbox}_pull_{consumer}"
+        inbox = f"{self._prefix}.{self._token}.pull.{consumer}"
         queue: asyncio.Queue[Msg | None] = asyncio.Queue()
 
         async def enqueue(msg: Msg) -> None:

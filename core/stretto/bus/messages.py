@@ -26,12 +26,14 @@ __all__ = [
     "ChunkBatch",
     "ChunkHead",
     "Confirm",
+    "Evaluation",
     "Generate",
     "GroupDone",
     "GroupFailed",
     "Heartbeat",
     "Join",
     "JournalBatch",
+    "JournalEvaluation",
     "JournalStep",
     "KernelLease",
     "Leaving",
@@ -391,7 +393,7 @@ class CallDone(Message, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """Kernel to trainers: these rows will probably be wanted next."""
+    """Kernel to trainers: the rows of the present batch, and those that will probably be wanted next."""
 
     rows: tuple[RowRef, ...]
 
@@ -449,6 +451,28 @@ class JournalStep(Message, frozen=True):
     digest: str
 
 
+class Evaluation(msgspec.Struct, frozen=True):
+    """Result of one held-out evaluation."""
+
+    version: int
+    """Version at which it began."""
+    accuracy: float | None
+    """Mean of the samples' `accuracy` metric, or of their rewards where the reward gives none; None
+    without a result."""
+    samples: int
+    failed: int
+    """Rows without a result."""
+    versions: tuple[int, int]
+    """Oldest and newest version of its tokens: equal for an exact one."""
+
+
+class JournalEvaluation(Message, frozen=True):
+    """Kernel to the journal: a held-out evaluation is complete."""
+
+    incarnation: int
+    result: Evaluation
+
+
 class KernelLease(Message, frozen=True):
     """In the run's state: which kernel owns the run. Its revision there is the fencing number."""
 
@@ -464,11 +488,8 @@ class Subjects:
     def __init__(self, run: str) -> None:
         self.root = f"st.{run}"
         self.beacon = f"{self.root}.beacon"
-        self.join = f"{self.root}.kernel.join"
-        self.heartbeat = f"{self.root}.kernel.heartbeat"
-        self.leaving = f"{self.root}.kernel.leaving"
-        self.ticket_started = f"{self.root}.kernel.started"
-        self.progress = f"{self.root}.kernel.progress"
+        self.ticket_started = self.kernel("rollout", "started")
+        self.progress = self.kernel("rollout", "progress")
         self.abort_ticket = f"{self.root}.abort"
         self.log = f"{self.root}.log"
         self.trajectories = f"{self.log}.trajectories"
@@ -484,6 +505,10 @@ class Subjects:
         """Where tickets of a purpose are put; also the name of their consumer."""
         return f"{self.tickets}.{purpose}"
 
+    def kernel(self, role: Role, verb: str) -> str:
+        """Where workers of a role tell or ask the kernel something."""
+        return f"{self.root}.kernel.{role}.{verb}"
+
     def worker(self, role: Role, worker: str, verb: str) -> str:
         """Where one worker is asked to do something."""
         return f"{self.root}.worker.{role}.{worker}.{verb}"
@@ -491,3 +516,7 @@ class Subjects:
     def inbox(self, role: Role | Literal["kernel"]) -> str:
         """Prefix of the inboxes of a role."""
         return f"{self.root}.inbox.{role}"
+
+    def answers(self, asker: Role | Literal["kernel"], answerer: Role) -> str:
+        """Where one role answers to another: its part of the inboxes there."""
+        return f"{self.inbox(asker)}.from.{answerer}.>"

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, get_args
 
 import anyio
 import msgspec
@@ -28,6 +28,7 @@ from stretto.bus import guard
 from stretto.bus.messages import Subjects
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, RunError
+from stretto.launcher import Role
 
 __all__ = ["ROLES", "Bootstrap", "NatsServer", "foreign_bootstrap", "lock_run"]
 
@@ -246,29 +247,27 @@ def _configuration(
 def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
     """What each role may publish to and subscribe to. Trust is per role: a worker can lie about its
     own work only."""
-    to_kernel = [f"{names.root}.kernel.>", f"{names.inbox('kernel')}.>"]
-    own = {
-        role: [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"]
-        for role in ("trainer", "inference", "rollout", "verifier")
-    }
+    roles: tuple[Role, ...] = get_args(Role)
+    own = {role: [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"] for role in roles}
+    to_kernel = {role: [f"{names.root}.kernel.{role}.>", names.answers("kernel", role)] for role in roles}
     streams = (names.tickets_stream, names.log_stream)
     return {
         "kernel": {"publish": [">"], "subscribe": [">"]},
         "trainer": {
             "publish": [
-                *to_kernel,
+                *to_kernel["trainer"],
                 f"$JS.API.DIRECT.GET.{names.log_stream}",
                 f"$JS.API.STREAM.MSG.GET.{names.log_stream}",
             ],
             "subscribe": own["trainer"],
         },
         "inference": {
-            "publish": [*to_kernel, f"{names.inbox('rollout')}.>"],
+            "publish": [*to_kernel["inference"], names.answers("rollout", "inference")],
             "subscribe": own["inference"],
         },
         "rollout": {
             "publish": [
-                *to_kernel,
+                *to_kernel["rollout"],
                 f"{names.root}.worker.inference.>",
                 f"{names.root}.worker.verifier.>",
                 f"{names.log}.>",
@@ -278,7 +277,7 @@ def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
             "subscribe": [*own["rollout"], names.abort_ticket],
         },
         "verifier": {
-            "publish": [*to_kernel, f"{names.inbox('rollout')}.>"],
+            "publish": [*to_kernel["verifier"], names.answers("rollout", "verifier")],
             "subscribe": own["verifier"],
         },
     }

@@ -18,7 +18,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from stretto.kernel.scheduler import Snapshot
+from stretto.kernel.scheduler import Ledger, Snapshot
 
 __all__ = ["KernelState", "newest_intact", "prune", "writing"]
 
@@ -45,6 +45,12 @@ class KernelState(msgspec.Struct, frozen=True):
     generated_tokens: int
     wall_s: float
 
+    @classmethod
+    def initial(cls) -> KernelState:
+        """That of a run of which nothing but the journal and the log is left: its beginning."""
+        snapshot = Snapshot(0, Ledger(), 0, [], [], [], {}, {})
+        return cls(0, 0, "", snapshot, 0, 0, "", 0, 0, 0, 0.0)
+
 
 @asynccontextmanager
 async def writing(root: Path, state: KernelState) -> AsyncGenerator[Path]:
@@ -53,17 +59,14 @@ async def writing(root: Path, state: KernelState) -> AsyncGenerator[Path]:
     Raises:
         OSError: if it cannot be written, such as on a full disk.
     """
-    final = root / f"{_PREFIX}{state.version:06d}"
+    final = root / _name(state.version)
     aside = root / f".{final.name}-{os.getpid()}"
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        await anyio.to_thread.run_sync(_clear, root)
         aside.mkdir(parents=True)
         yield aside
         (aside / "kernel.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-        await anyio.to_thread.run_sync(_seal, aside)
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-        _sync(root)
+        await anyio.to_thread.run_sync(_put, aside, final)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -77,20 +80,48 @@ def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
         if damage:
             log.warning("checkpoint is damaged", folder=str(folder), damage=damage)
             continue
-        return folder, msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
+        return folder, _state_in(folder)
     return None
 
 
-def prune(root: Path, keep: int) -> int:
-    """Remove all but the newest `keep`; returns the lowest log sequence that those need."""
-    folders = sorted(root.glob(f"{_PREFIX}*"))
+def prune(root: Path, keep: int, version: int) -> int:
+    """Of the checkpoints up to `version`, just written, remove all but the newest `keep`; returns the lowest
+    log sequence that those need. Newer ones are of a former life, and damaged."""
+    folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= _name(version)]
     for folder in folders[:-keep]:
         shutil.rmtree(folder, ignore_errors=True)
-    states = [(folder / "kernel.json").read_bytes() for folder in folders[-keep:]]
-    return min((msgspec.json.decode(state, type=KernelState).lowest_sequence for state in states), default=0)
+    needed: list[int] = []
+    for folder in folders[-keep:]:
+        try:
+            needed.append(_state_in(folder).lowest_sequence)
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
+    return min(needed, default=0)
 
 
 # --------------------------------------------------------------------------------------- private
+
+
+def _name(version: int) -> str:
+    return f"{_PREFIX}{version:06d}"
+
+
+def _state_in(folder: Path) -> KernelState:
+    return msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
+
+
+def _clear(root: Path) -> None:
+    """Remove what kernels that were killed had begun to write."""
+    for folder in root.glob(f".{_PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put(aside: Path, final: Path) -> None:
+    """Give a finished checkpoint its name, in place of a former life's."""
+    _seal(aside)
+    shutil.rmtree(final, ignore_errors=True)
+    aside.rename(final)
+    _sync(final.parent)
 
 
 def _seal(folder: Path) -> None:
@@ -106,6 +137,7 @@ def _damage(folder: Path) -> str:
     try:
         hashes = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=dict[str, str])
         wrong = [name for name, value in hashes.items() if _hash(folder / name) != value]
+        _state_in(folder)
     except (OSError, msgspec.DecodeError) as error:
         return str(error)
     return f"{wrong[0]} is not what was written" if wrong else ""

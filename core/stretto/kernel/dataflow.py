@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
-from stretto.algorithm import Call, Model
-from stretto.errors import ConfigError, nearest
+from stretto.algorithm import Call, Model, Reduction
+from stretto.errors import ConfigError, nearest, offer
 
 __all__ = ["Graph", "graph_of"]
 
@@ -35,8 +36,8 @@ def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
     """Infer the edges, refuse what cannot run, and order the calls.
 
     Raises:
-        ConfigError: for a call named twice, a key that nothing writes or two calls write, an unknown
-            or frozen model, or a cycle.
+        ConfigError: for a call named twice, an unknown reduction, no train call, a key that nothing writes
+            or two calls write, an unknown or frozen model, or a cycle.
     """
     by_name: dict[str, Call] = {}
     for call in calls:
@@ -44,6 +45,9 @@ def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
             raise _error(f"two calls are named {call.name!r}; name one of them otherwise")
         by_name[call.name] = call
         _check_model(call, models)
+        _check_loss(call)
+    if not any(call.op == "train" for call in calls):
+        raise _error("no call trains a model; expected a `train` call")
     writer = _writers(calls)
     edges = {(writer[key], call.name) for call in calls for key in call.reads if key not in GIVEN}
     edges |= set(_weights_edges(calls))
@@ -61,6 +65,15 @@ def _check_model(call: Call, models: Mapping[str, Model]) -> None:
         )
     if call.op == "train" and not models[call.model].trainable:
         raise _error(f"call {call.name!r} trains the model {call.model!r}, which is not trainable")
+
+
+def _check_loss(call: Call) -> None:
+    known: tuple[Reduction, ...] = get_args(Reduction)
+    if call.loss is not None and call.loss.reduction not in known:
+        hint = offer(call.loss.reduction, known, "reductions")
+        raise _error(
+            f"the loss of call {call.name!r} has the unknown reduction {call.loss.reduction!r}{hint}"
+        )
 
 
 def _writers(calls: Sequence[Call]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from stretto.bus.messages import Heartbeat, Join, Leaving, Peer
+from stretto.bus.silence import oversleep
 from stretto.engine import Load
 from stretto.errors import LaunchError
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
@@ -187,8 +188,9 @@ class Fleet:
     async def watch(self) -> None:
         """Lose those that have fallen silent; what is left of them is ended, to be started again."""
         while True:
-            await anyio.sleep(1)
+            late = await oversleep(1)
             for member in list(self.members.values()):
+                member.heard += late  # the kernel stood still, not they
                 silent = time.monotonic() - member.heard
                 if silent > _SILENT_S:
                     self._lose(member.worker, f"silent for {silent:.0f} s")

@@ -6,14 +6,18 @@ and sees to it that nothing is left behind, however the run ends.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import secrets
 import signal
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import anyio
 import msgspec
@@ -31,6 +35,7 @@ from stretto.bus.messages import (
     Heartbeat,
     Join,
     JournalBatch,
+    JournalEvaluation,
     JournalStep,
     KernelLease,
     Leaving,
@@ -45,7 +50,7 @@ from stretto.bus.messages import (
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.config import Composed, compose
 from stretto.dataset import Dataset
-from stretto.errors import BusError, ConfigError, RunError, StrettoError, leaves
+from stretto.errors import BusError, ConfigError, Refused, RunError, StrettoError, leaves
 from stretto.kernel.checkpoint import KernelState, newest_intact, prune, writing
 from stretto.kernel.dataflow import graph_of
 from stretto.kernel.engines import Engines
@@ -73,6 +78,10 @@ __all__ = ["resume_to_end", "run_to_end"]
 
 log = structlog.get_logger()
 
+_SAY_S = 10.0
+"""After so long without news while workers start, it is said who is waited for."""
+_MOST_SKIPPED = 5
+"""Steps in a row whose gradient may be not finite before the run stops."""
 _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 _LEAVE_S = 8.0
@@ -84,8 +93,11 @@ _ATTEMPTS_PER_KERNEL = 1000
 def run_to_end(composed: Composed) -> int:
     """Train a run that nothing stands against; returns the exit status."""
     folder = run_folder(composed.config)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(dict(composed.document), sort_keys=False))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(dict(composed.document), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
     return _to_end(Kernel(composed, folder, resumed=None))
 
 
@@ -99,25 +111,33 @@ def resume_to_end(folder: Path) -> int:
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
     composed = compose(folder / "config.yaml")
-    found = newest_intact(folder / "checkpoints")
-    if found is None:
-        raise ConfigError(f"{folder} has no intact checkpoint to resume from")
-    if found[1].version >= composed.config.steps:
-        raise ConfigError(f"the run in {folder} is complete: {found[1].version} steps are trained")
+    if _completed(folder):
+        raise ConfigError(f"the run in {folder} is complete: there is nothing to go on with")
+    found = newest_intact(folder / "checkpoints") or (None, KernelState.initial())
     return _to_end(Kernel(composed, folder, resumed=found))
+
+
+def _completed(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_bytes())["status"] == "completed"
 
 
 def _to_end(kernel: Kernel) -> int:
     log_to(kernel.folder / "logs" / "kernel.jsonl", console=not terminal(), run=kernel.run, role="kernel")
     summary = anyio.run(kernel.live)
-    print(final_lines(summary, kernel.folder))
+    try:
+        print(final_lines(summary, kernel.folder), flush=True)
+    except OSError:  # whoever read the output is gone; the run is not worse for it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return {"completed": 0, "interrupted": 130}.get(summary["status"], 1)
 
 
 class Kernel:
     """One life of a run's owner: from the start of its processes to the last one's end."""
 
-    def __init__(self, composed: Composed, folder: Path, resumed: tuple[Path, KernelState] | None) -> None:
+    def __init__(
+        self, composed: Composed, folder: Path, resumed: tuple[Path | None, KernelState] | None
+    ) -> None:
         config = composed.config
         self.folder = folder
         self.run = _run_id(folder)
@@ -155,6 +175,7 @@ class Kernel:
         self._log_sequence = 0
         """Last message of the log that the scheduler has taken in."""
         self._checkpointed = resumed[1].version if resumed else -1
+        self._checkpointing = anyio.Lock()
         self._queued: dict[tuple[Purpose, int, int], int] = {}
         """(purpose, ticket, attempt) -> sequence number in the work queue."""
         self._log_at_issue: dict[int, int] = {}
@@ -173,6 +194,7 @@ class Kernel:
     async def live(self) -> dict[str, Any]:
         """The whole run; returns its summary. Whatever happens, no process is left behind."""
         error: BaseException | None = None
+        (self.folder / "summary.json").unlink(missing_ok=True)  # a former life's
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks: TaskGroup = tasks
@@ -252,9 +274,11 @@ class Kernel:
             on_swapped=self._report.swapped,
             on_callable=self._touch,
         )
-        await bus.serve(names.join, Join, self._welcome)
-        await bus.subscribe(names.heartbeat, Heartbeat, self._fleet.beat)
-        await bus.subscribe(names.leaving, Leaving, self._fleet.leaving)
+        roles: tuple[Role, ...] = get_args(Role)
+        for role in roles:
+            await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
+            await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, self._fleet.beat)
+            await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
         await bus.subscribe(names.ticket_started, TicketStarted, self._ticket_started)
         await bus.subscribe(names.progress, Progress, self._progress)
 
@@ -301,8 +325,11 @@ class Kernel:
 
     async def _until_all_callable(self) -> None:
         wanted = {worker.id for worker in workers(self._config)}
-        while wanted - {member.worker for member in self._fleet.members.values() if member.callable}:
-            await self._changed.wait()
+        while missing := wanted - {each.worker for each in self._fleet.members.values() if each.callable}:
+            with anyio.move_on_after(_SAY_S) as waiting:
+                await self._changed.wait()
+            if waiting.cancelled_caught:
+                log.info("waiting", workers=", ".join(sorted(missing)))
 
     # -------------------------------------------------------------------------------------- the end
 
@@ -314,11 +341,11 @@ class Kernel:
 
     async def _drain(self, status: Status, reason: str) -> None:
         """Issue nothing more, let the step under way come to its end, save, and end."""
-        self._scheduler.close()
-        self._view.note = f"the step under way and a checkpoint ({reason})"
-        while self._scheduler.training:
-            await self._changed.wait()
         if self._started:
+            self._scheduler.close()
+            self._view.note = f"the step under way and a checkpoint ({reason})"
+            while self._scheduler.training:
+                await self._changed.wait()
             await self._checkpoint()
         self._end(status, reason)
 
@@ -331,7 +358,10 @@ class Kernel:
 
     async def _obey_signals(self, *, task_status: TaskStatus[None]) -> None:
         """The first signal drains and saves; the second ends at once."""
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        heard = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            heard.append(signal.SIGHUP)
+        with anyio.open_signal_receiver(*heard) as signals:
             task_status.started()
             async for number in signals:
                 name = signal.Signals(number).name
@@ -346,7 +376,12 @@ class Kernel:
 
     # --------------------------------------------------------------------------------- membership
 
-    async def _welcome(self, message: Join) -> Welcome:
+    async def _welcome(self, role: Role, message: Join) -> Welcome:
+        """Let a worker in, under the role whose credentials it has."""
+        if message.role != role or not message.worker.startswith(f"{role}-"):
+            raise Refused(
+                "kernel", f"{message.worker!r} came as {role}; ids of that role begin with '{role}-'"
+            )
         self._fleet.join(message)
         log.info("worker joined", worker=message.worker, place=message.place)
         return Welcome(
@@ -372,7 +407,7 @@ class Kernel:
             self._end(
                 "failed",
                 f"{member.worker} was lost at version {self._scheduler.version} ({how}); "
-                f"`stretto resume {self.folder}` goes on from the newest checkpoint and the journal",
+                f"`stretto resume {self.folder}` goes on where it was",
             )
         elif member.role == "rollout":
             self._scheduler.worker_lost(member.worker)
@@ -426,6 +461,8 @@ class Kernel:
                 tasks.start_soon(self._step, command)
             case EvaluationDone(evaluation):
                 log.info("evaluation", **msgspec.to_builtins(evaluation))
+                entry = JournalEvaluation(self._incarnation, evaluation)
+                await self._journal(entry, "evaluation", evaluation.version)
             case Finish():
                 await self._checkpoint()
                 self._end("completed", "")
@@ -485,26 +522,35 @@ class Kernel:
         version = result.note.version
         await self._journal(JournalStep(self._incarnation, version, result.note.digest), "step", version)
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
+        busy_s = await self._engines.busy_s()
+        # Nobody may see the ledger without the figures, or weights of a version that is not there yet.
         self._scheduler.step_finished(hold=due)
+        metrics = self._report.step(start, result, generate_busy_s=busy_s)
         self._engines.announce(result.note)
         self._obey()
         self._touch()
-        metrics = self._report.step(start, result, generate_busy_s=await self._engines.busy_s())
         self._tell_plugins("stretto_step_finished", metrics=metrics)
+        if self._report.skipped_in_a_row == _MOST_SKIPPED:
+            reason = f"the gradients of {_MOST_SKIPPED} steps in a row were not finite"
+            self._tasks.start_soon(self._drain, "failed", reason)
         if due:
             await self._checkpoint()
             self._scheduler.release()
             self._obey()
 
-    async def _journal(self, entry: JournalBatch | JournalStep, what: str, version: int) -> None:
+    async def _journal(
+        self, entry: JournalBatch | JournalStep | JournalEvaluation, what: str, version: int
+    ) -> None:
         name = f"{self._incarnation}/{version}/{what}/{self._fence}"
         await self._bus.append(self._names.journal, entry, id=name)
 
     async def _checkpoint(self) -> None:
         """Write one of the present version, unless there is one. A failure is told; the run goes on."""
-        if self._checkpointed == self._scheduler.version:
-            return
-        state = self._state()
+        async with self._checkpointing:
+            if self._checkpointed != self._scheduler.version:
+                await self._write_checkpoint(self._state())
+
+    async def _write_checkpoint(self, state: KernelState) -> None:
         root = self.folder / "checkpoints"
         try:
             async with writing(root, state) as folder:
@@ -518,7 +564,8 @@ class Kernel:
         self._report.checkpoints.append(final.name)
         log.info("checkpoint", folder=final.name)
         self._tell_plugins("stretto_checkpoint_saved", folder=final)
-        await self._bus.purge(self._names.log_stream, below=prune(root, self._config.checkpoint.keep))
+        below = await anyio.to_thread.run_sync(prune, root, self._config.checkpoint.keep, state.version)
+        await self._bus.purge(self._names.log_stream, below=below)
 
     def _state(self) -> KernelState:
         """The kernel's part of a checkpoint."""
@@ -577,6 +624,7 @@ def _settings(composed: Composed, datasets: dict[str, Dataset]) -> Settings:
         on_late=queue.on_late,
         max_attempts=queue.max_attempts,
         max_failures=queue.max_failures or 2 * queue.batch_size,
+        max_filtered=queue.max_filtered or 16 * queue.batch_size,
         shuffle=config.dataset.shuffle,
         seed=config.seed,
         evaluation_rows=min(rows, evaluation.rows or rows) if evaluation else 0,

@@ -10,7 +10,16 @@ from typing import Protocol
 import structlog
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import GroupDone, GroupFailed, JournalBatch, JournalStep, RowRef, Subjects
+from stretto.bus.messages import (
+    Evaluation,
+    GroupDone,
+    GroupFailed,
+    JournalBatch,
+    JournalEvaluation,
+    JournalStep,
+    RowRef,
+    Subjects,
+)
 from stretto.errors import RunError
 from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.scheduler import Scheduler, StartBatch
@@ -47,13 +56,13 @@ async def repeat_journal(
     names: Subjects,
     scheduler: Scheduler,
     trainers: _Steps,
-    checkpoint: tuple[Path, KernelState],
+    checkpoint: tuple[Path | None, KernelState],
     *,
     attempts_from: int,
     on_repeated: Callable[[StartBatch, StepResult], object],
 ) -> Recovered:
-    """Load a checkpoint, train the journal's batches from there on, and tell the scheduler of every group
-    that the log holds. Afterwards `scheduler.start()` goes on.
+    """Load a checkpoint, or the initial model where there is none, train the journal's batches from there on,
+    and tell the scheduler of every group that the log holds. Afterwards `scheduler.start()` goes on.
 
     A step that does not reach the digest of its first time begins a new incarnation there: what older
     weights of the former one sampled since then expires.
@@ -63,13 +72,13 @@ async def repeat_journal(
     """
     folder, state = checkpoint
     note = await trainers.load(folder, state.version)
-    if note.digest != state.digest:
+    if folder is not None and note.digest != state.digest:
         raise RunError(f"{folder} does not load to the weights it was saved from")
     scheduler.restore(state.snapshot, attempts_from=attempts_from)
     outcomes = await _outcomes(bus, names, state.log_sequence)
     done = {(group.ticket, group.attempt): group for _, group in outcomes if isinstance(group, GroupDone)}
     done |= {(ticket.id, ticket.done.attempt): ticket.done for ticket in state.snapshot.open if ticket.done}
-    batches, digests = await _journal(bus, names, state)
+    batches, digests, evaluations = await _journal(bus, names, state)
     incarnation = state.incarnation
     for version in range(state.version, state.version + len(batches)):
         batch = batches[version]
@@ -92,6 +101,7 @@ async def repeat_journal(
             break
         log.info("step repeated", version=note.version)
     repeated = note.version - state.version
+    scheduler.recall(each for each in evaluations if each.version <= note.version)
     if incarnation == state.incarnation:
         for _, outcome in outcomes:
             if isinstance(outcome, GroupDone):
@@ -120,19 +130,23 @@ async def _outcomes(bus: Bus, names: Subjects, after: int) -> list[tuple[int, Gr
 
 async def _journal(
     bus: Bus, names: Subjects, state: KernelState
-) -> tuple[dict[int, JournalBatch], dict[int, str]]:
-    """The batches of the checkpoint's incarnation from its version on, without a gap, and the digests."""
+) -> tuple[dict[int, JournalBatch], dict[int, str], list[Evaluation]]:
+    """Of the checkpoint's incarnation: the batches from its version on, without a gap, the digests, and the
+    evaluations."""
     last = await bus.last_sequence(names.journal_stream, names.journal)
     found: dict[int, JournalBatch] = {}
     digests: dict[int, str] = {}
+    evaluations: list[Evaluation] = []
     if last:
-        kinds = JournalBatch | JournalStep
+        kinds = JournalBatch | JournalStep | JournalEvaluation
         async for sequence, entry in bus.follow(names.journal_stream, names.journal, kinds, start=1):
             if entry.incarnation == state.incarnation:
                 if isinstance(entry, JournalBatch):
                     found[entry.version] = entry
-                else:
+                elif isinstance(entry, JournalStep):
                     digests[entry.version] = entry.digest
+                else:
+                    evaluations.append(entry.result)
             if sequence >= last:
                 break
     batches: dict[int, JournalBatch] = {}
@@ -140,4 +154,4 @@ async def _journal(
     while version in found:
         batches[version] = found[version]
         version += 1
-    return batches, digests
+    return batches, digests, evaluations

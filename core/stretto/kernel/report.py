@@ -7,8 +7,9 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import anyio
 import msgspec
@@ -74,6 +75,8 @@ class Report:
         """The newest line of `metrics.jsonl`."""
         self.refused = 0
         """Malformed messages that the kernel has refused."""
+        self.skipped_in_a_row = 0
+        """Steps at the end that changed nothing, because their gradient was not finite."""
         self.problems: list[str] = []
         """What went wrong without ending the run, for the summary."""
 
@@ -134,18 +137,26 @@ class Report:
             **{name: round(value, 6) for name, value in result.statistics.items()},
             "ledger": msgspec.to_builtins(self._scheduler.ledger),
         }
+        self._note_skipped(float(result.statistics.get("skipped", 0.0)))
         with self._metrics.open("a") as file:
-            file.write(json.dumps(self.last) + "\n")
+            file.write(json.dumps(_finite(self.last), allow_nan=False) + "\n")
         for tracker in self._trackers:
             self._tell(tracker, "step", self.last)
         log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
         return self.last
 
+    def _note_skipped(self, skipped: float) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row == 1:
+            step = self.last["step"]
+            log.warning("gradient is not finite: the step changes nothing", step=step)
+            self.problems.append(f"step {step}: the gradient was not finite, and changed nothing")
+
     def finish(self, status: Status, reason: str) -> dict[str, Any]:
         """Write the summary and tell the trackers."""
         summary = self._summary(status, reason)
         aside = self._folder / ".summary.json"
-        aside.write_text(json.dumps(summary, indent=1) + "\n")
+        aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
         aside.rename(self._folder / "summary.json")
         for tracker in self._trackers:
             self._tell(tracker, "finish", summary)
@@ -229,16 +240,18 @@ class View:
     async def run(self) -> None:
         """Draw four times a second, until cancelled."""
         if self._drawn:
-            self._live.start()
-            while True:
-                self._live.refresh()
-                await anyio.sleep(0.25)
+            with suppress(OSError):  # the terminal is gone
+                self._live.start()
+                while True:
+                    self._live.refresh()
+                    await anyio.sleep(0.25)
 
     def stop(self) -> None:
         """Draw a last time, and leave it standing."""
         if self._live.is_started:
-            self._live.refresh()
-            self._live.stop()
+            with suppress(OSError):
+                self._live.refresh()
+                self._live.stop()
 
     def _draw(self) -> RenderableType:
         scheduler, last = self._scheduler, self._report.last
@@ -257,7 +270,9 @@ class View:
             table.add_row("step", f"{last['step_s']:.2f} s, of which training {last['train_s']:.2f} s")
             table.add_row("staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}")
         for evaluation in scheduler.evaluations[-3:]:
-            table.add_row("held out", f"version {evaluation.version}: accuracy {evaluation.accuracy:.3f}")
+            table.add_row(
+                "held out", f"version {evaluation.version}: accuracy {_accuracy(evaluation.accuracy)}"
+            )
         train_speed = f"{last['train_tokens_per_s']:,}" if last else "-"
         table.add_row("tokens/s", f"generating {self._generation_speed():,}   training {train_speed}")
         table.add_row(
@@ -266,6 +281,8 @@ class View:
             f"{ledger.expired} + failed {ledger.failed} + in flight {ledger.in_flight} "
             f"({len(scheduler.done_groups)} finished)",
         )
+        if reasons := _most(scheduler.reasons, 1):
+            table.add_row("most often", reasons[0])
         table.add_row("workers", self._workers())
         table.add_row("waits for", self.note or scheduler.waiting_for())
         return Group(bar, table)
@@ -291,14 +308,36 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
         lines[0] += f": {summary['reason']}"
     evaluation = summary["evaluation"]
     if evaluation:
-        points = " -> ".join(f"{point['accuracy']:.3f} (version {point['version']})" for point in evaluation)
+        points = " -> ".join(
+            f"{_accuracy(point['accuracy'])} (version {point['version']})" for point in evaluation
+        )
         lines.append(f"held-out accuracy {points}")
     ledger = summary["ledger"]
     lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
+    lines.extend(_most(summary["reasons"], 3))
     lines.append(f"overlap {summary['overlap']:.2f}, restarts {summary['restarts']}")
     lines.extend(f"problem: {problem}" for problem in summary["problems"])
     lines.append(f"see {folder}")
     return "\n".join(lines)
+
+
+def _most(reasons: Mapping[str, int], count: int) -> list[str]:
+    """The commonest reasons why tickets were not trained, with how often."""
+    commonest = sorted(reasons.items(), key=lambda item: -item[1])[:count]
+    return [f"{number} x {reason}" for reason, number in commonest]
+
+
+def _finite(value: Any) -> Any:
+    """Figures as JSON has them: null for what is not a finite number."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _accuracy(value: float | None) -> str:
+    return "none (no result)" if value is None else f"{value:.3f}"
 
 
 def _mean(values: Sequence[float]) -> float:

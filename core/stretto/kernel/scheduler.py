@@ -22,11 +22,10 @@ import msgspec
 import numpy as np
 
 from stretto.algorithm import Group
-from stretto.bus.messages import GroupDone, GroupFailed, Purpose, Ticket
+from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Purpose, Ticket
 
 __all__ = [
     "Command",
-    "Evaluation",
     "EvaluationDone",
     "Fail",
     "Finish",
@@ -55,6 +54,7 @@ class Settings:
     on_late: Literal["wait", "drop"] = "wait"
     max_attempts: int = 3
     max_failures: int = 64
+    max_filtered: int = 512
     shuffle: bool = True
     seed: int = 0
     evaluation_rows: int = 0
@@ -127,20 +127,6 @@ class Ledger(msgspec.Struct):
     in_flight: int = 0
 
 
-class Evaluation(msgspec.Struct, frozen=True):
-    """Result of one held-out evaluation."""
-
-    version: int
-    """Version at which it began."""
-    accuracy: float
-    """Mean of the samples' `accuracy` metric, or of their rewards where the reward gives none."""
-    samples: int
-    failed: int
-    """Rows without a result."""
-    versions: tuple[int, int]
-    """Oldest and newest version of its tokens: equal for an exact one."""
-
-
 class OpenTicket(msgspec.Struct):
     """A training ticket between issue and retirement."""
 
@@ -194,7 +180,7 @@ class _Round:
     def result(self) -> Evaluation:
         return Evaluation(
             version=self.version,
-            accuracy=float(np.mean(self.rewards)) if self.rewards else float("nan"),
+            accuracy=float(np.mean(self.rewards)) if self.rewards else None,
             samples=len(self.rewards),
             failed=self.failed,
             versions=(min(self.oldest, default=self.version), max(self.newest, default=self.version)),
@@ -230,6 +216,7 @@ class Scheduler:
         self._attempts_from = 0
         self._floor = 0
         self._failures_in_a_row = 0
+        self._filtered_in_a_row = 0
         self._state: Literal["new", "first evaluation", "training", "last evaluation", "over"] = "new"
         self._closing = False
         self._held = False
@@ -301,7 +288,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------ events
 
     def start(self) -> None:
-        """The run begins, or goes on after `restore`."""
+        """The run begins, or goes on after `restore`: what failed in a former life is not held against it."""
+        self._closing, self._failures_in_a_row, self._filtered_in_a_row = False, 0, 0
         if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
             self._state = "first evaluation"
             self._begin_round()
@@ -366,7 +354,9 @@ class Scheduler:
         found.done = group
         lengths = tuple(member.sampled for member in group.members)
         if not self._keep(Group(tuple(member.reward for member in group.members), lengths)):
-            self._retire(found, "filtered", "by the algorithm")
+            self._filter(found, "by the algorithm")
+        else:
+            self._filtered_in_a_row = 0
         self._proceed()
 
     def group_failed(self, failure: GroupFailed) -> None:
@@ -379,7 +369,7 @@ class Scheduler:
         if failure.purpose == "eval":
             self._evaluated(found, None)
         elif failure.filtered:
-            self._retire(found, "filtered", failure.reason)
+            self._filter(found, failure.reason)
         else:
             self._fail(found, failure.reason)
         self._proceed()
@@ -435,6 +425,11 @@ class Scheduler:
             self._open_up_to(id)
             self._open[id].done = finished[id]
         return StartBatch(self.version, tuple(finished[id] for id in self._training))
+
+    def recall(self, evaluations: Iterable[Evaluation]) -> None:
+        """After `restore`: evaluations that were complete since then."""
+        known = {evaluation.version for evaluation in self.evaluations}
+        self.evaluations += [each for each in evaluations if each.version not in known]
 
     def expire_finished(self, reason: str) -> None:
         """After `restore`: a new incarnation begins, and what weights of the former one sampled is void."""
@@ -542,9 +537,18 @@ class Scheduler:
         self._retire(ticket, "failed", reason)
         self._failures_in_a_row += 1
         if self._failures_in_a_row == self.settings.max_failures:
-            count = self._failures_in_a_row
-            self._commands.append(Fail(f"{count} tickets failed one after the other; the last: {reason}"))
-            self._closing = True
+            self._give_up(f"{self._failures_in_a_row} tickets failed one after the other; the last: {reason}")
+
+    def _filter(self, ticket: OpenTicket, reason: str) -> None:
+        self._retire(ticket, "filtered", reason)
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row == self.settings.max_filtered:
+            count = self._filtered_in_a_row
+            self._give_up(f"{count} groups were filtered one after the other; the last: {reason}")
+
+    def _give_up(self, reason: str) -> None:
+        self._commands.append(Fail(reason))
+        self._closing = True
 
     # -------------------------------------------------------------------------------- the batches
 

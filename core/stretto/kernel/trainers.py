@@ -69,7 +69,7 @@ class Trainers:
         for call in self._graph.step_calls:
             last = call is self._graph.step_calls[-1]
             if last and ahead:
-                await self._bus.publish(self._subject("prefetch"), Prefetch(ahead))
+                await self._bus.publish(self._subject("prefetch"), Prefetch((*rows, *ahead)))
             request = Call(self._fence, incarnation, version, call.name, rows, last)
             done = await self._bus.request(
                 self._subject("call"), request, CallDone, who=self._worker, deadline_s=_DEADLINE_S

@@ -85,6 +85,8 @@ class _Generation:
         self.floor = floor
         self.samples = [Sample([]) for _ in request.seeds]
         self.news = anyio.Event()
+        self.engine = ""
+        """Who was asked last; what former ones still send does not count."""
         self._begun = False
         floor.asked()
 
@@ -102,7 +104,7 @@ class _Generation:
         error: str,
     ) -> bool:
         """Take a chunk; False if something before it is missing."""
-        if sample.finish:
+        if sample.finish or engine != self.engine:
             return True
         if position > sample.length:
             return False
@@ -115,6 +117,13 @@ class _Generation:
         self._note_begun()
         self.news.set()
         return True
+
+    def forget_unfinished(self) -> None:
+        """Before a deterministic engine repeats from their seeds what another had begun, perhaps with other
+        weights: parts of two answers make none."""
+        for sample in self.samples:
+            if not sample.finish:
+                sample.parts, sample.length = [], 0
 
     def _note_begun(self) -> None:
         """Samples arrive in any order, so the first token of all is known only with that of each."""
@@ -130,7 +139,7 @@ class Generations:
         self._setting = setting
         self._bus = setting.bus
         self._engines = engines
-        self._reply = f"{setting.bus.inbox}.chunks.in"
+        self._reply = f"{setting.bus.inbox('inference')}.chunks.in"
         self._under_way: dict[str, _Generation] = {}
 
     async def open(self) -> None:
@@ -160,6 +169,9 @@ class Generations:
     async def _on(self, engine: str, generation: _Generation) -> None:
         """Let one engine finish what is left. Cancelled when the engine is lost."""
         names, request = self._setting.names, generation.request
+        generation.engine = engine
+        if self._setting.composed.config.inference.deterministic:
+            generation.forget_unfinished()
         try:
             await self._ask(engine, generation)
             while not generation.finished:

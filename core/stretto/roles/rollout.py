@@ -7,6 +7,7 @@ A ticket ends here in one of three ways: its trajectories and then one `GroupDon
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import anyio
@@ -40,7 +41,7 @@ from stretto.logs import bound
 from stretto.roles.generations import Floor, Generations
 from stretto.roles.pool import Pool
 from stretto.roles.setting import Setting
-from stretto.tokenizer import Tokenizer, load_tokenizer
+from stretto.tokenizer import Tokenizer, fault_of, load_tokenizer
 from stretto.workflow import Answer, Prompt, Trajectory, Workflow
 from stretto.workflow import Score as SampleScore
 
@@ -72,9 +73,9 @@ class RolloutWork:
         setting, config = self._setting, self._setting.composed.config
         self._tokenizer: Tokenizer = await anyio.to_thread.run_sync(load_tokenizer, setting.context.model)
         self._workflow: Workflow = setting.make("workflow")
-        self._datasets: dict[Purpose, Dataset] = {"train": self._dataset("dataset")}
+        self._datasets: dict[Purpose, Dataset] = {"train": await self._dataset("dataset")}
         if config.evaluation is not None:
-            self._datasets["eval"] = self._dataset("evaluation.dataset")
+            self._datasets["eval"] = await self._dataset("evaluation.dataset")
         await self._bus.subscribe(setting.names.abort_ticket, AbortTicket, self._abort)
         await self._generations.open()
         async with anyio.create_task_group() as tasks:
@@ -90,8 +91,8 @@ class RolloutWork:
             beat.worker, beat.nonce, beat.ready, tickets=len(self._running), refused=beat.refused
         )
 
-    def _dataset(self, path: str) -> Dataset:
-        dataset: Dataset = self._setting.make(path)
+    async def _dataset(self, path: str) -> Dataset:
+        dataset: Dataset = await anyio.to_thread.run_sync(self._setting.make, path)
         if dataset.fingerprint != self._setting.fingerprints[path]:
             raise ConfigError(f"{path}: its rows here are not those that the kernel has", path=path)
         return dataset
@@ -151,6 +152,8 @@ class RolloutWork:
     async def _roll_out(self, ticket: Ticket) -> Sequence[Trajectory]:
         dataset = self._datasets[ticket.purpose]
         row = dataset[ticket.row]
+        if fault := fault_of(row["prompt"]):
+            raise ConfigError(f"row {ticket.row}: prompt: {fault}")
         ids = self._tokenizer.encode_prompt(row["prompt"])
         config = self._setting.composed.config
         section = config.dataset
@@ -358,7 +361,10 @@ def _member(trajectory: Trajectory, id: str, sequence: int, index: int) -> Membe
 
     Raises:
         EngineError: if the policy sampled no token of it.
+        RewardError: if its score is not finite, which no later step could use.
     """
+    if not all(map(math.isfinite, (trajectory.score.reward, *trajectory.score.metrics.values()))):
+        raise RewardError(f"the score is not finite: {trajectory.score}")
     versions = trajectory.versions[trajectory.loss_mask]
     if not len(versions):
         raise EngineError("a trajectory without a sampled token")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
-import math
 import os
 import signal
 import struct
+import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, cast
 
@@ -22,12 +23,15 @@ import msgspec
 
 from stretto.component import Context
 from stretto.config import compose_mapping
+from stretto.errors import place_of
 from stretto.reward import RewardValue
 
-__all__ = ["HEAD", "Answer", "Task", "score_group"]
+__all__ = ["HEAD", "Answer", "Task", "score_group", "try_to_make"]
 
 HEAD = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1
+_LARGEST = 3.4e38
+"""Of float32, in which trainers have rewards; NaN is not below it either."""
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
@@ -125,8 +129,11 @@ def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
             raise ValueError(f"the reward of completion {index} is a dict without 'reward': {value!r}")
         metrics = {name: float(number) for name, number in value.items() if name != "reward"}
         value = value["reward"]
-    if value is None or math.isnan(number := float(value)):
-        raise ValueError(f"the reward of completion {index} is {value!r}, not a number")
+    if value is None or not abs(number := float(value)) <= _LARGEST:
+        raise ValueError(f"the reward of completion {index} is {value!r}, not a finite number")
+    for name, metric in metrics.items():
+        if not abs(metric) <= _LARGEST:
+            raise ValueError(f"{name!r} of completion {index} is {metric!r}, not a finite number")
     return number, metrics
 
 
@@ -152,16 +159,45 @@ def _serve(read: BinaryIO, write: BinaryIO) -> None:
     try:
         reward = _make_reward(first)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
-        answer(Answer(error=f"the reward cannot be made: {type(error).__name__}: {error}"))
+        traceback.print_exc()
+        answer(Answer(error=f"the reward cannot be made: {place_of(error)}"))
         return
     answer(Answer())
+    told: set[str] = set()
     while (data := receive()) is not None:
         task = msgspec.msgpack.decode(data, type=Task)
         try:
             row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
             answer(Answer(tuple(score_group(reward, row, task.completions))))
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
-            answer(Answer(error=f"reward raised {type(error).__name__}: {error}"))
+            reason = place_of(error)
+            if reason not in told:  # once in the verifier's output, with all frames
+                told.add(reason)
+                traceback.print_exc()
+            answer(Answer(error=f"reward raised {reason}"))
+
+
+def try_to_make(document: Mapping[str, Any], context: Context, timeout_s: float) -> str:
+    """Why the reward of a run cannot be made, found by a process of its own; empty if it can.
+
+    Raises:
+        TimeoutError: if that is not known in time.
+    """
+    data = msgspec.msgpack.encode((document, context))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=HEAD.pack(len(data)) + data,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError from error
+    if len(done.stdout) < HEAD.size:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"the process that makes the reward ended with status {done.returncode}: {last}"
+    return msgspec.msgpack.decode(done.stdout[HEAD.size :], type=Answer).error
 
 
 def _die_with_parent() -> None:

@@ -7,7 +7,6 @@ the kernel gets names, statistics and digests.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from stretto.bus.messages import (
     WireTrajectory,
 )
 from stretto.engine import TrainingEngine
-from stretto.errors import Refused
+from stretto.errors import EngineError, Refused
 from stretto.roles.setting import ComputeThread, Setting
 from stretto.weights import Publisher, WeightsNote
 
@@ -45,7 +44,6 @@ __all__ = ["TrainerWork"]
 log = structlog.get_logger()
 
 _READS_AT_ONCE = 32
-_BUNDLES_KEPT = 4096
 
 
 class TrainerWork:
@@ -55,7 +53,7 @@ class TrainerWork:
         self._setting = setting
         self._bus = setting.bus
         self._thread = ComputeThread()
-        self._bundles: OrderedDict[int, TrajectoryBundle] = OrderedDict()
+        self._bundles: dict[int, TrajectoryBundle] = {}
         self._engine: TrainingEngine | None = None
         self._publisher: Publisher | None = None
         self._calls: dict[str, Call] = {}
@@ -118,6 +116,9 @@ class TrainerWork:
         return CallDone(dict(statistics), seconds, note)
 
     async def _prefetch(self, message: Prefetch) -> None:
+        wanted = {row.sequence for row in message.rows}
+        for sequence in self._bundles.keys() - wanted:  # announced once, and never trained
+            del self._bundles[sequence]
         await self._fetch(message.rows)
 
     def _expect(self, version: int) -> None:
@@ -149,7 +150,7 @@ class TrainerWork:
                 return {}, batch.with_columns({key: engine.forward(batch, temperature=temperature)})
             case "function":
                 assert call.function is not None
-                return {}, batch.with_columns(call.function(batch))
+                return {}, batch.with_columns(_written(call, call.function(batch)))
             case "train":
                 return self._train(call, batch), batch
             case _:
@@ -194,8 +195,14 @@ class TrainerWork:
         async with anyio.create_task_group() as tasks:
             for sequence in missing:
                 tasks.start_soon(read, sequence)
-        while len(self._bundles) > _BUNDLES_KEPT:  # rows once announced and never trained
-            self._bundles.popitem(last=False)
+
+
+def _written(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a function gave, which must be what its call says it writes."""
+    if sorted(columns) != sorted(call.writes):
+        given, said = ", ".join(columns) or "nothing", ", ".join(call.writes) or "nothing"
+        raise EngineError(f"call {call.name!r} gave the columns {given}; it says that it writes {said}")
+    return columns
 
 
 def _batch_of(trajectories: Sequence[WireTrajectory], groups: Sequence[int]) -> Batch:

@@ -41,11 +41,13 @@ class VerifierWork:
         """Start the children, then score until cancelled."""
         count = self._setting.composed.config.verifier.children
         try:
-            for _ in range(count):
-                self._put(await self._start())
-            await self._setting.bus.serve(self._setting.subject("score"), Score, self._score)
-            ready()
-            await anyio.sleep_forever()
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                for _ in range(count):
+                    await self._start()
+                await self._setting.bus.serve(self._setting.subject("score"), Score, self._score)
+                ready()
+                await anyio.sleep_forever()
         finally:
             for child in self._children:
                 child.kill()
@@ -81,17 +83,18 @@ class VerifierWork:
         except BaseException:
             child.kill()  # it may still be at the task that nobody waits for any more
             raise
-        if not child.alive:
-            self._children.discard(child)
-            child = await self._start()
-        self._put(child)
+        finally:
+            if child.alive:
+                self._free.append(child)
+                self._freed.release()
+            else:
+                self._children.discard(child)
+                self._tasks.start_soon(self._start)
 
-    async def _start(self) -> _Child:
+    async def _start(self) -> None:
+        """One more child. That there cannot be one ends the worker, which is started again."""
         child = await _Child.start(self._setting)
         self._children.add(child)
-        return child
-
-    def _put(self, child: _Child) -> None:
         self._free.append(child)
         self._freed.release()
 

@@ -21,6 +21,7 @@ import structlog
 from stretto.bus.client import connect
 from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Welcome
 from stretto.bus.server import Bootstrap
+from stretto.bus.silence import oversleep
 from stretto.errors import StrettoError, leaves
 from stretto.launcher import Role, thread_variables
 from stretto.logs import log_to
@@ -71,7 +72,7 @@ async def _work(bootstrap: Bootstrap, worker: str) -> None:
         nonce = secrets.token_hex(4)
         place = f"{socket.gethostname()} pid {os.getpid()}"
         join = Join(worker, role, place, nonce)
-        welcome = await bus.request(names.join, join, Welcome, who="kernel", deadline_s=60)
+        welcome = await bus.request(names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=60)
         setting = Setting(bus, names, worker, role, nonce, welcome)
         # Before any library reads them: a worker started by hand has its threads too.
         os.environ |= thread_variables(resources_of(setting.composed.config, role))
@@ -88,7 +89,7 @@ async def _work(bootstrap: Bootstrap, worker: str) -> None:
             _leave_for_certain()
             tasks.cancel_scope.cancel()
         with anyio.move_on_after(1):
-            await bus.publish(names.leaving, Leaving(worker, nonce, setting.reason))
+            await bus.publish(names.kernel(role, "leaving"), Leaving(worker, nonce, setting.reason))
 
 
 def _leave_for_certain() -> None:
@@ -106,17 +107,19 @@ async def _obey_signals(setting: Setting) -> None:
 
 async def _watch_kernel(setting: Setting) -> None:
     """Leave by oneself when the kernel has been silent for the grace time."""
+    interval = min(0.5, setting.grace_s / 4)
     while True:
+        late = await oversleep(interval)
+        setting.heard += late  # this process stood still, not the kernel
         silent = time.monotonic() - setting.heard
         if silent > setting.grace_s:
             setting.go(f"no word from the kernel for {silent:.1f} s")
-        await anyio.sleep(min(0.5, setting.grace_s / 4))
 
 
 async def _beat(setting: Setting, work: RoleWork, ready: anyio.Event) -> None:
     """A heartbeat every second, and one at once when the role is ready."""
     while True:
         plain = Heartbeat(setting.worker, setting.nonce, ready=ready.is_set(), refused=setting.bus.refused)
-        await setting.bus.publish(setting.names.heartbeat, work.beat(plain))
+        await setting.bus.publish(setting.names.kernel(setting.role, "heartbeat"), work.beat(plain))
         with anyio.move_on_after(BEAT_S):
             await (anyio.sleep(BEAT_S) if ready.is_set() else ready.wait())

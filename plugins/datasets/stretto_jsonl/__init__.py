@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,10 @@ class JsonLines:
         del context
         self._path = Path(config.path)
         self._prompt_column = config.prompt_column
-        self._file = self._path.open("rb")
+        try:
+            self._file = self._path.open("rb")
+        except OSError as error:
+            raise ConfigError(f"cannot read {str(self._path)!r}: {error.strerror}") from error
         whole = hashlib.sha256()
         self._lines: list[tuple[int, int, int]] = []
         """(line number from 1, start, length) of every line that is not blank."""
@@ -43,23 +47,22 @@ class JsonLines:
         for number, line in enumerate(self._file, 1):
             whole.update(line)
             if line.strip():
+                self._parsed(line, number)
                 self._lines.append((number, start, len(line)))
             start += len(line)
         self.fingerprint = whole.hexdigest()
         """SHA-256 of the file as it was opened."""
 
     def __del__(self) -> None:
-        self._file.close()
+        with suppress(AttributeError):  # it could not be opened
+            self._file.close()
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> Row:
         number, start, length = self._lines[index]
-        try:
-            row = msgspec.json.decode(os.pread(self._file.fileno(), length, start), type=Row)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{self._path}:{number}: not a JSON object: {error}") from error
+        row = self._parsed(os.pread(self._file.fileno(), length, start), number)
         if self._prompt_column not in row:
             columns = ", ".join(row) or "none"
             raise ConfigError(
@@ -67,6 +70,12 @@ class JsonLines:
             )
         row["prompt"] = row.pop(self._prompt_column)
         return row
+
+    def _parsed(self, line: bytes, number: int) -> Row:
+        try:
+            return msgspec.json.decode(line, type=Row)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self._path}:{number}: not a JSON object in UTF-8: {error}") from error
 
 
 @hookimpl

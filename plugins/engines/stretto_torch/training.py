@@ -194,6 +194,11 @@ class TorchTraining:
             return
         logprobs, entropy = self._logprobs(micro, mask, temperature)
         losses, figures = loss.function(logprobs, micro)
+        if losses.shape != logprobs.shape:
+            raise EngineError(
+                f"the loss has shape {tuple(losses.shape)}; expected a number a token, "
+                f"{tuple(logprobs.shape)}, of which the engine takes the mean"
+            )
         # Not a product alone: 0 x inf of a token that does not count would be NaN.
         total = (torch.where(mask, losses, 0.0) * micro[_WEIGHTS]).sum()
         total.backward()

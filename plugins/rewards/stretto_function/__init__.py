@@ -71,7 +71,10 @@ def check(config: FunctionConfig, run: RunConfig) -> Iterator[Problem]:
                 "reward.function", f"{module_name} defines no {name!r}{nearest(name, names)}; it has {known}"
             )
     elif importlib.util.find_spec(module_name.partition(".")[0]) is None:
-        yield Problem("reward.function", f"no module {module_name!r} is installed")
+        yield Problem(
+            "reward.function",
+            f"no module {module_name!r} is installed, or on PYTHONPATH; for a file write 'path.py:{name}'",
+        )
 
 
 @hookimpl
