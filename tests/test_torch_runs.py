@@ -218,7 +218,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
                 },
                 {"rewards": torch.tensor(columns["rewards"]), "group": torch.tensor(columns["group"])},
             )
-            batch = batch.with_columns(algorithm.advantages(batch))
+            batch = batch.with_columns({"advantages": algorithm.advantages(batch)})
             trainer.train(batch, train.loss, temperature=1.0)
         await engine.stop()
     trainer.save(folder / "plain")

@@ -4,9 +4,11 @@ Shapes: T tokens of S sequences end to end; `index` (T,) names each token's sequ
 logprobs stands at the token it is the probability of. Policies are named: *behaviour* sampled the
 token, *proximal* is the policy at the start of the train step, *current* is being optimised.
 
-Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (1506.02438); dual-clip,
-Ye et al. 2019 (1912.09729); GRPO, Shao et al. 2024 (2402.03300); decoupled PPO, Hilton et al. 2021
-(2110.00641) as used by AReaL, Fu et al. 2025 (2505.24298); Dr. GRPO, Liu et al. 2025 (2503.20783).
+Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (1506.02438); dual-clip, Ye et
+al. 2019 (1912.09729); GRPO, Shao et al. 2024 (2402.03300); decoupled PPO, Hilton et al. 2021 (2110.00641) as
+used by AReaL, Fu et al. 2025 (2505.24298); Dr. GRPO, Liu et al. 2025 (2503.20783); DAPO, Yu et al. 2025
+(2503.14476); GSPO, Zheng et al. 2025 (2507.18071); CISPO, MiniMax 2025 (2506.13585); RLOO, Ahmadian et al.
+2024 (2402.14740); REINFORCE++, Hu et al. 2025 (2501.03262).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from stretto.algorithm import Reduction
 
 __all__ = [
+    "at_last_token",
     "behaviour_weight",
     "clipped_objective",
     "entropy_of",
@@ -28,7 +31,11 @@ __all__ = [
     "logprobs_of",
     "loss_weights",
     "masked_whiten",
+    "overlong_penalty",
+    "second_moment_mask",
+    "sequence_objective",
     "sequence_sum",
+    "soft_gate",
 ]
 
 
@@ -61,7 +68,9 @@ def sequence_sum(values: Tensor, index: Tensor, num_sequences: int) -> Tensor:
 # ------------------------------------------------------------------------------------ advantages
 
 
-def group_normalise(rewards: Tensor, group: Tensor, *, std: bool = True, eps: float = 1e-6) -> Tensor:
+def group_normalise(
+    rewards: Tensor, group: Tensor, *, std: bool = True, eps: float = 1e-6, leave_one_out: bool = False
+) -> Tensor:
     """Group-relative rewards, GRPO eq. 3: (R - mean_G) / (std_G + eps), with the unbiased standard deviation.
 
     A group of one has nothing to be compared with: its advantage is 0.
@@ -70,6 +79,7 @@ def group_normalise(rewards: Tensor, group: Tensor, *, std: bool = True, eps: fl
         rewards: (S,) float32.
         group: (S,) int64, equal for sequences of one prompt; any numbers.
         std: divide by the standard deviation; without it this is Dr. GRPO's advantage.
+        leave_one_out: subtract the mean of the others, as in RLOO (2402.14740): G / (G - 1) times as much.
 
     Returns:
         (S,) float32.
@@ -80,10 +90,36 @@ def group_normalise(rewards: Tensor, group: Tensor, *, std: bool = True, eps: fl
     size = sequence_sum(ones, members, num_groups)  # (G,)
     mean = sequence_sum(rewards, members, num_groups) / size
     centred = rewards - mean[members]
-    if not std:
-        return centred
     variance = sequence_sum(centred.square(), members, num_groups) / (size - 1).clamp(min=1)
-    return centred / (variance.sqrt()[members] + eps)
+    if leave_one_out:
+        centred = centred * (size / (size - 1).clamp(min=1))[members]
+    return centred / (variance.sqrt()[members] + eps) if std else centred
+
+
+def at_last_token(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
+    """One number a sequence, put at the last of its masked tokens: (S,), (T,) bool, (T,) -> (T,), 0
+    elsewhere.
+
+    A sequence without a masked token loses its number.
+    """
+    positions = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
+    last = positions.new_full((len(values),), -1).scatter_reduce(0, index, positions, "amax")  # (S,)
+    spread = values.new_zeros(len(mask))
+    spread[last[last >= 0]] = values[last >= 0]
+    return spread
+
+
+def overlong_penalty(lengths: Tensor, *, limit: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """Soft overlong punishment, DAPO eq. 13: 0 up to limit - buffer tokens, then down to -factor at the
+    limit.
+
+    Args:
+        lengths: (S,) sampled tokens of each sequence.
+
+    Returns:
+        (S,) float32, to be added to the rewards.
+    """
+    return factor * ((limit - buffer - lengths.float()) / buffer).clamp(min=-1.0, max=0.0)
 
 
 def gae(
@@ -187,6 +223,61 @@ def clipped_objective(
     bound = -c_clip * advantages  # (T,), positive where the advantage is negative
     is_dual = (advantages < 0) & (loss > bound)
     return torch.where(is_dual, bound, loss), is_clipped, is_dual
+
+
+def sequence_objective(
+    logprobs: Tensor,
+    anchor_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    index: Tensor,
+    num_sequences: int,
+    *,
+    eps_clip: float,
+    eps_clip_high: float,
+) -> tuple[Tensor, Tensor]:
+    """GSPO's clipped objective (eq. 5) on the sequence's ratio s = exp(mean log r) over its masked tokens
+    (eq. 7), as a loss that every token of the sequence has alike.
+
+    Returns:
+        loss (T,), whose mean over a sequence is its loss; whether the clip was active (T,) bool.
+    """
+    log_ratio = torch.where(mask, logprobs - anchor_logprobs, 0.0)
+    count = sequence_sum(mask.float(), index, num_sequences).clamp(min=1)
+    ratio = (sequence_sum(log_ratio, index, num_sequences) / count).exp()[index]  # (T,)
+    surrogate = ratio * advantages
+    clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
+    return -torch.minimum(surrogate, clipped), clipped < surrogate
+
+
+def soft_gate(
+    logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float
+) -> Tensor:
+    """SAPO's loss per token (arXiv 2511.20347): -f(r) A with f = sigmoid(tau (r - 1)) * 4 / tau, so that the
+    slope at r = 1 is that of r itself. tau depends on the sign of A; 0 takes `tau_neg`. (T,)."""
+    ratio = torch.exp(logprobs - anchor_logprobs)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+
+
+def second_moment_mask(delta: Tensor, mask: Tensor, tau: float) -> Tensor:
+    """M2PO's trust region (2510.01161): drop the masked tokens with the largest delta^2, one by one, until
+    the mean of the rest is at most tau.
+
+    Args:
+        delta: (T,) behaviour minus proximal logprobs, of the whole batch.
+        mask: (T,) bool, trained tokens.
+
+    Returns:
+        (T,) bool, the trained tokens that are kept.
+    """
+    ascending, order = delta[mask].square().sort()
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=delta.device)
+    within = torch.zeros_like(ascending, dtype=torch.bool)
+    within[order] = means <= tau  # means of ascending numbers ascend
+    kept = torch.zeros_like(mask)
+    kept[mask] = within
+    return kept
 
 
 def behaviour_weight(

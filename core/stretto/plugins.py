@@ -49,10 +49,7 @@ BASES: dict[Kind, type[msgspec.Struct]] = {
 
 # First-party plugins of later versions: they count for "did you mean", and are named as such.
 _PLANNED: dict[Kind, tuple[str, ...]] = {
-    "algorithm": (
-        *("ppo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "m2po"),
-        *("sft", "reward_model", "dpo", "distill"),
-    ),
+    "algorithm": (*("ppo", "sft", "reward_model", "dpo", "distill"),),
     "training": ("fsdp2", "pipeline"),
     "inference": ("sglang", "vllm"),
     "workflow": ("multi_turn", "tool_use", "agent"),

@@ -1,0 +1,106 @@
+"""Off-policy correction: one option that every policy-gradient algorithm takes alike.
+
+A sample's tokens were drawn by the *behaviour* policy mu, perhaps some versions old. A correction says what
+the objective's ratio is taken to (its anchor: the *proximal* policy at the start of the train step, or mu),
+and with which weight a token counts, mostly a function of rho = proximal / mu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from stretto.component import PositiveFloat, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+    from stretto.config import RunConfig
+
+__all__ = ["Correction", "CorrectionConfig", "check_correction"]
+
+Correction = Literal["decoupled", "token_tis", "sequence_tis", "icepop", "sequence_mask", "behaviour", "none"]
+
+# (smallest, largest) weight that counts, where the run file does not say: the usual ones of the field.
+_BOUNDS: dict[Correction, tuple[float, float]] = {
+    "decoupled": (0.0, 5.0),
+    "token_tis": (0.0, 2.0),
+    "sequence_tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "sequence_mask": (0.99, 1.01),
+}
+
+
+class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens that older weights sampled are corrected for. rho = proximal / behaviour, by token."""
+
+    use: Correction = "decoupled"
+    """`decoupled`: weight rho, tokens above `cap` left out (AReaL, arXiv 2505.24298). `token_tis`: weight
+    min(rho, cap). `sequence_tis`: min(product of rho over the answer, cap). `icepop`: weight rho, tokens
+    outside `low`..`cap` left out. `sequence_mask`: weight rho, answers whose geometric mean of rho is outside
+    `low`..`cap` left out. `behaviour`: the ratio itself is taken to the behaviour policy, no weight. `none`:
+    as if the proximal policy had drawn the samples; only with `queue.max_staleness: 0`."""
+    cap: PositiveFloat | None = None
+    """Largest weight that counts. Default: 5 for `decoupled` and `icepop`, 2 for both `tis`, 1.01 for
+    `sequence_mask`."""
+    low: PositiveFloat | None = None
+    """Smallest weight that counts. Default: 0.5 for `icepop`, 0.99 for `sequence_mask`; the others have
+    none."""
+
+    @property
+    def anchor(self) -> Literal["proximal", "behaviour"]:
+        """The policy that the objective's ratio is taken to."""
+        return "behaviour" if self.use == "behaviour" else "proximal"
+
+    def weights(self, proximal: Tensor, behaviour: Tensor, batch: Batch) -> Tensor:
+        """What each token's loss counts: (T,) float32, without gradient, 1 where nothing is corrected.
+
+        A token of weight 0 still counts in the loss's denominator.
+
+        Args:
+            proximal, behaviour: (T,) logprobs.
+            batch: has `loss_mask`; sequence-wise kinds take the product over its tokens.
+        """
+        import torch
+
+        from stretto.functional import behaviour_weight, sequence_sum
+
+        if self.use not in _BOUNDS:
+            return torch.ones_like(behaviour)
+        low, cap = _BOUNDS[self.use]
+        low, cap = self.low or low, self.cap or cap
+        mask, index = batch["loss_mask"], batch.sequence_index().to(behaviour.device)
+        log_rho = torch.where(mask, proximal.detach() - behaviour, 0.0)  # (T,)
+        rho = log_rho.exp()
+        match self.use:
+            case "decoupled":
+                return behaviour_weight(proximal, behaviour, cap=cap)
+            case "token_tis":
+                return behaviour_weight(proximal, behaviour, cap=cap, over_cap="truncate")
+            case "sequence_tis":
+                return sequence_sum(log_rho, index, len(batch)).exp().clamp(max=cap)[index]
+            case "icepop":
+                return torch.where((rho >= low) & (rho <= cap), rho, 0.0)
+            case _:
+                count = sequence_sum(mask.float(), index, len(batch)).clamp(min=1)
+                geometric_mean = (sequence_sum(log_rho, index, len(batch)) / count).exp()[index]
+                return torch.where((geometric_mean >= low) & (geometric_mean <= cap), rho, 0.0)
+
+
+def check_correction(config: CorrectionConfig, run: RunConfig) -> Iterator[Problem]:
+    """Staleness without a correction is refused."""
+    if config.use == "none" and run.queue.max_staleness > 0:
+        yield Problem(
+            "algorithm.correction.use",
+            f"'none' with queue.max_staleness={run.queue.max_staleness}: stale samples need a correction; "
+            "use 'decoupled', or max_staleness: 0",
+        )
+    low, cap = _BOUNDS.get(config.use, (0.0, 0.0))
+    if config.use in _BOUNDS and (config.low or low) >= (config.cap or cap):
+        yield Problem(
+            "algorithm.correction",
+            f"low={config.low or low:g} is not below cap={config.cap or cap:g}: no token would count",
+        )

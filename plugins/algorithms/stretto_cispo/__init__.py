@@ -1,0 +1,71 @@
+"""Algorithm `cispo`: clipped importance-sampling weights, without clipping any token's gradient away.
+
+MiniMax 2025 (MiniMax-M1, arXiv 2506.13585), eq. 4 and 5: -sg(clip(r, 1 - eps, 1 + eps_high)) A log pi, the
+mean over the tokens of the batch. The advantage is GRPO's.
+
+Peers disagree on the bounds: verl, SkyRL and NeMo-RL clip on both sides, open-instruct above only, TRL takes
+its upper one as an absolute ratio. Here both are half-widths around 1; `eps_clip: 1` is without a lower
+bound, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from stretto import Component, hookimpl
+from stretto.component import NonNegativeFloat
+from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+__all__ = ["CISPO", "CISPOConfig"]
+
+
+class CISPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `cispo`."""
+
+    group_reward_norm: bool = True
+    """Divide group-centred rewards by the group's standard deviation."""
+    eps_clip: NonNegativeFloat = 1.0
+    """The weight is at least 1 minus this; 1 is without a bound."""
+    eps_clip_high: NonNegativeFloat = 0.28
+    """The weight is at most 1 plus this."""
+
+
+class CISPO(PolicyGradient[CISPOConfig]):
+    """GRPO's advantages, REINFORCE with a clipped weight."""
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """The group-relative reward of its answer for every sampled token, (T,) float32."""
+        from stretto.functional import group_normalise
+
+        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
+        return relative[batch.sequence_index()] * batch["loss_mask"]
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """-sg(clip(r)) A log pi, (T,)."""
+        import torch
+
+        low, high = 1 - self.config.eps_clip, 1 + self.config.eps_clip_high
+        ratio = torch.exp(logprobs.detach() - anchor)
+        loss = -ratio.clamp(low, high) * batch["advantages"] * logprobs
+        return loss, {"clipped": ((ratio < low) | (ratio > high)).float()}
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[CISPOConfig]]:
+    """The component of this package."""
+    yield Component(
+        "cispo",
+        CISPO,
+        CISPOConfig,
+        "clipped importance-sampling weights: every token keeps its gradient",
+        check_policy,
+        requires={"torch": "stretto[torch]"},
+    )

@@ -1,0 +1,101 @@
+"""Algorithm `dapo`: decoupled clip and dynamic sampling policy optimisation.
+
+Yu et al. 2025 (arXiv 2503.14476): clip-higher (eq. 10), the loss a mean over the tokens of the batch (eq.
+12), dynamic sampling (eq. 11: groups whose answers all have one reward are left out, and their places given
+to other prompts), and the soft punishment of overlong answers (eq. 13). The advantage is GRPO's, and there is
+no KL.
+
+The filter sees rewards before the overlong punishment, so a group of right answers stays out however long
+they are. A filtered group is never trained on and does not count in any denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stretto import Component, hookimpl
+from stretto.algorithm import Group
+from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt
+from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+__all__ = ["DAPO", "DAPOConfig"]
+
+
+class OverlongConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long answers are punished."""
+
+    limit: PositiveInt
+    """Tokens at which the punishment is full; `sampling.max_tokens` as a rule."""
+    buffer: PositiveInt
+    """It begins so many tokens before."""
+    penalty: PositiveFloat = 1.0
+    """What is taken off the reward at the limit."""
+
+
+class DAPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `dapo`."""
+
+    dynamic_sampling: bool = True
+    """Leave out groups whose answers all have one reward."""
+    overlong: OverlongConfig | None = None
+    """Soft punishment of long answers; none by default."""
+    eps_clip: NonNegativeFloat = 0.2
+    """Lower half-width of the trust region."""
+    eps_clip_high: NonNegativeFloat = 0.28
+    """Its upper half-width."""
+
+
+class DAPO(PolicyGradient[DAPOConfig]):
+    """GRPO's advantages of punished rewards, clip-higher."""
+
+    def keep(self, group: Group) -> bool:
+        """Whether there is anything to learn from the group."""
+        return not self.config.dynamic_sampling or len(set(group.rewards)) > 1
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """The group-relative punished reward of its answer for every sampled token, (T,) float32."""
+        from stretto.functional import group_normalise, overlong_penalty, sequence_sum
+
+        mask, index, rewards = batch["loss_mask"], batch.sequence_index(), batch["rewards"]
+        if (overlong := self.config.overlong) is not None:
+            lengths = sequence_sum(mask.float(), index, len(batch))
+            rewards = rewards + overlong_penalty(
+                lengths, limit=overlong.limit, buffer=overlong.buffer, factor=overlong.penalty
+            )
+        return group_normalise(rewards, batch["group"])[index] * mask
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Clipped surrogate with the wider upper half, (T,)."""
+        from stretto.functional import clipped_objective
+
+        loss, clipped, _ = clipped_objective(
+            logprobs,
+            anchor,
+            batch["advantages"],
+            eps_clip=self.config.eps_clip,
+            eps_clip_high=self.config.eps_clip_high,
+        )
+        return loss, {"clipped": clipped.float()}
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[DAPOConfig]]:
+    """The component of this package."""
+    yield Component(
+        "dapo",
+        DAPO,
+        DAPOConfig,
+        "clip-higher, dynamic sampling, overlong shaping",
+        check_policy,
+        requires={"torch": "stretto[torch]"},
+    )

@@ -1,0 +1,81 @@
+"""Algorithm `gspo`: group sequence policy optimisation.
+
+Zheng et al. 2025 (arXiv 2507.18071): the ratio is the sequence's, s = exp(mean over its tokens of log r), eq.
+7; the clip is on s, eq. 5, and the loss is the mean over answers. The advantage is GRPO's.
+
+Its trust region is two orders narrower than PPO's, since s is a geometric mean: the defaults are the paper's.
+As in TRL, OpenRLHF and NeMo-RL the gradient is that of s itself; verl's token form has the same value and
+gradient where the advantage is one for the whole answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from stretto import Component, hookimpl
+from stretto.algorithm import Reduction
+from stretto.component import NonNegativeFloat
+from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+__all__ = ["GSPO", "GSPOConfig"]
+
+
+class GSPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `gspo`."""
+
+    group_reward_norm: bool = True
+    """Divide group-centred rewards by the group's standard deviation."""
+    loss_mean: Reduction = "sequence"
+    """As in every policy gradient; here by answer, as in the paper."""
+    eps_clip: NonNegativeFloat = 3e-4
+    """Lower half-width of the trust region of the sequence's ratio."""
+    eps_clip_high: NonNegativeFloat = 4e-4
+    """Its upper half-width."""
+
+
+class GSPO(PolicyGradient[GSPOConfig]):
+    """GRPO's advantages, clipped sequence ratio."""
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """The group-relative reward of its answer for every sampled token, (T,) float32."""
+        from stretto.functional import group_normalise
+
+        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
+        return relative[batch.sequence_index()] * batch["loss_mask"]
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The clipped surrogate of the answer, at each of its tokens alike: (T,)."""
+        from stretto.functional import sequence_objective
+
+        loss, clipped = sequence_objective(
+            logprobs,
+            anchor,
+            batch["advantages"],
+            batch["loss_mask"],
+            batch.sequence_index().to(logprobs.device),
+            len(batch),
+            eps_clip=self.config.eps_clip,
+            eps_clip_high=self.config.eps_clip_high,
+        )
+        return loss, {"clipped": clipped.float()}
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[GSPOConfig]]:
+    """The component of this package."""
+    yield Component(
+        "gspo",
+        GSPO,
+        GSPOConfig,
+        "group sequence policy optimisation: one clipped ratio an answer",
+        check_policy,
+        requires={"torch": "stretto[torch]"},
+    )

@@ -1,0 +1,90 @@
+"""Algorithm `m2po`: second-moment trust policy optimisation, for very stale samples.
+
+Zheng et al. 2025 (arXiv 2510.01161): over the trained tokens of the batch, those with the largest squared
+log-ratio between behaviour and proximal policy are left out until the mean square of the rest is at most
+`tau`; a few outliers go, and stale tokens with small ratios stay. The rest is GRPO.
+
+What is left out still counts in the loss's denominator. The proximal logprobs are always computed, one
+forward a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from stretto import Component, hookimpl
+from stretto.algorithm import Call, function
+from stretto.component import NonNegativeFloat, PositiveFloat
+from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+__all__ = ["M2PO", "M2POConfig"]
+
+
+class M2POConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `m2po`."""
+
+    group_reward_norm: bool = True
+    """Divide group-centred rewards by the group's standard deviation."""
+    tau: PositiveFloat = 0.04
+    """Largest mean square of log(behaviour / proximal) over the tokens that count."""
+    eps_clip: NonNegativeFloat = 0.2
+    """Half-width of the trust region."""
+
+
+class M2PO(PolicyGradient[M2POConfig]):
+    """GRPO's advantages, clipped objective on trusted tokens."""
+
+    needs_proximal = True
+    objective_reads = ("trusted",)
+
+    def more_calls(self) -> Sequence[Call]:
+        """Which tokens are trusted, which only the whole batch can tell."""
+        reads = ("behaviour_logprobs", "proximal_logprobs", "loss_mask")
+        return [function(self.trusted, reads=reads, writes=("trusted",))]
+
+    def trusted(self, batch: Batch) -> Mapping[str, Tensor]:
+        """(T,) bool."""
+        from stretto.functional import second_moment_mask
+
+        delta = batch["behaviour_logprobs"] - batch["proximal_logprobs"]
+        return {"trusted": second_moment_mask(delta, batch["loss_mask"], self.config.tau)}
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """The group-relative reward of its answer for every sampled token, (T,) float32."""
+        from stretto.functional import group_normalise
+
+        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
+        return relative[batch.sequence_index()] * batch["loss_mask"]
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Clipped surrogate, 0 where the token is not trusted: (T,)."""
+        import torch
+
+        from stretto.functional import clipped_objective
+
+        loss, clipped, _ = clipped_objective(
+            logprobs, anchor, batch["advantages"], eps_clip=self.config.eps_clip
+        )
+        trusted = batch["trusted"]
+        return torch.where(trusted, loss, 0.0), {"clipped": clipped.float(), "trusted": trusted.float()}
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[M2POConfig]]:
+    """The component of this package."""
+    yield Component(
+        "m2po",
+        M2PO,
+        M2POConfig,
+        "second-moment trust region, for very stale samples",
+        check_policy,
+        requires={"torch": "stretto[torch]"},
+    )

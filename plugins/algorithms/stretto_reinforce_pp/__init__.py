@@ -1,0 +1,78 @@
+"""Algorithm `reinforce_pp`: REINFORCE++, returns whitened over the whole batch instead of by group.
+
+Hu et al. 2025 (arXiv 2501.03262): the return-to-go of each token, G_t = sum of gamma^k r_{t+k} is whitened
+over the trained tokens of the batch and enters PPO's clipped objective. With `baseline: true` the group's
+mean is subtracted from the rewards first (REINFORCE++-baseline), which suits rewards of 0 and 1.
+
+Tokens that the policy did not sample, such as tool output between turns, are stepped over: they neither
+discount nor carry a return (verl's way). The unbiased standard deviation, plus 1e-6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from stretto import Component, hookimpl
+from stretto.component import NonNegativeFloat, Share
+from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+__all__ = ["ReinforcePP", "ReinforcePPConfig"]
+
+
+class ReinforcePPConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `reinforce_pp`."""
+
+    baseline: bool = False
+    """Subtract the group's mean reward first."""
+    gamma: Share = 1.0
+    """Discount per token."""
+    eps_clip: NonNegativeFloat = 0.2
+    """Half-width of the trust region."""
+
+
+class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
+    """Whitened returns, clipped objective."""
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """Whitened return-to-go of every sampled token, (T,) float32."""
+        import torch
+
+        from stretto.functional import at_last_token, gae, group_normalise, masked_whiten
+
+        mask, rewards = batch["loss_mask"], batch["rewards"]
+        if self.config.baseline:
+            rewards = group_normalise(rewards, batch["group"], std=False)
+        placed = at_last_token(rewards, mask, batch.sequence_index())  # (T,)
+        # Without values, and with lambda 1, GAE is the discounted return-to-go.
+        returns, _ = gae(placed, torch.zeros_like(placed), mask, batch.lengths, gamma=self.config.gamma)
+        return masked_whiten(returns, mask)
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Clipped surrogate, (T,)."""
+        from stretto.functional import clipped_objective
+
+        loss, clipped, _ = clipped_objective(
+            logprobs, anchor, batch["advantages"], eps_clip=self.config.eps_clip
+        )
+        return loss, {"clipped": clipped.float()}
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[ReinforcePPConfig]]:
+    """The component of this package."""
+    yield Component(
+        "reinforce_pp",
+        ReinforcePP,
+        ReinforcePPConfig,
+        "REINFORCE++: returns whitened over the batch, optional group baseline",
+        check_policy,
+        requires={"torch": "stretto[torch]"},
+    )

@@ -1,0 +1,67 @@
+"""Algorithm `rloo`: REINFORCE with the other samples of the prompt as the baseline.
+
+Ahmadian et al. 2024 (arXiv 2402.14740): A_i = R_i - mean of the other R_j, one for the whole answer, without
+a standard deviation. A lone sample has nothing to be compared with: 0 (verl takes R).
+
+Deliberate differences from the paper: the samples may be stale, so the objective is the clipped surrogate
+rather than A log pi, with the same gradient where the ratio is 1; and the loss is the mean over the tokens of
+the batch. The paper's sum over each answer is `loss_mean: sequence_sum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from stretto import Component, hookimpl
+from stretto.component import NonNegativeFloat
+from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+__all__ = ["RLOO", "RLOOConfig"]
+
+
+class RLOOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `rloo`."""
+
+    eps_clip: NonNegativeFloat = 0.2
+    """Half-width of the trust region."""
+
+
+class RLOO(PolicyGradient[RLOOConfig]):
+    """Leave-one-out advantages, clipped objective."""
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """R minus the mean of the others of its group for every sampled token, (T,) float32."""
+        from stretto.functional import group_normalise
+
+        relative = group_normalise(batch["rewards"], batch["group"], std=False, leave_one_out=True)
+        return relative[batch.sequence_index()] * batch["loss_mask"]
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Clipped surrogate, (T,)."""
+        from stretto.functional import clipped_objective
+
+        loss, clipped, _ = clipped_objective(
+            logprobs, anchor, batch["advantages"], eps_clip=self.config.eps_clip
+        )
+        return loss, {"clipped": clipped.float()}
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[RLOOConfig]]:
+    """The component of this package."""
+    yield Component(
+        "rloo",
+        RLOO,
+        RLOOConfig,
+        "REINFORCE against the mean of the other samples",
+        check_policy,
+        requires={"torch": "stretto[torch]"},
+    )

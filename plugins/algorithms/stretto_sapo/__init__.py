@@ -1,0 +1,72 @@
+"""Algorithm `sapo`: soft adaptive policy optimisation.
+
+Gao et al. 2025 (arXiv 2511.20347): instead of a hard clip, the ratio passes a sigmoid gate whose slope at 1
+is that of the ratio itself; the gate is sharper for negative advantages. The mean over answers. The advantage
+is GRPO's. An advantage of 0 takes `tau_neg`; it has no gradient either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from stretto import Component, hookimpl
+from stretto.algorithm import Reduction
+from stretto.component import PositiveFloat
+from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+__all__ = ["SAPO", "SAPOConfig"]
+
+
+class SAPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `sapo`."""
+
+    group_reward_norm: bool = True
+    """Divide group-centred rewards by the group's standard deviation."""
+    loss_mean: Reduction = "sequence"
+    """As in every policy gradient; here by answer, as in the paper."""
+    tau_pos: PositiveFloat = 1.0
+    """Sharpness of the gate for tokens of positive advantage."""
+    tau_neg: PositiveFloat = 1.05
+    """Sharpness of the gate for the others; larger forgets faster what goes too far."""
+
+
+class SAPO(PolicyGradient[SAPOConfig]):
+    """GRPO's advantages, soft gate."""
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """The group-relative reward of its answer for every sampled token, (T,) float32."""
+        from stretto.functional import group_normalise
+
+        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
+        return relative[batch.sequence_index()] * batch["loss_mask"]
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """-f(r) A, (T,)."""
+        from stretto.functional import soft_gate
+
+        config = self.config
+        loss = soft_gate(
+            logprobs, anchor, batch["advantages"], tau_pos=config.tau_pos, tau_neg=config.tau_neg
+        )
+        return loss, {}
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[SAPOConfig]]:
+    """The component of this package."""
+    yield Component(
+        "sapo",
+        SAPO,
+        SAPOConfig,
+        "soft adaptive policy optimisation: a sigmoid gate instead of the clip",
+        check_policy,
+        requires={"torch": "stretto[torch]"},
+    )

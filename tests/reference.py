@@ -1,0 +1,574 @@
+"""Policy losses written out token by token, and the golden vectors made from them.
+
+This is the second opinion on the arithmetic: plain NumPy in float64, loops in place of masked tensors, and
+not one import from stretto. It is to be changed from the papers only, never to agree with the code it judges.
+`python tests/reference.py` writes tests/golden/ again; the same code writes the same files.
+
+Three policies give every token a log-probability: the behaviour policy sampled it, the proximal policy is
+where the training step began, the current policy is the one being trained. A token with loss_mask 0 is not
+trained: it has no advantage and no loss, and no sum, mean or count knows it. Position t runs over the flat
+batch of T tokens, in which the S sequences follow each other without padding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]  # (T,)
+
+
+def _self_check() -> None:
+    """Compare a few numbers with ones worked out by hand."""
+    # Two answers of one token: mean 0.5, standard deviation sqrt(0.5), hence +-0.5 / sqrt(0.5) = +-0.7071.
+    inputs: dict[str, Any] = {
+        "lengths": [2, 2],
+        "loss_mask": [0, 1, 0, 1],
+        "group": [0, 0],
+        "rewards": [1.0, 0.0],
+        "behaviour_logprobs": [-1.0, -1.0, -1.0, -1.0],
+        "proximal_logprobs": [-1.0, -1.0, -1.0, -1.0],
+        "logprobs": [-1.0, -1.0, -1.0, -1.0],
+    }
+    result = reference("grpo", {}, inputs)
+    assert np.allclose(result["advantages"], [0.0, 0.7071, 0.0, -0.7071], atol=1e-4)
+    assert np.allclose(result["losses"], [0.0, -0.7071, 0.0, 0.7071], atol=1e-4)
+    assert abs(result["loss"]) < 1e-12
+
+    # One answer of three tokens with reward 4 and gamma 0.5: returns 1, 2, 4; mean 7/3, variance 7/3.
+    inputs |= {"lengths": [4], "loss_mask": [0, 1, 1, 1], "group": [0], "rewards": [4.0]}
+    whitened = reference("reinforce_pp", {"gamma": 0.5}, inputs)["advantages"]
+    assert np.allclose(whitened, [0.0, -0.8729, -0.2182, 1.0911], atol=1e-4)
+
+    # min(2 A, 1.2 A) for A = 1; max(5, 1.2) for A = -1, then no more than 3.
+    assert _clip_loss(2.0, 1.0, 0.2, 0.2, None) == -1.2
+    assert _clip_loss(5.0, -1.0, 0.2, 0.2, None) == 5.0
+    assert _clip_loss(5.0, -1.0, 0.2, 0.2, 3.0) == 3.0
+
+    # Two tokens into a buffer of four that begins at 6 - 4 = 2: half the penalty.
+    assert _overlong(4, {"limit": 6, "buffer": 4}) == -0.5
+
+    # Squares 0.09, 0.04, 0.01: the mean 0.0467 is above 0.04, and without the first it is 0.025.
+    drift = np.array([0.3, 0.1, -0.2])
+    assert _within_second_moment(drift, np.zeros(3), [0, 1, 2], tau=0.04) == {1, 2}
+
+
+# --- options ---
+
+_LOSS: dict[str, Any] = {
+    "correction": {"use": "decoupled"},
+    "loss_mean": "token",
+    "loss_divisor": 1.0,
+    "eps_clip": 0.2,
+    "eps_clip_high": None,
+}
+_GROUP: dict[str, Any] = {
+    "baseline": "mean",
+    "group_reward_norm": True,
+    "norm_eps": 1e-6,
+    "gamma": 1.0,
+    "gae_lambda": 1.0,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": _LOSS | _GROUP | {"c_clip": None},
+    "dapo": _LOSS | _GROUP | {"c_clip": None, "eps_clip_high": 0.28, "overlong": None},
+    "gspo": _LOSS | _GROUP | {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "loss_mean": "sequence"},
+    "cispo": _LOSS | _GROUP | {"eps_clip": 1.0, "eps_clip_high": 0.28},
+    "sapo": _LOSS | _GROUP | {"tau_pos": 1.0, "tau_neg": 1.05, "loss_mean": "sequence"},
+    "rloo": _LOSS | {"c_clip": None},
+    "reinforce_pp": _LOSS | {"c_clip": None, "gamma": 1.0, "baseline": False},
+    "m2po": _LOSS | _GROUP | {"c_clip": None, "tau": 0.04},
+}
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "decoupled": {"cap": 5.0},
+    "token_tis": {"cap": 2.0},
+    "sequence_tis": {"cap": 2.0},
+    "icepop": {"low": 0.5, "cap": 5.0},
+    "sequence_mask": {"low": 0.99, "cap": 1.01},
+    "behaviour": {},
+    "none": {},
+}
+
+
+def _with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    # A misspelt option would otherwise leave a vector that tests the default under another name.
+    unknown = set(given) - set(defaults)
+    if unknown:
+        raise ValueError(f"unknown options {sorted(unknown)}; accepted: {sorted(defaults)}")
+    return {**defaults, **given}
+
+
+# --- the batch ---
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence of the batch, and the positions of its trained tokens in the flat lists."""
+
+    group: int
+    reward: float
+    tokens: list[int]
+
+
+def _sequences(inputs: Mapping[str, Any]) -> list[Sequence]:
+    sequences: list[Sequence] = []
+    start = 0
+    for length, group, reward in zip(inputs["lengths"], inputs["group"], inputs["rewards"], strict=True):
+        tokens = [t for t in range(start, start + length) if inputs["loss_mask"][t] == 1]
+        sequences.append(Sequence(group, reward, tokens))
+        start += length
+    assert start == len(inputs["loss_mask"])
+    return sequences
+
+
+# --- advantages ---
+
+
+def _overlong(n: int, overlong: Mapping[str, Any]) -> float:
+    """What DAPO adds to the reward of an answer of n tokens: 0 up to the buffer, then down to -penalty."""
+    begin = overlong["limit"] - overlong["buffer"]
+    return overlong.get("penalty", 1.0) * max(-1.0, min(0.0, (begin - n) / overlong["buffer"]))
+
+
+def _centred(rewards: list[float], i: int, baseline: str) -> float:
+    """Reward i of a group less its baseline; nothing is known of a group of one."""
+    if len(rewards) == 1:
+        return 0.0
+    if baseline == "mean":
+        return rewards[i] - float(np.mean(rewards))
+    if baseline == "leave_one_out":
+        others = rewards[:i] + rewards[i + 1 :]
+        return rewards[i] - float(np.mean(others))
+    raise ValueError(f"no baseline {baseline!r}; accepted: mean, leave_one_out")
+
+
+def _group_scalars(
+    sequences: list[Sequence], rewards: list[float], options: Mapping[str, Any]
+) -> list[float]:
+    """One number for each sequence: how much better it was than its group."""
+    scalars: list[float] = []
+    for s, sequence in enumerate(sequences):
+        members = [m for m, other in enumerate(sequences) if other.group == sequence.group]
+        of_group = [rewards[m] for m in members]
+        scalar = _centred(of_group, members.index(s), options["baseline"])
+        if options["group_reward_norm"] and len(members) > 1:
+            scalar /= float(np.std(of_group, ddof=1)) + options["norm_eps"]
+        scalars.append(scalar)
+    return scalars
+
+
+def _fading(sequences: list[Sequence], scalars: list[float], decay: float, total: int) -> Floats:
+    """Advantages of scalars that stand at the last trained token: decay^k with k trained tokens to come."""
+    advantages = np.zeros(total)
+    for sequence, scalar in zip(sequences, scalars, strict=True):
+        for k, t in enumerate(reversed(sequence.tokens)):
+            advantages[t] = scalar * decay**k
+    return advantages
+
+
+def _whitened(sequences: list[Sequence], returns: Floats) -> Floats:
+    """Returns with mean 0 and standard deviation 1 over the trained tokens of the whole batch."""
+    trained = [t for sequence in sequences for t in sequence.tokens]
+    mean = np.mean(returns[trained])
+    std = np.std(returns[trained], ddof=1)
+    whitened = np.zeros(len(returns))
+    for t in trained:
+        whitened[t] = (returns[t] - mean) / (std + 1e-6)
+    return whitened
+
+
+def _advantages(algorithm: str, options: Mapping[str, Any], sequences: list[Sequence], total: int) -> Floats:
+    rewards = [sequence.reward for sequence in sequences]
+    if algorithm == "rloo":
+        alone = {"baseline": "leave_one_out", "group_reward_norm": False}
+        return _fading(sequences, _group_scalars(sequences, rewards, alone), 1.0, total)
+    if algorithm == "reinforce_pp":
+        if options["baseline"]:
+            mean = {"baseline": "mean", "group_reward_norm": False}
+            rewards = _group_scalars(sequences, rewards, mean)
+        return _whitened(sequences, _fading(sequences, rewards, options["gamma"], total))
+    if algorithm == "dapo" and options["overlong"] is not None:
+        penalties = [_overlong(len(sequence.tokens), options["overlong"]) for sequence in sequences]
+        rewards = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+    scalars = _group_scalars(sequences, rewards, options)
+    return _fading(sequences, scalars, options["gamma"] * options["gae_lambda"], total)
+
+
+# --- correction for stale samples ---
+
+
+def _token_weight(use: str, options: Mapping[str, Any], log_rho: float, of_sequence: Floats) -> float:
+    """The weight of one token, given its log(proximal / behaviour) and those of its sequence."""
+    if use in ("behaviour", "none"):
+        return 1.0
+    rho = float(np.exp(log_rho))
+    cap = np.inf if options["cap"] is None else options["cap"]
+    if use == "decoupled":
+        return rho if rho <= cap else 0.0
+    if use == "token_tis":
+        return min(rho, cap)
+    if use == "sequence_tis":
+        return min(float(np.exp(np.sum(of_sequence))), cap)
+    if use == "icepop":
+        return rho if options["low"] <= rho <= cap else 0.0
+    assert use == "sequence_mask"
+    return rho if options["low"] <= np.exp(np.mean(of_sequence)) <= cap else 0.0
+
+
+def _weights(
+    correction: Mapping[str, Any], sequences: list[Sequence], behaviour: Floats, proximal: Floats
+) -> Floats:
+    use = correction.get("use", "decoupled")
+    options = _with_defaults(correction, {"use": use} | CORRECTIONS[use])
+    weights = np.zeros(len(behaviour))
+    for sequence in sequences:
+        of_sequence = proximal[sequence.tokens] - behaviour[sequence.tokens]
+        for t, log_rho in zip(sequence.tokens, of_sequence, strict=True):
+            weights[t] = _token_weight(use, options, log_rho, of_sequence)
+    return weights
+
+
+# --- objectives, one token at a time ---
+
+
+def _clip(value: float, eps_low: float, eps_high: float) -> float:
+    return max(1 - eps_low, min(1 + eps_high, value))
+
+
+def _clip_loss(
+    ratio: float, advantage: float, eps_low: float, eps_high: float, c_clip: float | None
+) -> float:
+    """PPO's clipped objective as a loss; with `c_clip`, bounded for bad tokens that became likely."""
+    loss = -min(ratio * advantage, _clip(ratio, eps_low, eps_high) * advantage)
+    if c_clip is not None and advantage < 0:
+        loss = min(loss, -c_clip * advantage)
+    return loss
+
+
+def _sapo_loss(ratio: float, advantage: float, tau_pos: float, tau_neg: float) -> float:
+    tau = tau_pos if advantage > 0 else tau_neg
+    gate = 1 / (1 + float(np.exp(-tau * (ratio - 1))))
+    return -gate * 4 / tau * advantage
+
+
+def _within_second_moment(behaviour: Floats, proximal: Floats, trained: list[int], tau: float) -> set[int]:
+    """What M2PO keeps: the furthest go, one by one, until the rest has a mean square within tau."""
+    squares = (behaviour - proximal) ** 2
+    kept = sorted(trained, key=lambda t: squares[t])
+    while kept and np.mean(squares[kept]) > tau:
+        kept.pop()
+    return set(kept)
+
+
+def _token_loss(
+    algorithm: str,
+    options: Mapping[str, Any],
+    log_ratio: float,
+    of_sequence: Floats,
+    advantage: float,
+    logprob: float,
+) -> float:
+    """The loss of one token before its weight, from its log-ratio to the anchor and those of its sequence."""
+    eps_low, eps_high = options["eps_clip"], options["eps_clip_high"]
+    if eps_high is None:
+        eps_high = eps_low
+    ratio = float(np.exp(log_ratio))
+    if algorithm == "cispo":
+        return -_clip(ratio, eps_low, eps_high) * advantage * logprob
+    if algorithm == "sapo":
+        return _sapo_loss(ratio, advantage, options["tau_pos"], options["tau_neg"])
+    if algorithm == "gspo":
+        ratio = float(np.exp(np.mean(of_sequence)))
+    return _clip_loss(ratio, advantage, eps_low, eps_high, options.get("c_clip"))
+
+
+# --- the loss of the batch ---
+
+
+def _reduced(losses: Floats, sequences: list[Sequence], loss_mean: str) -> float:
+    """One number for the batch. A token of weight 0 was trained on all the same, so it counts."""
+    answers = [sequence for sequence in sequences if sequence.tokens]
+    sums = [float(np.sum(losses[sequence.tokens])) for sequence in answers]
+    counts = [len(sequence.tokens) for sequence in answers]
+    if loss_mean == "token":
+        return sum(sums) / sum(counts)
+    if loss_mean == "sequence":
+        return sum(of_answer / n for of_answer, n in zip(sums, counts, strict=True)) / len(answers)
+    if loss_mean == "sequence_sum":
+        return sum(sums) / len(answers)
+    raise ValueError(f"no loss_mean {loss_mean!r}; accepted: token, sequence, sequence_sum")
+
+
+def reference(algorithm: str, options: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Advantages (T,), losses of the tokens before the mean (T,), and the loss of the batch.
+
+    Args:
+        algorithm: One of `DEFAULTS`.
+        options: What departs from the algorithm's defaults.
+        inputs: lengths (S,), group (S,) and rewards (S,); loss_mask, behaviour_logprobs, proximal_logprobs
+            and logprobs, each (T,).
+    """
+    options = _with_defaults(options, DEFAULTS[algorithm])
+    behaviour = np.array(inputs["behaviour_logprobs"], dtype=np.float64)
+    proximal = np.array(inputs["proximal_logprobs"], dtype=np.float64)
+    current = np.array(inputs["logprobs"], dtype=np.float64)
+    total = len(current)
+    sequences = _sequences(inputs)
+    trained = [t for sequence in sequences for t in sequence.tokens]
+
+    advantages = _advantages(algorithm, options, sequences, total)
+    weights = _weights(options["correction"], sequences, behaviour, proximal)
+    anchor = behaviour if options["correction"].get("use") == "behaviour" else proximal
+    kept = set(trained)
+    if algorithm == "m2po":
+        kept = _within_second_moment(behaviour, proximal, trained, options["tau"])
+
+    losses = np.zeros(total)
+    for sequence in sequences:
+        of_sequence = current[sequence.tokens] - anchor[sequence.tokens]
+        for t, log_ratio in zip(sequence.tokens, of_sequence, strict=True):
+            if t in kept:
+                loss = _token_loss(algorithm, options, log_ratio, of_sequence, advantages[t], current[t])
+                losses[t] = weights[t] * loss
+    loss = _reduced(losses, sequences, options["loss_mean"]) / options["loss_divisor"]
+    return {"advantages": advantages.tolist(), "losses": losses.tolist(), "loss": loss}
+
+
+# --- golden vectors ---
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of a batch: prompts of two tokens, one answer with a hole, one group with equal rewards."""
+
+    lengths: list[int]
+    group: list[int]
+    hole: int
+    equal: int
+
+
+PROMPT = 2
+# Group 2 has one member.
+ALONE = Layout(lengths=[7, 6, 8, 4, 3, 5], group=[0, 0, 0, 1, 1, 2], hole=2, equal=1)
+# The groups' members are interleaved, and one answer is longer than the limit of the case dapo.
+MIXED = Layout(lengths=[5, 8, 4, 6, 7, 3, 10], group=[0, 1, 2, 0, 1, 2, 0], hole=4, equal=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden vector: what it computes, and how far its three policies lie apart.
+
+    Attributes:
+        seed: Chosen so that each clip, cap and mask of the case acts on some tokens with an advantage and
+            spares others, and so that no token is so near to an edge that float32 puts it on the other side.
+        stale: Standard deviation of log(proximal / behaviour), large enough for caps and masks to act.
+        moved: The same of log(current / proximal), for the clips.
+    """
+
+    name: str
+    algorithm: str
+    source: str
+    seed: int
+    layout: Layout
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    stale: float = 1.0
+    moved: float = 0.5
+
+
+GRPO = "DeepSeekMath, arXiv:2402.03300"
+DECOUPLED = "AReaL, arXiv:2505.24298"
+
+CASES = [
+    Case("grpo", "grpo", f"{GRPO}; decoupled objective of {DECOUPLED}", 100, ALONE),
+    Case(
+        "grpo_loo",
+        "grpo",
+        f"{GRPO}, with the leave-one-out baseline of RLOO, arXiv:2402.14740",
+        200,
+        MIXED,
+        {"baseline": "leave_one_out"},
+    ),
+    Case(
+        "grpo_fading",
+        "grpo",
+        f"{GRPO}; discounted as GAE, arXiv:1506.02438; dual clip of arXiv:1912.09729",
+        305,
+        ALONE,
+        {"gamma": 0.9, "gae_lambda": 0.8, "c_clip": 3.0},
+        moved=1.0,
+    ),
+    Case(
+        "grpo@trl",
+        "grpo",
+        'TRL, GRPOTrainer with loss_type "grpo"',
+        402,
+        MIXED,
+        {"loss_mean": "sequence", "norm_eps": 1e-4, "correction": {"use": "none"}},
+    ),
+    Case(
+        "grpo@verl",
+        "grpo",
+        "verl, GRPO advantages with the dual-clip loss and loss_agg_mode token-mean",
+        503,
+        ALONE,
+        {"loss_mean": "token", "correction": {"use": "none"}, "c_clip": 3.0},
+        moved=1.0,
+    ),
+    Case(
+        "dr_grpo@trl",
+        "grpo",
+        'Dr. GRPO, arXiv:2503.20783; TRL, GRPOTrainer with loss_type "dr_grpo"',
+        836,
+        MIXED,
+        {
+            "group_reward_norm": False,
+            "loss_mean": "sequence_sum",
+            "loss_divisor": 16.0,
+            "correction": {"use": "none"},
+        },
+    ),
+    Case(
+        "grpo_token_tis",
+        "grpo",
+        f"{GRPO}; importance sampling truncated at each token, as in verl's rollout correction",
+        701,
+        ALONE,
+        {"correction": {"use": "token_tis"}},
+    ),
+    Case(
+        "grpo_sequence_tis",
+        "grpo",
+        f"{GRPO}; importance sampling truncated at each sequence, as in verl's rollout correction",
+        801,
+        MIXED,
+        {"correction": {"use": "sequence_tis"}},
+    ),
+    Case(
+        "grpo_icepop",
+        "grpo",
+        f"{GRPO}; IcePop of Ring-1T, arXiv:2510.18855",
+        903,
+        ALONE,
+        {"correction": {"use": "icepop"}},
+    ),
+    Case(
+        "grpo_sequence_mask",
+        "grpo",
+        f"{GRPO}; mask by the geometric mean of a sequence, as in verl's rollout correction",
+        1042,
+        MIXED,
+        {"correction": {"use": "sequence_mask", "low": 0.8, "cap": 1.25}},
+        stale=0.4,
+    ),
+    Case(
+        "grpo_behaviour",
+        "grpo",
+        f"{GRPO}; the ratio to the behaviour policy is PPO's own, arXiv:1707.06347",
+        1101,
+        ALONE,
+        {"correction": {"use": "behaviour"}},
+    ),
+    Case(
+        "dapo",
+        "dapo",
+        "DAPO, arXiv:2503.14476",
+        1200,
+        MIXED,
+        {"overlong": {"limit": 6, "buffer": 4}},
+    ),
+    # The clip range is narrow, so the current policy stays close enough for one sequence to be within it.
+    Case("gspo", "gspo", "GSPO, arXiv:2507.18071", 1307, ALONE, moved=1e-3),
+    Case("cispo", "cispo", "CISPO of MiniMax-M1, arXiv:2506.13585", 1400, MIXED),
+    Case("sapo", "sapo", "SAPO, arXiv:2511.20347", 1502, ALONE),
+    Case("rloo", "rloo", "RLOO, arXiv:2402.14740", 1613, ALONE),
+    Case("reinforce_pp", "reinforce_pp", "REINFORCE++, arXiv:2501.03262", 1703, MIXED),
+    Case(
+        "reinforce_pp_baseline",
+        "reinforce_pp",
+        "REINFORCE++ with the group's mean as baseline, arXiv:2501.03262",
+        1802,
+        ALONE,
+        {"baseline": True, "gamma": 0.95},
+    ),
+    Case("m2po", "m2po", "M2PO, arXiv:2510.01161", 1903, MIXED, stale=0.3),
+]
+
+
+def _inputs(case: Case) -> dict[str, Any]:
+    layout = case.layout
+    # NumPy may change what a Generator draws from a seed; a RandomState is frozen for good.
+    random = np.random.RandomState(case.seed)
+    mask: list[int] = []
+    for s, length in enumerate(layout.lengths):
+        of_sequence = [0] * PROMPT + [1] * (length - PROMPT)
+        if s == layout.hole:
+            of_sequence[(PROMPT + length) // 2] = 0
+        mask += of_sequence
+    drawn = random.uniform(0.0, 1.0, len(layout.group))
+    rewards = [
+        1.0 if g == layout.equal else round(reward, 2) for g, reward in zip(layout.group, drawn, strict=True)
+    ]
+    # The tokens that are not trained differ as much as the others, so that a mask left out is seen.
+    behaviour = random.uniform(-8.0, -5.0, len(mask))
+    proximal = behaviour + random.normal(0.0, case.stale, len(mask))
+    current = proximal + random.normal(0.0, case.moved, len(mask))
+    assert max(behaviour.max(), proximal.max(), current.max()) < 0.0
+    return {
+        "lengths": layout.lengths,
+        "loss_mask": mask,
+        "group": layout.group,
+        "rewards": rewards,
+        "behaviour_logprobs": behaviour.tolist(),
+        "proximal_logprobs": proximal.tolist(),
+        "logprobs": current.tolist(),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """The value with its floats at nine significant digits, and without negative zeros."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.9g}") + 0.0 if isinstance(value, float) else value
+
+
+def golden(case: Case) -> dict[str, Any]:
+    """The content of a case's file; what is expected belongs to the inputs as rounded there."""
+    inputs = _rounded(_inputs(case))
+    return {
+        "name": case.name,
+        "algorithm": case.algorithm,
+        "options": case.options,
+        "source": case.source,
+        "inputs": inputs,
+        "expected": _rounded(reference(case.algorithm, case.options, inputs)),
+    }
+
+
+def _as_json(value: Any, indent: str = "") -> str:
+    """JSON with one line for each list; json.dumps would give one to each number."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    inner = indent + "  "
+    lines = [f"{inner}{json.dumps(key)}: {_as_json(item, inner)}" for key, item in value.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def main() -> None:
+    """Write every golden vector again."""
+    _self_check()
+    folder = Path(__file__).with_name("golden")
+    folder.mkdir(exist_ok=True)
+    for case in CASES:
+        (folder / f"{case.name}.json").write_text(_as_json(golden(case)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
