@@ -40,8 +40,10 @@ format: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bus.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/quickstart.py
+	$(BIN)/python benchmarks/algorithms.py
 
 clean:
 	rm -rf $(VENV)

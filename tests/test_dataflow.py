@@ -89,6 +89,25 @@ def test_what_cannot_run_is_refused(more: list[Call], words: str) -> None:
         graph_of([*ppo(), *more], MODELS)
 
 
+def test_calls_that_do_not_wait_for_each_other_share_a_level() -> None:
+    levels = [{call.name for call in level} for level in graph_of(ppo(), MODELS).levels()]
+    assert levels[0] == {"generate(actor)"}
+    assert {"score", "forward(critic)", "forward(reference)"} <= levels[1]
+    assert {"train(actor)", "train(critic)"} <= levels[-1]
+
+
+def test_a_dataflow_is_drawn() -> None:
+    graph = graph_of(ppo(), MODELS)
+    text = graph.text().splitlines()
+    assert text[0].split() == ["1", "generate(actor)", "after", "nothing"]
+    assert len(text) == 2 * len(graph.calls)
+    drawn = graph.mermaid().splitlines()
+    assert drawn[0] == "flowchart LR"
+    assert '  prompt -- "prompt" --> c0' in drawn
+    arrows = [line for line in drawn if "-->" in line or "-.->" in line]
+    assert len(arrows) == len(graph.edges) + 1
+
+
 def test_a_dataflow_must_train_with_a_known_reduction() -> None:
     with pytest.raises(ConfigError, match="no call trains a model"):
         graph_of([call for call in ppo() if call.op != "train"], MODELS)

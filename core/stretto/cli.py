@@ -64,11 +64,22 @@ def resume(folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's
 
 
 @app.command()
-def check(file: RunFile, overrides: Overrides = None) -> None:
+def check(
+    file: RunFile,
+    overrides: Overrides = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Draw the algorithm's dataflow instead.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="The same as a Mermaid flowchart.")] = False,
+) -> None:
     """Validate a run and print what it would be, without starting anything."""
-    from stretto.plan import describe
+    from stretto import plan
 
-    typer.echo(describe(_accepted(file, overrides, starting=False)))
+    composed = _accepted(file, overrides, starting=False)
+    if mermaid:
+        typer.echo(plan.graph(composed).mermaid())
+    elif graph:
+        typer.echo(plan.graph(composed).text())
+    else:
+        typer.echo(plan.describe(composed))
 
 
 @app.command()

@@ -54,7 +54,7 @@ _PLANNED: dict[Kind, tuple[str, ...]] = {
     "inference": ("sglang", "vllm"),
     "workflow": ("multi_turn", "tool_use", "agent"),
     "reward": ("code",),
-    "dataset": ("hf",),
+    "dataset": (),
     "launcher": ("slurm", "ray"),
     "weights": ("bus", "collective"),
     "tracker": ("wandb", "tensorboard"),

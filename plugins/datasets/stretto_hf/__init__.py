@@ -1,0 +1,127 @@
+"""Dataset `hf`: rows of the `datasets` library, from the hub, a local folder, or files that it can read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from stretto import Component, Context, DatasetConfig, Problem, hookimpl
+from stretto.component import PositiveInt
+from stretto.config import RunConfig
+from stretto.dataset import Row
+from stretto.errors import ConfigError
+
+__all__ = ["HFConfig", "HFDataset"]
+
+
+class HFConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the dataset `hf`."""
+
+    path: str
+    """A dataset of the hub (`openai/gsm8k`), a folder that `save_to_disk` wrote, or a folder of data
+    files."""
+    name: str | None = None
+    """Configuration, for datasets that have several (`main`)."""
+    split: str = "train"
+    """Split, or a part of one as the library writes it: `train[:90%]`."""
+    revision: str | None = None
+    """Commit or tag of the hub's repository; give one, and the rows stay what they are."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt."""
+    streaming: bool = False
+    """Read the first `limit` rows over the network, without fetching the whole dataset."""
+    limit: PositiveInt | None = None
+    """Take only the first rows."""
+
+
+class HFDataset:
+    """Rows of one split. Memory-mapped by the library, or, when streamed, in memory."""
+
+    def __init__(self, config: HFConfig, context: Context) -> None:
+        del context
+        self._config = config
+        loaded = _loaded(config)
+        if config.streaming:
+            self._rows: Any = list(islice(cast("Iterable[Row]", loaded), config.limit))
+            columns = list(self._rows[0]) if self._rows else []
+        else:
+            self._rows = loaded.select(range(min(config.limit, len(loaded)))) if config.limit else loaded
+            columns = cast("list[str]", self._rows.column_names)
+        if len(self._rows) and config.prompt_column not in columns:
+            raise ConfigError(
+                f"{config.path!r} has no column {config.prompt_column!r}; its columns: {', '.join(columns)}"
+            )
+        self.fingerprint = _digest(self._rows)
+        """SHA-256 of the rows, in their order."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = dict(self._rows[index])
+        row["prompt"] = row.pop(self._config.prompt_column)
+        return row
+
+
+def _loaded(config: HFConfig) -> Any:
+    """The split, by whichever way the library has for what `path` is.
+
+    Raises:
+        ConfigError: if there is no such dataset, configuration or split, or it cannot be reached.
+    """
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    datasets.disable_progress_bars()  # logs are files
+    folder = Path(config.path)
+    try:
+        if (folder / "dataset_info.json").exists():
+            return datasets.load_from_disk(config.path)
+        if (folder / "dataset_dict.json").exists():
+            splits = cast("Mapping[str, Any]", datasets.load_from_disk(config.path))
+            if config.split not in splits:
+                raise ConfigError(
+                    f"{config.path!r} has no split {config.split!r}; it has {', '.join(splits)}"
+                )
+            return splits[config.split]
+        return datasets.load_dataset(
+            config.path,
+            config.name,
+            split=config.split,
+            revision=config.revision,
+            streaming=config.streaming,
+        )
+    except (DatasetNotFoundError, ValueError, OSError) as error:
+        raise ConfigError(f"cannot load the dataset {config.path!r}: {error}") from error
+
+
+def _digest(rows: Iterable[Any]) -> str:
+    """Of every row's values, so that it is the same on every machine whatever the library keeps in its
+    cache."""
+    whole = hashlib.sha256()
+    for row in rows:
+        whole.update(repr(sorted(row.items())).encode())
+    return whole.hexdigest()
+
+
+def check(config: HFConfig, run: RunConfig) -> Iterator[Problem]:
+    """Streaming has to end somewhere."""
+    del run
+    if config.streaming and config.limit is None:
+        yield Problem("dataset.limit", "required with streaming: how many rows to take")
+
+
+@hookimpl
+def stretto_dataset() -> Iterator[Component[HFConfig]]:
+    """The component of this package."""
+    yield Component(
+        "hf",
+        HFDataset,
+        HFConfig,
+        "the `datasets` library: the hub, a local folder, parquet, csv, json; streaming too",
+        check,
+        requires={"datasets": "stretto[hf]"},
+    )
