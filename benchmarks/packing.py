@@ -2,9 +2,9 @@
 
     python benchmarks/packing.py
 
-One thread, the quickstart's model, 256 sequences of 8 to 512 tokens: packed end to end up to a budget of tokens,
-or in the order they come, 32 rows at a time, padded to the longest of the 32. The tokens computed on are counted
-at the model's input. Rounds alternate and medians are compared. Last line: one JSON object.
+One thread, the quickstart's model, 256 sequences of 8 to 512 tokens: packed end to end up to a budget of
+tokens, or in the order they come, 32 rows at a time, padded to the longest of the 32. The tokens computed on
+are counted at the model's input. Rounds alternate and medians are compared. Last line: one JSON object.
 """
 
 from __future__ import annotations
