@@ -100,7 +100,7 @@ def test_the_loss_equals_its_formula(seed: int, cap: float) -> None:
     expected = reference_loss(current, proximal, behaviour, advantages, mask, cap)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
     over = np.exp(proximal - behaviour)[mask] > cap
-    assert float(statistics["corrected"][batch["loss_mask"]].mean()) == pytest.approx(over.mean())
+    assert float(statistics["left_out"][batch["loss_mask"]].mean()) == pytest.approx(over.mean())
 
 
 def test_with_one_update_the_gradient_is_the_weighted_policy_gradient() -> None:

@@ -129,7 +129,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         """
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The objective around its anchor, each token weighted by the correction: (T,), and statistics."""
+        """The objective around its anchor, each token weighted by the correction: (T,), and statistics:
+        `ratio` to the anchor, `advantage`, `behaviour_weight`, and `left_out`, the share of weight 0."""
         import torch
 
         correction = self.config.correction
@@ -138,13 +139,12 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         anchor = behaviour if correction.anchor == "behaviour" else proximal
         loss, statistics = self.objective(logprobs, anchor, batch)
         weight = correction.weights(proximal, behaviour, batch)
-        rho = torch.exp(proximal - behaviour)
         return loss * weight / self.config.loss_divisor, {
             **statistics,
             "ratio": torch.exp(logprobs.detach() - anchor),
             "advantage": batch["advantages"],
             "behaviour_weight": weight,
-            "corrected": (weight != rho).float() if correction.use != "none" else torch.zeros_like(rho),
+            "left_out": (weight == 0).float(),
         }
 
 

@@ -11,7 +11,7 @@ the proximal policy, the one at the start of the train step, and the older behav
 a weight. A group of one sample has advantage 0.
 
 Metrics, averaged over trained tokens: `clipped` and `dual_clipped` share of tokens, and those of every policy
-gradient: `ratio`, `advantage`, `behaviour_weight`, `corrected` (share of tokens capped or left out).
+gradient: `ratio`, `advantage`, `behaviour_weight`, `left_out` (share of tokens whose weight is 0).
 """
 
 from __future__ import annotations
