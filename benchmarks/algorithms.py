@@ -8,12 +8,12 @@ Held-out accuracy of sampled answers before and after. Last line: one JSON objec
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-RUN = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
+from whole_runs import QUICKSTART, summary_of
+
 STEPS = 150
 # What an algorithm needs beside its defaults on this task.
 OPTIONS: dict[str, list[str]] = {
@@ -28,28 +28,15 @@ OPTIONS: dict[str, list[str]] = {
 }
 
 
-def accuracy_of(name: str, out: Path) -> tuple[float, float, float]:
-    """Before, after, and the wall time."""
-    overrides = [
-        f"algorithm.use={name}",
-        f"steps={STEPS}",
-        "evaluation.every=0",
-        f"out={out}",
-        *OPTIONS[name],
-    ]
-    command = [sys.executable, "-m", "stretto", "run", str(RUN), *overrides]
-    subprocess.run(command, check=True, capture_output=True)
-    summary = json.loads((out / "summary.json").read_text())
-    first, *_, last = (point["accuracy"] for point in summary["evaluation"])
-    return first, last, summary["train_wall_s"]
-
-
 def main() -> None:
     found: dict[str, dict[str, float]] = {}
     print(f"{'algorithm':14} {'before':>7} {'after':>7} {'wall s':>7}")
     with tempfile.TemporaryDirectory() as folder:
         for name in sys.argv[1:] or OPTIONS:
-            before, after, wall = accuracy_of(name, Path(folder, name))
+            options = (f"algorithm.use={name}", f"steps={STEPS}", "evaluation.every=0", *OPTIONS[name])
+            summary = summary_of(QUICKSTART, Path(folder, name), *options)
+            before, after = (summary["evaluation"][place]["accuracy"] for place in (0, -1))
+            wall = summary["train_wall_s"]
             print(f"{name:14} {before:>7.3f} {after:>7.3f} {wall:>7.1f}", flush=True)
             found[name] = {"before": round(before, 3), "after": round(after, 3)}
     print(json.dumps({"accuracy": found, "steps": STEPS}))

@@ -9,11 +9,10 @@ is from the first ticket to the last step of a real run through the command line
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+
+from whole_runs import summary_of
 
 STEPS, BATCH, GROUP, LENGTH = 12, 8, 4, 32
 
@@ -39,15 +38,6 @@ steps: {STEPS}
     return file
 
 
-def summary_of(file: Path, max_staleness: int) -> dict[str, Any]:
-    out = file.with_name(f"out-{max_staleness}")
-    command = [sys.executable, "-m", "stretto", "run", str(file), f"out={out}"]
-    subprocess.run(
-        [*command, f"queue.max_staleness={max_staleness}"], check=True, capture_output=True, text=True
-    )
-    return json.loads((out / "summary.json").read_text())
-
-
 def main() -> None:
     wall: dict[str, float] = {}
     overlap: dict[str, float] = {}
@@ -55,7 +45,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = run_file(Path(folder))
         for bound in (0, 1):
-            summary = summary_of(file, bound)
+            out = Path(folder, f"out-{bound}")
+            summary = summary_of(file, out, f"queue.max_staleness={bound}")
             busy = summary["busy_s"]
             wall[str(bound)], overlap[str(bound)] = summary["train_wall_s"], summary["overlap"]
             print(

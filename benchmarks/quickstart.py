@@ -10,25 +10,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+
+from whole_runs import QUICKSTART, summary_of
 
 ROUNDS = 3
-RUN = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
-
-
-def summary_of(out: Path, max_staleness: int, seed: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "stretto", "run", str(RUN), f"out={out}", f"seed={seed}"]
-    subprocess.run(
-        [*command, f"queue.max_staleness={max_staleness}", "evaluation.every=0"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return json.loads((out / "summary.json").read_text())
 
 
 def main() -> None:
@@ -38,7 +25,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, ROUNDS + 1):
             for bound in (0, 2):
-                summary = summary_of(Path(folder, f"{bound}-{seed}"), bound, seed)
+                out = Path(folder, f"{bound}-{seed}")
+                options = (f"seed={seed}", f"queue.max_staleness={bound}", "evaluation.every=0")
+                summary = summary_of(QUICKSTART, out, *options)
                 first, last = (summary["evaluation"][place]["accuracy"] for place in (0, -1))
                 walls[bound].append(summary["train_wall_s"])
                 accuracies[bound].append(last)

@@ -594,13 +594,12 @@ def _marks(annotation: Any) -> set[str]:
 def _in_words(message: str, value: Any, annotation: Any) -> str:
     """What msgspec says of a value, as a writer of YAML would."""
     if message.startswith("Invalid enum value"):
-        parts = getattr(msgspec.inspect.type_info(annotation), "types", None)
-        infos = parts or (msgspec.inspect.type_info(annotation),)
+        info = msgspec.inspect.type_info(annotation)
         allowed = [
             str(choice)
-            for info in infos
-            if isinstance(info, msgspec.inspect.LiteralType)
-            for choice in info.values
+            for part in getattr(info, "types", (info,))
+            if isinstance(part, msgspec.inspect.LiteralType)
+            for choice in part.values
         ]
         return f"expected one of {', '.join(allowed)}{nearest(str(value), allowed)}"
     text = message[0].lower() + message[1:].replace("`", "")

@@ -66,28 +66,23 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """
         import torch
 
-        from stretto.functional import behaviour_weight, sequence_sum
+        from stretto.functional import behaviour_weight, sequence_mean, sequence_sum
 
         if self.use not in _BOUNDS:
             return torch.ones_like(behaviour)
         low, cap = _BOUNDS[self.use]
         low, cap = self.low or low, self.cap or cap
+        if self.use in ("decoupled", "token_tis"):
+            over_cap = "mask" if self.use == "decoupled" else "truncate"
+            return behaviour_weight(proximal, behaviour, cap=cap, over_cap=over_cap)
         mask, index = batch["loss_mask"], batch.sequence_index().to(behaviour.device)
         log_rho = torch.where(mask, proximal.detach() - behaviour, 0.0)  # (T,)
+        if self.use == "sequence_tis":
+            return sequence_sum(log_rho, index, len(batch)).exp().clamp(max=cap)[index]
         rho = log_rho.exp()
-        match self.use:
-            case "decoupled":
-                return behaviour_weight(proximal, behaviour, cap=cap)
-            case "token_tis":
-                return behaviour_weight(proximal, behaviour, cap=cap, over_cap="truncate")
-            case "sequence_tis":
-                return sequence_sum(log_rho, index, len(batch)).exp().clamp(max=cap)[index]
-            case "icepop":
-                return torch.where((rho >= low) & (rho <= cap), rho, 0.0)
-            case _:
-                count = sequence_sum(mask.float(), index, len(batch)).clamp(min=1)
-                geometric_mean = (sequence_sum(log_rho, index, len(batch)) / count).exp()[index]
-                return torch.where((geometric_mean >= low) & (geometric_mean <= cap), rho, 0.0)
+        by_token = self.use == "icepop"
+        judged = rho if by_token else sequence_mean(log_rho, mask, index, len(batch)).exp()[index]
+        return torch.where((judged >= low) & (judged <= cap), rho, 0.0)
 
 
 def check_correction(config: CorrectionConfig, run: RunConfig) -> Iterator[Problem]:

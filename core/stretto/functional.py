@@ -33,7 +33,7 @@ __all__ = [
     "masked_whiten",
     "overlong_penalty",
     "second_moment_mask",
-    "sequence_objective",
+    "sequence_mean",
     "sequence_sum",
     "soft_gate",
 ]
@@ -63,6 +63,12 @@ def entropy_of(logits: Tensor, temperature: float) -> Tensor:
 def sequence_sum(values: Tensor, index: Tensor, num_sequences: int) -> Tensor:
     """Sum of each sequence's tokens: (T,), (T,) int64 -> (S,) in the dtype of `values`."""
     return values.new_zeros(num_sequences).index_add_(0, index, values)
+
+
+def sequence_mean(values: Tensor, mask: Tensor, index: Tensor, num_sequences: int) -> Tensor:
+    """Mean of each sequence's masked tokens, 0 without one: (T,), (T,) bool, (T,) int64 -> (S,)."""
+    count = sequence_sum(mask.to(values.dtype), index, num_sequences).clamp(min=1)
+    return sequence_sum(torch.where(mask, values, 0.0), index, num_sequences) / count
 
 
 # ------------------------------------------------------------------------------------ advantages
@@ -223,31 +229,6 @@ def clipped_objective(
     bound = -c_clip * advantages  # (T,), positive where the advantage is negative
     is_dual = (advantages < 0) & (loss > bound)
     return torch.where(is_dual, bound, loss), is_clipped, is_dual
-
-
-def sequence_objective(
-    logprobs: Tensor,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    index: Tensor,
-    num_sequences: int,
-    *,
-    eps_clip: float,
-    eps_clip_high: float,
-) -> tuple[Tensor, Tensor]:
-    """GSPO's clipped objective (eq. 5) on the sequence's ratio s = exp(mean log r) over its masked tokens
-    (eq. 7), as a loss that every token of the sequence has alike.
-
-    Returns:
-        loss (T,), whose mean over a sequence is its loss; whether the clip was active (T,) bool.
-    """
-    log_ratio = torch.where(mask, logprobs - anchor_logprobs, 0.0)
-    count = sequence_sum(mask.float(), index, num_sequences).clamp(min=1)
-    ratio = (sequence_sum(log_ratio, index, num_sequences) / count).exp()[index]  # (T,)
-    surrogate = ratio * advantages
-    clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
-    return -torch.minimum(surrogate, clipped), clipped < surrogate
 
 
 def soft_gate(

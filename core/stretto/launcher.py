@@ -7,15 +7,16 @@ launcher knows nothing of roles beyond a name, and a worker can also be started 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
 from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Problem, Share
 
-__all__ = ["Handle", "Job", "Launcher", "LauncherConfig", "Resources", "Role", "thread_variables"]
+__all__ = ["ROLES", "Handle", "Job", "Launcher", "LauncherConfig", "Resources", "Role", "thread_variables"]
 
 Role = Literal["trainer", "inference", "rollout", "verifier"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ from stretto.algorithm import Algorithm
 from stretto.component import Context, Problem
 from stretto.config import Composed, RunConfig
 from stretto.dataset import Dataset
-from stretto.errors import StrettoError, place_of
+from stretto.errors import ConfigError, StrettoError, place_of
 from stretto.kernel.dataflow import Graph, graph_of
 from stretto.launcher import Job, Launcher, Resources, Role
 from stretto.plugins import missing_extra
@@ -90,6 +90,10 @@ def graph(composed: Composed) -> Graph:
         ConfigError: if it cannot run.
     """
     algorithm: Algorithm = composed.make("algorithm", context_of(composed.config))
+    if missing := [name for name in ("models", "calls", "keep") if not hasattr(algorithm, name)]:
+        raise ConfigError(
+            f"{type(algorithm).__name__} has no {', '.join(missing)}; see stretto.algorithm", path="algorithm"
+        )
     return graph_of(algorithm.calls(), algorithm.models)
 
 
@@ -217,13 +221,7 @@ def _dataset_problems(composed: Composed, path: str) -> Iterator[Problem]:
 
 
 def _algorithm_problems(composed: Composed) -> Iterator[Problem]:
-    algorithm: Algorithm = composed.make("algorithm", context_of(composed.config))
-    if missing := [name for name in ("models", "calls", "keep") if not hasattr(algorithm, name)]:
-        yield Problem(
-            "algorithm", f"{type(algorithm).__name__} has no {', '.join(missing)}; see stretto.algorithm"
-        )
-        return
-    calls = graph_of(algorithm.calls(), algorithm.models).calls
+    calls = graph(composed).calls
     batch = composed.config.queue.batch_size
     for call in calls:
         if batch % call.minibatches:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stretto.batch import Batch
     from stretto.config import RunConfig
 
-__all__ = ["PolicyConfig", "PolicyGradient", "check_policy"]
+__all__ = ["GroupRelative", "GroupRelativeConfig", "PolicyConfig", "PolicyGradient", "check_policy"]
 
 
 class PolicyConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,6 +146,27 @@ class PolicyGradient(ABC, Generic[ConfigT]):
             "behaviour_weight": weight,
             "left_out": (weight == 0).float(),
         }
+
+
+class GroupRelativeConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections of algorithms whose advantage is GRPO's."""
+
+    group_reward_norm: bool = True
+    """Divide group-centred rewards by the group's standard deviation."""
+
+
+GroupRelativeT = TypeVar("GroupRelativeT", bound=GroupRelativeConfig)
+
+
+class GroupRelative(PolicyGradient[GroupRelativeT], Generic[GroupRelativeT]):
+    """A policy gradient whose advantage is the answer's group-relative reward (GRPO eq. 3)."""
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """The group-relative reward of its answer for every sampled token, (T,) float32."""
+        from stretto.functional import group_normalise
+
+        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
+        return relative[batch.sequence_index()] * batch["loss_mask"]
 
 
 def check_policy(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:

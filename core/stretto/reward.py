@@ -21,9 +21,14 @@ import msgspec
 
 from stretto.component import PositiveFloat
 
-__all__ = ["Reward", "RewardConfig", "RewardValue"]
+__all__ = ["Reward", "RewardConfig", "RewardValue", "is_number"]
 
 RewardValue = float | Mapping[str, float] | None
+
+
+def is_number(value: float) -> bool:
+    """Whether a reward or metric can be used: float32, in which trainers have it, holds it. NaN is none."""
+    return abs(value) <= 3.4e38
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

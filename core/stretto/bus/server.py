@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, get_args
+from typing import IO
 
 import anyio
 import msgspec
@@ -28,11 +28,11 @@ from stretto.bus import guard
 from stretto.bus.messages import Subjects
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, RunError
-from stretto.launcher import Role
+from stretto.launcher import ROLES
 
-__all__ = ["ROLES", "Bootstrap", "NatsServer", "foreign_bootstrap", "lock_run"]
+__all__ = ["Bootstrap", "NatsServer", "foreign_bootstrap", "lock_run"]
 
-ROLES = ("kernel", "trainer", "inference", "rollout", "verifier")
+_USERS = ("kernel", *ROLES)
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ def _bootstrap_files(
     folder: Path, run: str, url: str, users: dict[str, tuple[str, str]], logs: Path, creds: str = ""
 ) -> None:
     """Write `folder/<role>.json` for every role, mode 0600."""
-    for role in ROLES:
+    for role in _USERS:
         user, password = users[role]
         content = Bootstrap(
             url=url, run=run, role=role, user=user, password=password, credentials_file=creds, logs=str(logs)
@@ -119,7 +119,7 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
                 path="bus.credentials",
             ) from error
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _bootstrap_files(folder, run, config.url, dict.fromkeys(ROLES, (user, password)), logs, creds)
+    _bootstrap_files(folder, run, config.url, dict.fromkeys(_USERS, (user, password)), logs, creds)
 
 
 @dataclass
@@ -139,7 +139,7 @@ class NatsServer:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await _end_former(folder / "guard.pid")
         port = _free_port()
-        users = {role: (role, secrets.token_urlsafe(24)) for role in ROLES}
+        users = {role: (role, secrets.token_urlsafe(24)) for role in _USERS}
         configuration = _configuration(folder, run, port, config.max_payload_mb, users)
         _write_private(folder / "nats.conf", configuration.encode())
         url = f"nats://127.0.0.1:{port}"
@@ -247,10 +247,8 @@ def _configuration(
 def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
     """What each role may publish to and subscribe to. Trust is per role: a worker can lie about its
     own work only."""
-    roles: tuple[Role, ...] = get_args(Role)
-    own = {role: [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"] for role in roles}
-    to_kernel = {role: [f"{names.root}.kernel.{role}.>", names.answers("kernel", role)] for role in roles}
-    streams = (names.tickets_stream, names.log_stream)
+    own = {role: [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"] for role in ROLES}
+    to_kernel = {role: [f"{names.root}.kernel.{role}.>", names.answers("kernel", role)] for role in ROLES}
     return {
         "kernel": {"publish": [">"], "subscribe": [">"]},
         "trainer": {
@@ -271,8 +269,8 @@ def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
                 f"{names.root}.worker.inference.>",
                 f"{names.root}.worker.verifier.>",
                 f"{names.log}.>",
-                *(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.>" for stream in streams[:1]),
-                *(f"$JS.ACK.{stream}.>" for stream in streams[:1]),
+                f"$JS.API.CONSUMER.MSG.NEXT.{names.tickets_stream}.>",
+                f"$JS.ACK.{names.tickets_stream}.>",
             ],
             "subscribe": [*own["rollout"], names.abort_ticket],
         },

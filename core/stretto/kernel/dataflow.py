@@ -31,12 +31,15 @@ class Graph:
         """The calls that the kernel dispatches to worker groups, once a batch is made."""
         return tuple(call for call in self.calls if call.op not in TICKET_OPS)
 
+    def before(self, call: Call) -> list[str]:
+        """Names of the calls that a call waits for."""
+        return sorted(earlier for earlier, later in self.edges if later == call.name)
+
     def levels(self) -> list[list[Call]]:
         """The calls by the longest way that leads to them: those of one level do not wait for each other."""
         depth: dict[str, int] = {}
         for call in self.calls:
-            before = [depth[earlier] for earlier, later in self.edges if later == call.name]
-            depth[call.name] = max(before, default=-1) + 1
+            depth[call.name] = max((depth[earlier] for earlier in self.before(call)), default=-1) + 1
         return [
             [call for call in self.calls if depth[call.name] == level]
             for level in range(max(depth.values(), default=-1) + 1)
@@ -48,14 +51,14 @@ class Graph:
         width = max(len(call.name) for call in self.calls)
         for number, level in enumerate(self.levels(), 1):
             for call in level:
-                after = ", ".join(sorted(earlier for earlier, later in self.edges if later == call.name))
-                lines.append(f"{number}  {call.name:{width}}  after {after or 'nothing'}")
+                after = ", ".join(self.before(call)) or "nothing"
+                lines.append(f"{number}  {call.name:{width}}  after {after}")
                 lines.append(f"   {'':{width}}  {', '.join(call.reads)} -> {', '.join(call.writes) or '-'}")
         return "\n".join(lines)
 
     def mermaid(self) -> str:
         """The dataflow as a Mermaid flowchart, its arrows labelled with the keys that make them."""
-        writer = {key: call.name for call in self.calls for key in call.writes}
+        writer = _writers(self.calls)
         number = {call.name: f"c{index}" for index, call in enumerate(self.calls)}
         lines = ["flowchart LR", "  prompt([prompt])"]
         lines += [f'  {number[call.name]}["{call.name}"]' for call in self.calls]
@@ -70,8 +73,8 @@ class Graph:
             ]
             lines += [
                 f"  {number[earlier]} -.-> {number[call.name]}"
-                for earlier, later in sorted(self.edges)
-                if later == call.name and number[earlier] not in keys
+                for earlier in self.before(call)
+                if number[earlier] not in keys
             ]
         return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import anyio
 import msgspec
@@ -69,7 +69,7 @@ from stretto.kernel.scheduler import (
     Withdraw,
 )
 from stretto.kernel.trainers import Trainers
-from stretto.launcher import Role
+from stretto.launcher import ROLES, Role
 from stretto.logs import log_to
 from stretto.plan import context_of, run_folder, workers
 from stretto.weights import WeightsTransport
@@ -274,8 +274,7 @@ class Kernel:
             on_swapped=self._report.swapped,
             on_callable=self._touch,
         )
-        roles: tuple[Role, ...] = get_args(Role)
-        for role in roles:
+        for role in ROLES:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
             await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, self._fleet.beat)
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)

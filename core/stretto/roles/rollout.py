@@ -7,7 +7,6 @@ A ticket ends here in one of three ways: its trajectories and then one `GroupDon
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 
 import anyio
@@ -38,6 +37,7 @@ from stretto.dataset import Dataset
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, RewardError, leaves
 from stretto.logs import bound
+from stretto.reward import is_number
 from stretto.roles.generations import Floor, Generations
 from stretto.roles.pool import Pool
 from stretto.roles.setting import Setting
@@ -363,7 +363,7 @@ def _member(trajectory: Trajectory, id: str, sequence: int, index: int) -> Membe
         EngineError: if the policy sampled no token of it.
         RewardError: if its score is not finite, which no later step could use.
     """
-    if not all(map(math.isfinite, (trajectory.score.reward, *trajectory.score.metrics.values()))):
+    if not all(map(is_number, (trajectory.score.reward, *trajectory.score.metrics.values()))):
         raise RewardError(f"the score is not finite: {trajectory.score}")
     versions = trajectory.versions[trajectory.loss_mask]
     if not len(versions):

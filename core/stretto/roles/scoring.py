@@ -24,14 +24,12 @@ import msgspec
 from stretto.component import Context
 from stretto.config import compose_mapping
 from stretto.errors import place_of
-from stretto.reward import RewardValue
+from stretto.reward import RewardValue, is_number
 
 __all__ = ["HEAD", "Answer", "Task", "score_group", "try_to_make"]
 
 HEAD = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1
-_LARGEST = 3.4e38
-"""Of float32, in which trainers have rewards; NaN is not below it either."""
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
@@ -129,10 +127,10 @@ def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
             raise ValueError(f"the reward of completion {index} is a dict without 'reward': {value!r}")
         metrics = {name: float(number) for name, number in value.items() if name != "reward"}
         value = value["reward"]
-    if value is None or not abs(number := float(value)) <= _LARGEST:
+    if value is None or not is_number(number := float(value)):
         raise ValueError(f"the reward of completion {index} is {value!r}, not a finite number")
     for name, metric in metrics.items():
-        if not abs(metric) <= _LARGEST:
+        if not is_number(metric):
             raise ValueError(f"{name!r} of completion {index} is {metric!r}, not a finite number")
     return number, metrics
 

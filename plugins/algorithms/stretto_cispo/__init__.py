@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from stretto import Component, hookimpl
 from stretto.component import NonNegativeFloat
-from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+from stretto.policy import GroupRelative, GroupRelativeConfig, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,26 +25,17 @@ if TYPE_CHECKING:
 __all__ = ["CISPO", "CISPOConfig"]
 
 
-class CISPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CISPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `cispo`."""
 
-    group_reward_norm: bool = True
-    """Divide group-centred rewards by the group's standard deviation."""
     eps_clip: NonNegativeFloat = 1.0
     """The weight is at least 1 minus this; 1 is without a bound."""
     eps_clip_high: NonNegativeFloat = 0.28
     """The weight is at most 1 plus this."""
 
 
-class CISPO(PolicyGradient[CISPOConfig]):
+class CISPO(GroupRelative[CISPOConfig]):
     """GRPO's advantages, REINFORCE with a clipped weight."""
-
-    def advantages(self, batch: Batch) -> Tensor:
-        """The group-relative reward of its answer for every sampled token, (T,) float32."""
-        from stretto.functional import group_normalise
-
-        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
-        return relative[batch.sequence_index()] * batch["loss_mask"]
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from stretto import Component, hookimpl
 from stretto.algorithm import Reduction
 from stretto.component import NonNegativeFloat
-from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+from stretto.policy import GroupRelative, GroupRelativeConfig, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["GSPO", "GSPOConfig"]
 
 
-class GSPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GSPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `gspo`."""
 
-    group_reward_norm: bool = True
-    """Divide group-centred rewards by the group's standard deviation."""
     loss_mean: Reduction = "sequence"
     """As in every policy gradient; here by answer, as in the paper."""
     eps_clip: NonNegativeFloat = 3e-4
@@ -39,29 +37,23 @@ class GSPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Its upper half-width."""
 
 
-class GSPO(PolicyGradient[GSPOConfig]):
+class GSPO(GroupRelative[GSPOConfig]):
     """GRPO's advantages, clipped sequence ratio."""
-
-    def advantages(self, batch: Batch) -> Tensor:
-        """The group-relative reward of its answer for every sampled token, (T,) float32."""
-        from stretto.functional import group_normalise
-
-        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
-        return relative[batch.sequence_index()] * batch["loss_mask"]
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The clipped surrogate of the answer, at each of its tokens alike: (T,)."""
-        from stretto.functional import sequence_objective
+        import torch
 
-        loss, clipped = sequence_objective(
-            logprobs,
-            anchor,
+        from stretto.functional import clipped_objective, sequence_mean
+
+        index = batch.sequence_index().to(logprobs.device)
+        log_s = sequence_mean(logprobs - anchor, batch["loss_mask"], index, len(batch))[index]
+        loss, clipped, _ = clipped_objective(
+            log_s,
+            torch.zeros_like(log_s),
             batch["advantages"],
-            batch["loss_mask"],
-            batch.sequence_index().to(logprobs.device),
-            len(batch),
             eps_clip=self.config.eps_clip,
             eps_clip_high=self.config.eps_clip_high,
         )

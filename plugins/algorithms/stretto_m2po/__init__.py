@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from stretto import Component, hookimpl
 from stretto.algorithm import Call, function
 from stretto.component import NonNegativeFloat, PositiveFloat
-from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+from stretto.policy import GroupRelative, GroupRelativeConfig, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,18 +26,16 @@ if TYPE_CHECKING:
 __all__ = ["M2PO", "M2POConfig"]
 
 
-class M2POConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class M2POConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `m2po`."""
 
-    group_reward_norm: bool = True
-    """Divide group-centred rewards by the group's standard deviation."""
     tau: PositiveFloat = 0.04
     """Largest mean square of log(behaviour / proximal) over the tokens that count."""
     eps_clip: NonNegativeFloat = 0.2
     """Half-width of the trust region."""
 
 
-class M2PO(PolicyGradient[M2POConfig]):
+class M2PO(GroupRelative[M2POConfig]):
     """GRPO's advantages, clipped objective on trusted tokens."""
 
     needs_proximal = True
@@ -54,13 +52,6 @@ class M2PO(PolicyGradient[M2POConfig]):
 
         delta = batch["behaviour_logprobs"] - batch["proximal_logprobs"]
         return {"trusted": second_moment_mask(delta, batch["loss_mask"], self.config.tau)}
-
-    def advantages(self, batch: Batch) -> Tensor:
-        """The group-relative reward of its answer for every sampled token, (T,) float32."""
-        from stretto.functional import group_normalise
-
-        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
-        return relative[batch.sequence_index()] * batch["loss_mask"]
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stretto import Component, hookimpl
 from stretto.algorithm import Reduction
 from stretto.component import PositiveFloat
-from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+from stretto.policy import GroupRelative, GroupRelativeConfig, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["SAPO", "SAPOConfig"]
 
 
-class SAPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SAPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `sapo`."""
 
-    group_reward_norm: bool = True
-    """Divide group-centred rewards by the group's standard deviation."""
     loss_mean: Reduction = "sequence"
     """As in every policy gradient; here by answer, as in the paper."""
     tau_pos: PositiveFloat = 1.0
@@ -36,15 +34,8 @@ class SAPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Sharpness of the gate for the others; larger forgets faster what goes too far."""
 
 
-class SAPO(PolicyGradient[SAPOConfig]):
+class SAPO(GroupRelative[SAPOConfig]):
     """GRPO's advantages, soft gate."""
-
-    def advantages(self, batch: Batch) -> Tensor:
-        """The group-relative reward of its answer for every sampled token, (T,) float32."""
-        from stretto.functional import group_normalise
-
-        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
-        return relative[batch.sequence_index()] * batch["loss_mask"]
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch

@@ -8,9 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from stretto import Component, Context, DatasetConfig, Problem, hookimpl
+from stretto import Component, Context, DatasetConfig, hookimpl
 from stretto.component import PositiveInt
-from stretto.config import RunConfig
 from stretto.dataset import Row
 from stretto.errors import ConfigError
 
@@ -35,6 +34,11 @@ class HFConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Read the first `limit` rows over the network, without fetching the whole dataset."""
     limit: PositiveInt | None = None
     """Take only the first rows."""
+
+    def __post_init__(self) -> None:
+        """Relations between fields."""
+        if self.streaming and self.limit is None:
+            raise ValueError("streaming needs limit: how many rows to take")
 
 
 class HFDataset:
@@ -107,13 +111,6 @@ def _digest(rows: Iterable[Any]) -> str:
     return whole.hexdigest()
 
 
-def check(config: HFConfig, run: RunConfig) -> Iterator[Problem]:
-    """Streaming has to end somewhere."""
-    del run
-    if config.streaming and config.limit is None:
-        yield Problem("dataset.limit", "required with streaming: how many rows to take")
-
-
 @hookimpl
 def stretto_dataset() -> Iterator[Component[HFConfig]]:
     """The component of this package."""
@@ -122,6 +119,5 @@ def stretto_dataset() -> Iterator[Component[HFConfig]]:
         HFDataset,
         HFConfig,
         "the `datasets` library: the hub, a local folder, parquet, csv, json; streaming too",
-        check,
         requires={"datasets": "stretto[hf]"},
     )

@@ -17,6 +17,9 @@ from stretto.errors import ConfigError
 __all__ = ["JsonLines", "JsonLinesConfig"]
 
 
+_decode = msgspec.json.Decoder(Row).decode
+
+
 class JsonLinesConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the dataset `jsonl`."""
 
@@ -73,7 +76,7 @@ class JsonLines:
 
     def _parsed(self, line: bytes, number: int) -> Row:
         try:
-            return msgspec.json.decode(line, type=Row)
+            return _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self._path}:{number}: not a JSON object in UTF-8: {error}") from error
 

@@ -1,0 +1,24 @@
+"""Whole runs through the command line, for the benchmarks that compare them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["QUICKSTART", "summary_of"]
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
+
+
+def summary_of(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
+    """The summary of a run that ends well.
+
+    Raises:
+        CalledProcessError: if it does not.
+    """
+    command = [sys.executable, "-m", "stretto", "run", str(file), f"out={out}", *overrides]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads((out / "summary.json").read_text())
