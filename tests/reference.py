@@ -1,4 +1,4 @@
-"""Policy losses written out token by token, and the golden vectors made from them.
+"""Losses written out token by token, and the golden vectors made from them.
 
 This is the second opinion on the arithmetic: plain NumPy in float64, loops in place of masked tensors, and
 not one import from stretto. It is to be changed from the papers only, never to agree with the code it judges.
@@ -58,6 +58,26 @@ def _self_check() -> None:
     drift = np.array([0.3, 0.1, -0.2])
     assert _within_second_moment(drift, np.zeros(3), [0, 1, 2], tau=0.04) == {1, 2}
 
+    # A policy twice as sure as the reference: ln 2 = 0.6931, its square by 2, and 1/2 - 1 + ln 2.
+    found = [_kl(estimator, float(np.log(0.5)), float(np.log(0.25))) for estimator in ("k1", "k2", "k3")]
+    assert np.allclose(found, [0.6931, 0.2402, 0.1931], atol=1e-4)
+
+    # GAE with gamma 1, lambda 1/2: deltas 2 - 1 = 1 and 0 + 1 - 3 = -2, so 1 and -2 + 1/2.
+    assert _gae([0.0, 2.0], [3.0, 1.0], 1.0, 0.5) == [-1.5, 1.0]
+
+    # A value that went from 0 to 1 where 2 was right: clipped at 0.2, and 1.8^2 is worse than 1.
+    assert np.isclose(_value_loss(1.0, 0.0, 2.0, 0.2), 1.62)
+    assert _value_loss(1.0, 0.0, 2.0, None) == 0.5
+
+    # Twice the target is over by more than a fifth; half a horizon of samples: a tenth up.
+    assert np.isclose(_adapted(0.1, 12.0, {"target": 6.0, "horizon": 10.0}, 5), 0.11)
+
+    # h = 2, beta 1/2: -log sigmoid(1) = 0.3133; IPO's goal is 1, so (2 - 1)^2; the hinge is at its edge.
+    assert np.isclose(_of_pair(2.0, "sigmoid", 0.5, 0.0), 0.3133, atol=1e-4)
+    assert np.isclose(_of_pair(2.0, "sigmoid", 0.5, 0.1), 0.4133, atol=1e-4)
+    assert _of_pair(2.0, "ipo", 0.5, 0.0) == 1.0
+    assert _of_pair(2.0, "hinge", 0.5, 0.0) == 0.0
+
 
 # --- options ---
 
@@ -67,6 +87,15 @@ _LOSS: dict[str, Any] = {
     "loss_divisor": 1.0,
     "eps_clip": 0.2,
     "eps_clip_high": None,
+    "kl": {},
+}
+KL: dict[str, Any] = {"coef": 0.0, "estimator": "k3", "where": "loss"}
+PPO_KL: dict[str, Any] = {
+    "coef": 0.0,
+    "estimator": "k1",
+    "where": "reward",
+    "target": None,
+    "horizon": 10_000.0,
 }
 _GROUP: dict[str, Any] = {
     "baseline": "mean",
@@ -84,6 +113,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rloo": _LOSS | {"c_clip": None},
     "reinforce_pp": _LOSS | {"c_clip": None, "gamma": 1.0, "baseline": False},
     "m2po": _LOSS | _GROUP | {"c_clip": None, "tau": 0.04},
+    "distill": _LOSS | {"c_clip": None, "coef": 1.0, "reward_weight": 0.0},
+    "ppo": _LOSS
+    | {
+        "c_clip": None,
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "reward_norm": False,
+        "adv_norm": True,
+        "value_clip": 0.2,
+    },
+    "sft": {"loss_mean": "token"},
+    "dpo": {"variant": "sigmoid", "beta": 0.1, "label_smoothing": 0.0},
+    "reward_model": {"margin": 0.0, "centering": 0.0},
 }
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "decoupled": {"cap": 5.0},
@@ -119,7 +161,8 @@ class Sequence:
 def _sequences(inputs: Mapping[str, Any]) -> list[Sequence]:
     sequences: list[Sequence] = []
     start = 0
-    for length, group, reward in zip(inputs["lengths"], inputs["group"], inputs["rewards"], strict=True):
+    rewards = inputs.get("rewards", [0.0] * len(inputs["lengths"]))
+    for length, group, reward in zip(inputs["lengths"], inputs["group"], rewards, strict=True):
         tokens = [t for t in range(start, start + length) if inputs["loss_mask"][t] == 1]
         sequences.append(Sequence(group, reward, tokens))
         start += length
@@ -172,6 +215,26 @@ def _fading(sequences: list[Sequence], scalars: list[float], decay: float, total
     return advantages
 
 
+def _token_rewards(sequences: list[Sequence], scores: list[float], penalties: Floats) -> list[list[float]]:
+    """The rewards that follow the trained tokens of each sequence: its score the last, less penalties."""
+    rewards: list[list[float]] = []
+    for sequence, score in zip(sequences, scores, strict=True):
+        of_sequence = [-float(penalties[t]) for t in sequence.tokens]
+        if of_sequence:
+            of_sequence[-1] += score
+        rewards.append(of_sequence)
+    return rewards
+
+
+def _gae(rewards: list[float], values: list[float], gamma: float, decay: float) -> list[float]:
+    """A_t = sum over k of (gamma lambda)^k delta_{t+k}; the value after the last token is 0."""
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
+    return [
+        sum((gamma * decay) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))
+    ]
+
+
 def _whitened(sequences: list[Sequence], returns: Floats) -> Floats:
     """Returns with mean 0 and standard deviation 1 over the trained tokens of the whole batch."""
     trained = [t for sequence in sequences for t in sequence.tokens]
@@ -183,21 +246,78 @@ def _whitened(sequences: list[Sequence], returns: Floats) -> Floats:
     return whitened
 
 
-def _advantages(algorithm: str, options: Mapping[str, Any], sequences: list[Sequence], total: int) -> Floats:
+def _ppo_advantages(
+    options: Mapping[str, Any], sequences: list[Sequence], penalties: Floats, values: Floats
+) -> tuple[Floats, Floats]:
+    """Advantages, and returns, which are what the critic is to learn."""
+    scores = [sequence.reward for sequence in sequences]
+    if options["reward_norm"]:
+        mean, std = np.mean(scores), np.std(scores, ddof=1)
+        scores = [float((score - mean) / (std + 1e-6)) for score in scores]
+    advantages, returns = np.zeros(len(values)), np.zeros(len(values))
+    rewards = _token_rewards(sequences, scores, penalties)
+    for sequence, of_sequence in zip(sequences, rewards, strict=True):
+        of_tokens = [float(values[t]) for t in sequence.tokens]
+        estimate = _gae(of_sequence, of_tokens, options["gamma"], options["gae_lambda"])
+        for t, advantage in zip(sequence.tokens, estimate, strict=True):
+            advantages[t] = advantage
+            returns[t] = advantage + values[t]
+    return _whitened(sequences, advantages) if options["adv_norm"] else advantages, returns
+
+
+def _advantages(
+    algorithm: str,
+    options: Mapping[str, Any],
+    sequences: list[Sequence],
+    penalties: Floats,
+    taught: Floats | None,
+) -> Floats:
+    total = len(penalties)
     rewards = [sequence.reward for sequence in sequences]
-    if algorithm == "rloo":
-        alone = {"baseline": "leave_one_out", "group_reward_norm": False}
-        return _fading(sequences, _group_scalars(sequences, rewards, alone), 1.0, total)
+    if algorithm == "distill":
+        assert taught is not None
+        mean = {"baseline": "mean", "group_reward_norm": False}
+        scalars = [options["reward_weight"] * s for s in _group_scalars(sequences, rewards, mean)]
+        advantages = _fading(sequences, scalars, 1.0, total)
+        for sequence in sequences:
+            for t in sequence.tokens:
+                advantages[t] += options["coef"] * taught[t] - penalties[t]
+        return advantages
     if algorithm == "reinforce_pp":
         if options["baseline"]:
             mean = {"baseline": "mean", "group_reward_norm": False}
             rewards = _group_scalars(sequences, rewards, mean)
-        return _whitened(sequences, _fading(sequences, rewards, options["gamma"], total))
+        returns = np.zeros(total)
+        tokens = _token_rewards(sequences, rewards, penalties)
+        for sequence, of_sequence in zip(sequences, tokens, strict=True):
+            for k, t in enumerate(sequence.tokens):
+                returns[t] = sum(options["gamma"] ** j * r for j, r in enumerate(of_sequence[k:]))
+        return _whitened(sequences, returns)
     if algorithm == "dapo" and options["overlong"] is not None:
-        penalties = [_overlong(len(sequence.tokens), options["overlong"]) for sequence in sequences]
-        rewards = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+        shaped = [_overlong(len(sequence.tokens), options["overlong"]) for sequence in sequences]
+        rewards = [reward + penalty for reward, penalty in zip(rewards, shaped, strict=True)]
+    # A whole answer has one reward here, so it bears the penalties of all its tokens.
+    rewards = [r - float(np.sum(penalties[s.tokens])) for r, s in zip(rewards, sequences, strict=True)]
+    if algorithm == "rloo":
+        alone = {"baseline": "leave_one_out", "group_reward_norm": False}
+        return _fading(sequences, _group_scalars(sequences, rewards, alone), 1.0, total)
     scalars = _group_scalars(sequences, rewards, options)
     return _fading(sequences, scalars, options["gamma"] * options["gae_lambda"], total)
+
+
+# --- KL to a reference ---
+
+
+def _kl(estimator: str, logprob: float, reference: float) -> float:
+    """Schulman's estimates of KL(policy || reference) at one token of the policy, whose r is ref / policy."""
+    r = float(np.exp(reference - logprob))
+    return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}[estimator]
+
+
+def _adapted(coef: float, kl: float, options: Mapping[str, Any], samples: int) -> float:
+    error = (kl - options["target"]) / options["target"]
+    error = max(-0.2, min(0.2, error))
+    return coef * (1 + error * min(1.0, samples / options["horizon"]))
 
 
 # --- correction for stale samples ---
@@ -306,23 +426,65 @@ def _reduced(losses: Floats, sequences: list[Sequence], loss_mean: str) -> float
 
 
 def reference(algorithm: str, options: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Advantages (T,), losses of the tokens before the mean (T,), and the loss of the batch.
+    """What is to be found, of which `losses` are those of the tokens before the mean (T,), and `loss` that of
+    the batch; policy gradients have `advantages` (T,), and `statistics` are means over trained tokens.
 
     Args:
         algorithm: One of `DEFAULTS`.
         options: What departs from the algorithm's defaults.
-        inputs: lengths (S,), group (S,) and rewards (S,); loss_mask, behaviour_logprobs, proximal_logprobs
-            and logprobs, each (T,).
+        inputs: lengths (S,), group (S,), loss_mask (T,), and what the algorithm needs of: rewards (S,);
+            behaviour_logprobs, proximal_logprobs, logprobs, reference_logprobs, teacher_logprobs, values,
+            current_values, scores, each (T,).
     """
     options = _with_defaults(options, DEFAULTS[algorithm])
-    behaviour = np.array(inputs["behaviour_logprobs"], dtype=np.float64)
-    proximal = np.array(inputs["proximal_logprobs"], dtype=np.float64)
-    current = np.array(inputs["logprobs"], dtype=np.float64)
+    if algorithm == "sft":
+        return _sft(options, inputs)
+    if algorithm == "dpo":
+        return _dpo(options, inputs)
+    if algorithm == "reward_model":
+        return _reward_model(options, inputs)
+    return _policy_gradient(algorithm, options, inputs)
+
+
+def _floats(inputs: Mapping[str, Any], name: str) -> Floats:
+    return np.array(inputs[name], dtype=np.float64)
+
+
+def _policy_gradient(algorithm: str, options: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    behaviour = _floats(inputs, "behaviour_logprobs")
+    proximal = _floats(inputs, "proximal_logprobs")
+    current = _floats(inputs, "logprobs")
     total = len(current)
     sequences = _sequences(inputs)
     trained = [t for sequence in sequences for t in sequence.tokens]
+    found: dict[str, Any] = {}
+    statistics: dict[str, float] = {}
 
-    advantages = _advantages(algorithm, options, sequences, total)
+    kl = _with_defaults(options["kl"], PPO_KL if algorithm == "ppo" else KL)
+    kls = np.zeros(total)
+    if kl["coef"] > 0:
+        to = _floats(inputs, "reference_logprobs")
+        of = current if kl["where"] == "loss" else behaviour
+        for t in trained:
+            kls[t] = _kl(kl["estimator"], of[t], to[t])
+        statistics["reference_kl"] = float(np.mean(kls[trained]))
+    none = np.zeros(total)
+    penalties = kl["coef"] * kls if kl["where"] == "reward" else none
+    in_loss = kl["coef"] * kls if kl["where"] == "loss" else none
+
+    if algorithm == "ppo":
+        values = _floats(inputs, "values")
+        advantages, returns = _ppo_advantages(options, sequences, penalties, values)
+        found |= {"returns": returns.tolist(), "critic": _critic(options, inputs, sequences, returns)}
+        if kl["target"] is not None:
+            answers = float(np.mean([np.sum(kls[sequence.tokens]) for sequence in sequences]))
+            found["state"] = {"kl_coef": _adapted(kl["coef"], answers, kl, len(sequences))}
+            statistics["kl_coef"] = kl["coef"]
+    else:
+        taught = _floats(inputs, "teacher_logprobs") - behaviour if algorithm == "distill" else None
+        advantages = _advantages(algorithm, options, sequences, penalties, taught)
+        if taught is not None:
+            statistics["teacher_kl"] = -float(np.mean(taught[trained]))
     weights = _weights(options["correction"], sequences, behaviour, proximal)
     anchor = behaviour if options["correction"].get("use") == "behaviour" else proximal
     kept = set(trained)
@@ -336,8 +498,95 @@ def reference(algorithm: str, options: Mapping[str, Any], inputs: Mapping[str, A
             if t in kept:
                 loss = _token_loss(algorithm, options, log_ratio, of_sequence, advantages[t], current[t])
                 losses[t] = weights[t] * loss
+            losses[t] += in_loss[t]
     loss = _reduced(losses, sequences, options["loss_mean"]) / options["loss_divisor"]
-    return {"advantages": advantages.tolist(), "losses": losses.tolist(), "loss": loss}
+    found = {"advantages": advantages.tolist(), "losses": losses.tolist(), "loss": loss} | found
+    return found | ({"statistics": statistics} if statistics else {})
+
+
+def _value_loss(value: float, old: float, wanted: float, value_clip: float | None) -> float:
+    """Half the squared error, or that of the clipped value if it is the greater one."""
+    error = (value - wanted) ** 2
+    if value_clip is not None:
+        clipped = max(old - value_clip, min(old + value_clip, value))
+        error = max(error, (clipped - wanted) ** 2)
+    return error / 2
+
+
+def _critic(
+    options: Mapping[str, Any], inputs: Mapping[str, Any], sequences: list[Sequence], returns: Floats
+) -> dict[str, Any]:
+    old, new = _floats(inputs, "values"), _floats(inputs, "current_values")
+    losses = np.zeros(len(old))
+    for sequence in sequences:
+        for t in sequence.tokens:
+            losses[t] = _value_loss(new[t], old[t], returns[t], options["value_clip"])
+    return {"losses": losses.tolist(), "loss": _reduced(losses, sequences, "token")}
+
+
+# --- supervised ---
+
+
+def _sft(options: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    current, sequences = _floats(inputs, "logprobs"), _sequences(inputs)
+    losses = np.zeros(len(current))
+    for sequence in sequences:
+        for t in sequence.tokens:
+            losses[t] = -current[t]
+    nll = _reduced(losses, sequences, "token")
+    loss = _reduced(losses, sequences, options["loss_mean"])
+    return {"losses": losses.tolist(), "loss": loss, "statistics": {"nll": nll}}
+
+
+def _pairs(sequences: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
+    """Chosen and rejected: the first and the second of each group in the order of the batch."""
+    of_group: dict[int, list[Sequence]] = {}
+    for sequence in sequences:
+        of_group.setdefault(sequence.group, []).append(sequence)
+    return [(chosen, rejected) for chosen, rejected in of_group.values()]
+
+
+def _of_pair(h: float, variant: str, beta: float, label_smoothing: float) -> float:
+    if variant == "ipo":
+        return (h - 1 / (2 * beta)) ** 2
+    if variant == "hinge":
+        return max(0.0, 1 - beta * h)
+    assert variant == "sigmoid"
+    right = 1 / (1 + float(np.exp(-beta * h)))
+    return -(1 - label_smoothing) * float(np.log(right)) - label_smoothing * float(np.log(1 - right))
+
+
+def _of_pairs(
+    pairs: list[tuple[Sequence, Sequence]], of_pair: list[float], ahead: list[float], total: int
+) -> dict[str, Any]:
+    """Both sequences carry the loss of their pair at the last trained token."""
+    losses = np.zeros(total)
+    for (chosen, rejected), loss in zip(pairs, of_pair, strict=True):
+        losses[chosen.tokens[-1]] = losses[rejected.tokens[-1]] = loss
+    statistics = {"accuracy": float(np.mean([h > 0 for h in ahead])), "margin": float(np.mean(ahead))}
+    return {"losses": losses.tolist(), "loss": float(np.mean(of_pair)), "statistics": statistics}
+
+
+def _dpo(options: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    log_ratio = _floats(inputs, "logprobs") - _floats(inputs, "reference_logprobs")
+    pairs = _pairs(_sequences(inputs))
+    ahead = [float(np.sum(log_ratio[c.tokens]) - np.sum(log_ratio[r.tokens])) for c, r in pairs]
+    of_pair = [_of_pair(h, options["variant"], options["beta"], options["label_smoothing"]) for h in ahead]
+    return _of_pairs(pairs, of_pair, [options["beta"] * h for h in ahead], len(log_ratio))
+
+
+def _reward_model(options: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    scores = _floats(inputs, "scores")
+    pairs = _pairs(_sequences(inputs))
+    ends = [
+        (float(scores[chosen.tokens[-1]]), float(scores[rejected.tokens[-1]])) for chosen, rejected in pairs
+    ]
+    of_pair = [
+        _of_pair(better - worse - options["margin"], "sigmoid", 1.0, 0.0)
+        + options["centering"] * (better + worse) ** 2
+        for better, worse in ends
+    ]
+    return _of_pairs(pairs, of_pair, [better - worse for better, worse in ends], len(scores))
 
 
 # --- golden vectors ---
@@ -356,6 +605,8 @@ class Layout:
 PROMPT = 2
 # Group 2 has one member.
 ALONE = Layout(lengths=[7, 6, 8, 4, 3, 5], group=[0, 0, 0, 1, 1, 2], hole=2, equal=1)
+# Pairs, whose members stand apart; the first one of a pair is the chosen one.
+PAIRS = Layout(lengths=[7, 5, 4, 6, 9, 3], group=[0, 1, 0, 2, 2, 1], hole=4, equal=-1)
 # The groups' members are interleaved, and one answer is longer than the limit of the case dapo.
 MIXED = Layout(lengths=[5, 8, 4, 6, 7, 3, 10], group=[0, 1, 2, 0, 1, 2, 0], hole=4, equal=2)
 
@@ -369,6 +620,7 @@ class Case:
             spares others, and so that no token is so near to an edge that float32 puts it on the other side.
         stale: Standard deviation of log(proximal / behaviour), large enough for caps and masks to act.
         moved: The same of log(current / proximal), for the clips.
+        value_moved: The same of the critic's values, for theirs.
     """
 
     name: str
@@ -379,10 +631,14 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     stale: float = 1.0
     moved: float = 0.5
+    value_moved: float = 0.4
 
 
 GRPO = "DeepSeekMath, arXiv:2402.03300"
 DECOUPLED = "AReaL, arXiv:2505.24298"
+PPO = "PPO, arXiv:1707.06347; GAE, arXiv:1506.02438"
+DISTILL = "GKD, arXiv:2306.13649; On-Policy Distillation, Thinking Machines Lab 2025"
+DPO = "DPO, arXiv:2305.18290"
 
 CASES = [
     Case("grpo", "grpo", f"{GRPO}; decoupled objective of {DECOUPLED}", 100, ALONE),
@@ -497,6 +753,89 @@ CASES = [
         {"baseline": True, "gamma": 0.95},
     ),
     Case("m2po", "m2po", "M2PO, arXiv:2510.01161", 1903, MIXED, stale=0.3),
+    *(
+        Case(
+            f"grpo_kl_{estimator}_{where}",
+            "grpo",
+            f"{GRPO}; KL estimated by {estimator} of Schulman 2020, in the {where}",
+            2001,
+            MIXED,
+            {"kl": {"coef": 0.1, "estimator": estimator, "where": where}},
+        )
+        for estimator in ("k1", "k2", "k3")
+        for where in ("loss", "reward")
+    ),
+    Case(
+        "reinforce_pp_kl",
+        "reinforce_pp",
+        "REINFORCE++, arXiv:2501.03262, with the KL in the reward of each token",
+        2100,
+        MIXED,
+        {"gamma": 0.95, "kl": {"coef": 0.1, "estimator": "k1", "where": "reward"}},
+    ),
+    Case("ppo", "ppo", PPO, 2200, ALONE),
+    Case(
+        "ppo_norm",
+        "ppo",
+        f"{PPO}; scores whitened over the batch, advantages not",
+        2301,
+        MIXED,
+        {"reward_norm": True, "adv_norm": False, "gamma": 0.9, "value_clip": None},
+    ),
+    Case(
+        "ppo_adaptive_kl",
+        "ppo",
+        f"{PPO}; controller of arXiv:1909.08593, section 2.2",
+        2400,
+        MIXED,
+        {"gae_lambda": 0.9, "kl": {"coef": 0.2, "target": 0.4, "horizon": 100.0}},
+    ),
+    # Nothing is stale in a trainer that samples for itself, so its KL is that of the behaviour policy too.
+    Case(
+        "ppo@trl",
+        "ppo",
+        "TRL, PPOTrainer",
+        2501,
+        ALONE,
+        {"gae_lambda": 0.95, "kl": {"coef": 0.05}, "correction": {"use": "none"}},
+        stale=0.0,
+    ),
+    Case(
+        "ppo@verl",
+        "ppo",
+        "verl, PPO with its default critic and dual clip",
+        2600,
+        MIXED,
+        {"gae_lambda": 1.0, "value_clip": 0.5, "c_clip": 3.0, "correction": {"use": "none"}},
+        moved=1.0,
+        value_moved=1.0,
+    ),
+    Case("distill", "distill", DISTILL, 2700, ALONE),
+    Case(
+        "distill_reward",
+        "distill",
+        f"{DISTILL}; with the task's reward, and a KL in the reward",
+        2800,
+        MIXED,
+        {"coef": 0.5, "reward_weight": 2.0, "kl": {"coef": 0.1, "where": "reward"}},
+    ),
+    Case("sft", "sft", "maximum likelihood", 2900, ALONE),
+    Case("sft_sequence", "sft", "maximum likelihood, by answer", 2901, MIXED, {"loss_mean": "sequence"}),
+    Case("dpo", "dpo", DPO, 3000, PAIRS),
+    Case("dpo_smoothed", "dpo", f"{DPO}; conservative", 3003, PAIRS, {"beta": 0.5, "label_smoothing": 0.1}),
+    Case("dpo_ipo", "dpo", "IPO, arXiv:2310.12036", 3003, PAIRS, {"variant": "ipo", "beta": 0.4}),
+    Case(
+        "dpo_hinge", "dpo", "hinge of RSO, arXiv:2309.06657", 3003, PAIRS, {"variant": "hinge", "beta": 0.7}
+    ),
+    Case("reward_model", "reward_model", "Bradley-Terry, arXiv:2009.01325", 3100, PAIRS),
+    Case(
+        "reward_model_centred",
+        "reward_model",
+        "Bradley-Terry with a margin, and centred, arXiv:2312.09244",
+        3101,
+        PAIRS,
+        {"margin": 0.5, "centering": 0.01},
+    ),
 ]
 
 
@@ -519,15 +858,29 @@ def _inputs(case: Case) -> dict[str, Any]:
     proximal = behaviour + random.normal(0.0, case.stale, len(mask))
     current = proximal + random.normal(0.0, case.moved, len(mask))
     assert max(behaviour.max(), proximal.max(), current.max()) < 0.0
-    return {
-        "lengths": layout.lengths,
-        "loss_mask": mask,
-        "group": layout.group,
+    batch: dict[str, Any] = {"lengths": layout.lengths, "loss_mask": mask, "group": layout.group}
+    if case.algorithm == "sft":
+        return batch | {"logprobs": current.tolist()}
+    if case.algorithm == "dpo":
+        return batch | {"logprobs": current.tolist(), "reference_logprobs": proximal.tolist()}
+    if case.algorithm == "reward_model":
+        last = [int(index in np.cumsum(layout.lengths) - 1) for index in range(len(mask))]
+        return batch | {"loss_mask": last, "scores": random.normal(0.0, 1.0, len(mask)).tolist()}
+    inputs = batch | {
         "rewards": rewards,
         "behaviour_logprobs": behaviour.tolist(),
         "proximal_logprobs": proximal.tolist(),
         "logprobs": current.tolist(),
     }
+    if case.options.get("kl"):
+        inputs["reference_logprobs"] = (behaviour + random.normal(0.0, 0.5, len(mask))).tolist()
+    if case.algorithm == "distill":
+        inputs["teacher_logprobs"] = (behaviour + random.normal(0.0, 1.0, len(mask))).tolist()
+    if case.algorithm == "ppo":
+        values = random.normal(0.5, 0.5, len(mask))
+        inputs["values"] = values.tolist()
+        inputs["current_values"] = (values + random.normal(0.0, case.value_moved, len(mask))).tolist()
+    return inputs
 
 
 def _rounded(value: Any) -> Any:

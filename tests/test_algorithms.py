@@ -6,8 +6,13 @@ The vectors in `golden/` come from `reference.py`, which shares no code with wha
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import msgspec
 import pytest
@@ -17,115 +22,237 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto import Context
-from stretto.algorithm import Group
+from stretto.algorithm import Algorithm, Call, Encoded, Group, Reduction
 from stretto.batch import Batch
-from stretto.functional import loss_weights
+from stretto.config import RunConfig
+from stretto.correction import Correction
+from stretto.errors import ConfigError
+from stretto.functional import loss_count, loss_weights
+from stretto.kernel.dataflow import graph_of
 from stretto.plugins import Plugins
-from stretto.policy import PolicyGradient
+from stretto.policy import PolicyConfig
+from stretto.tokenizer import ByteTokenizer
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
-ALGORITHMS = ["cispo", "dapo", "gspo", "grpo", "m2po", "reinforce_pp", "rloo", "sapo"]
+POLICY_GRADIENTS = [
+    *("cispo", "dapo", "distill", "gspo", "grpo", "m2po", "ppo", "reinforce_pp", "rloo", "sapo"),
+]
+PREFERENCES = ["dpo", "reward_model"]
+ALGORITHMS = [*POLICY_GRADIENTS, *PREFERENCES, "sft"]
+
+# What the loss on each model is given: what its head says now.
+CURRENT = {"actor": "logprobs", "critic": "current_values", "reward": "scores"}
+DTYPES = {"loss_mask": torch.bool, "group": torch.long}
 
 
-def made(name: str, **options: Any) -> PolicyGradient[Any]:
+def made(name: str, **options: Any) -> Any:
     component = Plugins().get("algorithm", name)
-    # Two minibatches, so that the proximal policy is a column and not the current one.
-    config = msgspec.convert({"use": name, "minibatches": 2, **options}, component.config)
+    if issubclass(component.config, PolicyConfig):
+        # Two minibatches, so that the proximal policy is a column and not the current one.
+        options = {"minibatches": 2, **options}
+    config = msgspec.convert({"use": name, **options}, component.config)
     return component.factory(config, Context(run="r", name="n", seed=1))
 
 
-def batch_of(inputs: dict[str, Any]) -> Batch:
-    def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(inputs[name], dtype=dtype)
-
-    return Batch(
-        inputs["lengths"],
-        {
-            "loss_mask": column("loss_mask", torch.bool),
-            "behaviour_logprobs": column("behaviour_logprobs"),
-            "proximal_logprobs": column("proximal_logprobs"),
-        },
-        {"rewards": column("rewards"), "group": column("group", torch.long)},
+def problems(name: str, temperature: float = 1.0, **options: Any) -> list[str]:
+    """Paths of what `check` finds."""
+    component = Plugins().get("algorithm", name)
+    config = msgspec.convert({"use": name, **options}, component.config)
+    run = SimpleNamespace(
+        queue=SimpleNamespace(max_staleness=2),
+        sampling=SimpleNamespace(temperature=temperature),
+        algorithm=config,
     )
+    assert component.check is not None
+    return [problem.path for problem in component.check(config, cast("RunConfig", run))]
 
 
-def prepared(algorithm: PolicyGradient[Any], batch: Batch) -> Batch:
-    """The batch with all that the functions of the dataflow write."""
-    for call in algorithm.calls():
+def batch_of(inputs: Mapping[str, Any]) -> Batch:
+    columns = {
+        name: torch.tensor(values, dtype=DTYPES.get(name, torch.float32))
+        for name, values in inputs.items()
+        if name != "lengths"
+    }
+    return Batch(inputs["lengths"], {}, {}).with_columns(columns)
+
+
+def prepared(algorithm: Algorithm, batch: Batch) -> Batch:
+    """The batch with all that the functions of the dataflow write, each given what it says it reads."""
+    for call in graph_of(algorithm.calls(), algorithm.models).calls:
         if call.function is not None:
-            batch = batch.with_columns(call.function(batch))
+            told = Batch(batch.lengths, {}, {}).with_columns({key: batch[key] for key in call.reads})
+            written = call.function(told)
+            assert sorted(written) == sorted(call.writes)
+            batch = batch.with_columns(written)
     return batch
 
 
-def reduced(algorithm: PolicyGradient[Any], losses: Tensor, batch: Batch) -> Tensor:
-    weights = loss_weights(batch["loss_mask"], batch.sequence_index(), len(batch), algorithm.config.loss_mean)
-    return (torch.where(batch["loss_mask"], losses, 0.0) * weights).sum()
+def trains(algorithm: Algorithm) -> list[Call]:
+    return [call for call in algorithm.calls() if call.op == "train"]
+
+
+def told(call: Call, batch: Batch) -> Batch:
+    """The batch with no more than a train call says it reads."""
+    columns = {key: batch[key] for key in call.reads if key not in ("tokens", "versions")}
+    return Batch(batch.lengths, {}, {}).with_columns(columns)
+
+
+def losses_of(call: Call, current: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    assert call.loss is not None
+    losses, statistics = call.loss.function(current, batch)
+    assert losses.shape == current.shape
+    return torch.where(batch["loss_mask"], losses, 0.0), statistics
+
+
+def count_of(call: Call, batch: Batch) -> int:
+    assert call.loss is not None
+    return loss_count(batch["loss_mask"], batch.sequence_index(), len(batch), call.loss.reduction)
+
+
+def weights_of(call: Call, batch: Batch, count: int | None = None) -> Tensor:
+    assert call.loss is not None
+    mask, index = batch["loss_mask"], batch.sequence_index()
+    return loss_weights(mask, index, len(batch), call.loss.reduction, count=count)
+
+
+def close(found: Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
 def test_golden_vectors(file: Path) -> None:
     golden = json.loads(file.read_text())
-    expected = golden["expected"]
     algorithm = made(golden["algorithm"], **golden["options"])
     batch = prepared(algorithm, batch_of(golden["inputs"]))
-    torch.testing.assert_close(
-        batch["advantages"], torch.tensor(expected["advantages"]), rtol=1e-4, atol=1e-5
-    )
-    losses, _ = algorithm.loss(torch.tensor(golden["inputs"]["logprobs"]), batch)
-    found = torch.where(batch["loss_mask"], losses, 0.0) * algorithm.config.loss_divisor
-    torch.testing.assert_close(found, torch.tensor(expected["losses"]), rtol=1e-4, atol=1e-5)
-    assert float(reduced(algorithm, losses, batch)) == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+    divisor: float = getattr(algorithm.config, "loss_divisor", 1.0)
+    for column in golden["expected"].keys() & {"advantages", "returns"}:
+        close(batch[column], golden["expected"][column])
+    for call in trains(algorithm):
+        assert call.model is not None
+        expected = golden["expected"].get(call.model, golden["expected"])
+        losses, statistics = losses_of(call, batch[CURRENT[call.model]], told(call, batch))
+        close(losses * divisor, expected["losses"])
+        loss = float((losses * weights_of(call, batch)).sum())
+        assert loss == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+        for name, mean in expected.get("statistics", {}).items():
+            assert float(statistics[name][batch["loss_mask"]].mean()) == pytest.approx(mean, rel=1e-4)
+    if (state := golden["expected"].get("state")) is not None:
+        assert algorithm.state() == pytest.approx(state, rel=1e-6)
 
 
-def test_every_algorithm_and_correction_has_a_vector() -> None:
+def test_every_algorithm_correction_and_kl_has_a_vector() -> None:
     found = [json.loads(file.read_text()) for file in GOLDEN]
     assert {golden["algorithm"] for golden in found} == set(ALGORITHMS)
     kinds = {golden["options"].get("correction", {}).get("use", "decoupled") for golden in found}
-    assert len(kinds) == 7
+    assert kinds == set(get_args(Correction))
+    kls = {(kl.get("estimator"), kl.get("where")) for golden in found if (kl := golden["options"].get("kl"))}
+    assert {(estimator, where) for estimator in ("k1", "k2", "k3") for where in ("loss", "reward")} <= kls
+
+
+def test_the_golden_vectors_are_what_the_reference_writes(tmp_path: Path) -> None:
+    (tmp_path / "reference.py").write_text((Path(__file__).parent / "reference.py").read_text())
+    subprocess.run([sys.executable, str(tmp_path / "reference.py")], check=True)
+    written = {file.name: file.read_text() for file in (tmp_path / "golden").glob("*.json")}
+    assert written == {file.name: file.read_text() for file in GOLDEN}
+
+
+# ----------------------------------------------------------------------------- gradient invariance
+
+
+def drawn_batch(seed: int, groups: list[int], *, last_only: bool) -> Batch:
+    """Any batch with all columns there are. Every sequence has a trained token where groups are pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 9, (len(groups),), generator=generator).tolist()
+    total = sum(lengths)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(total, generator=generator)
+
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    mask = torch.rand(total, generator=generator) < (0.0 if last_only else 0.7)
+    mask[ends] |= last_only or groups.count(groups[0]) == 2
+    behaviour = -torch.rand(total, generator=generator) * 3
+    proximal = behaviour + normal(0.2)
+    return Batch(
+        lengths,
+        {
+            "loss_mask": mask,
+            "behaviour_logprobs": behaviour,
+            "proximal_logprobs": proximal,
+            "reference_logprobs": behaviour + normal(0.3),
+            "teacher_logprobs": behaviour + normal(0.5),
+            "values": normal(1.0),
+            "logprobs": proximal + normal(0.2),
+            "current_values": normal(1.0),
+            "scores": normal(1.0),
+        },
+        {
+            "rewards": torch.randint(0, 3, (len(groups),), generator=generator).float(),
+            "group": torch.tensor(groups),
+        },
+    )
+
+
+def drawn_options(data: st.DataObject, name: str) -> dict[str, Any]:
+    reduction = data.draw(st.sampled_from(get_args(Reduction)))
+    if name == "dpo":
+        return {"variant": data.draw(st.sampled_from(["sigmoid", "ipo", "hinge"]))}
+    if name == "reward_model":
+        return {"margin": 0.3, "centering": 0.1}
+    if name == "sft":
+        return {"loss_mean": reduction}
+    kinds = ["decoupled", "token_tis", "sequence_tis", "icepop", "sequence_mask", "behaviour"]
+    return {
+        "loss_mean": reduction,
+        "correction": {"use": data.draw(st.sampled_from(kinds))},
+        "kl": {
+            "coef": data.draw(st.sampled_from([0.0, 0.1])),
+            "estimator": data.draw(st.sampled_from(["k1", "k2", "k3"])),
+            "where": data.draw(st.sampled_from(["loss", "reward"])),
+        },
+    }
+
+
+def drawn_parts(data: st.DataObject, batch: Batch, *, whole_groups: bool) -> list[list[int]]:
+    """The batch's sequences in any number of parts, in any order; groups together and in theirs, or not."""
+    numbers = batch["group"].tolist()
+    if whole_groups:
+        units = [[i for i, number in enumerate(numbers) if number == group] for group in sorted(set(numbers))]
+    else:
+        units = [[i] for i in range(len(batch))]
+    owner = data.draw(st.lists(st.integers(0, 3), min_size=len(units), max_size=len(units)))
+    shuffled = data.draw(st.permutations(list(zip(owner, units, strict=True))))
+    parts = [[i for part, unit in shuffled if part == number for i in unit] for number in range(4)]
+    return [part for part in parts if part]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from(["token", "sequence", "sequence_sum"]), st.data())
-def test_the_gradient_does_not_depend_on_the_split(
-    name: str, seed: int, reduction: str, data: st.DataObject
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    groups = [0, 0, 0, 1, 1, 2]
-    lengths = torch.randint(3, 9, (len(groups),), generator=generator).tolist()
-    total = sum(lengths)
-    mask = torch.rand(total, generator=generator) < 0.7
-    behaviour = -torch.rand(total, generator=generator) * 3
-    correction = data.draw(st.sampled_from(["decoupled", "token_tis", "sequence_tis", "icepop"]))
-    algorithm = made(name, loss_mean=reduction, correction={"use": correction})
-    batch = prepared(
-        algorithm,
-        Batch(
-            lengths,
-            {
-                "loss_mask": mask,
-                "behaviour_logprobs": behaviour,
-                "proximal_logprobs": behaviour + 0.2 * torch.randn(total, generator=generator),
-            },
-            {
-                "rewards": torch.randint(0, 3, (len(groups),), generator=generator).float(),
-                "group": torch.tensor(groups),
-            },
-        ),
-    )
-    current = (batch["proximal_logprobs"] + 0.2 * torch.randn(total, generator=generator)).requires_grad_()
-    whole = torch.autograd.grad(reduced(algorithm, algorithm.loss(current, batch)[0], batch), current)[0]
+@given(st.integers(0, 10_000), st.data())
+def test_the_gradient_does_not_depend_on_the_split(name: str, seed: int, data: st.DataObject) -> None:
+    algorithm = made(name, **drawn_options(data, name))
+    groups = [0, 1, 0, 2, 2, 1] if name in PREFERENCES else [0, 0, 0, 1, 1, 2]
+    batch = prepared(algorithm, drawn_batch(seed, groups, last_only=name == "reward_model"))
+    for call in trains(algorithm):
+        assert call.model is not None
+        assert call.loss is not None
+        current = batch[CURRENT[call.model]].requires_grad_()
+        seen = told(call, batch).with_columns({"current": current})
+        losses, _ = losses_of(call, current, seen)
+        whole = torch.autograd.grad((losses * weights_of(call, seen)).sum(), current)[0]
+        # As ranks do: each knows its own part, and of the others only what they count.
+        cut = drawn_parts(data, batch, whole_groups=call.loss.unit == "group")
+        parts = [seen.select(indices) for indices in cut]
+        count = sum(count_of(call, part) for part in parts)
+        sums: list[Tensor] = []
+        for part in parts:
+            losses, _ = losses_of(call, part["current"], part)
+            sums.append((losses * weights_of(call, part, count)).sum())
+        split = torch.autograd.grad(torch.stack(sums).sum(), current)[0]
+        torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-7)
 
-    order = data.draw(st.permutations(range(len(groups))))
-    cut = data.draw(st.integers(1, len(groups) - 1))
-    weights = loss_weights(mask, batch.sequence_index(), len(batch), algorithm.config.loss_mean)
-    weighted = batch.with_columns({"weights": weights, "at": torch.arange(total), "current": current})
-    parts: list[Tensor] = []
-    for part in weighted.select(order).split([cut, len(groups) - cut]):
-        losses, _ = algorithm.loss(part["current"], part)
-        parts.append((torch.where(part["loss_mask"], losses, 0.0) * part["weights"]).sum())
-    split = torch.autograd.grad(torch.stack(parts).sum(), current)[0]
-    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-7)
+
+# ------------------------------------------------------------------------------------ single promises
 
 
 def test_dapo_leaves_out_groups_that_teach_nothing() -> None:
@@ -138,3 +265,198 @@ def test_m2po_always_asks_for_the_proximal_policy() -> None:
     names = [call.name for call in made("m2po", minibatches=1).calls()]
     assert "forward(actor)" in names
     assert "forward(actor)" not in [call.name for call in made("gspo", minibatches=1).calls()]
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENTS)
+def test_a_reference_is_there_only_for_a_kl(name: str) -> None:
+    without, with_kl = made(name), made(name, kl={"coef": 0.1})
+    assert "reference" not in without.models
+    assert [call for call in without.calls() if call.model == "reference"] == []
+    assert not with_kl.models["reference"].trainable
+    graph = graph_of(with_kl.calls(), with_kl.models)
+    assert [call.name for call in graph.calls if call.model == "reference"] == ["forward(reference)"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_dataflow_is_a_graph(name: str) -> None:
+    algorithm = made(name)
+    assert len(graph_of(algorithm.calls(), algorithm.models).calls) == len(algorithm.calls())
+    assert name == "dapo" or algorithm.keep(Group((1.0, 1.0), (1, 1)))
+
+
+def test_the_kernel_reads_every_dataflow_without_torch() -> None:
+    code = (
+        "import sys\nfrom stretto import Context\nfrom stretto.plugins import Plugins\nimport msgspec\n"
+        f"for name in {ALGORITHMS!r}:\n"
+        "    found = Plugins().get('algorithm', name)\n"
+        "    config = msgspec.convert({'use': name}, found.config)\n"
+        "    made = found.factory(config, Context(run='r', name='n', seed=1))\n"
+        "    made.calls(), made.models\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_kl_in_the_loss_pulls_towards_the_reference_but_for_k1() -> None:
+    # Advantages are 0, so the gradient is the KL's: coef · (1, d, 1 - exp(-d)) with d = ln 2, by 2 tokens.
+    batch = batch_of(
+        {
+            "lengths": [2, 2],
+            "loss_mask": [0, 1, 0, 1],
+            "group": [0, 0],
+            "rewards": [1.0, 1.0],
+            "behaviour_logprobs": [0.0, -1.0, 0.0, -1.0],
+            "reference_logprobs": [0.0, -1.0 - math.log(2), 0.0, -1.0],
+        }
+    )
+    for estimator, expected in (("k1", [1.0, 1.0]), ("k2", [math.log(2), 0.0]), ("k3", [0.5, 0.0])):
+        algorithm = made("grpo", minibatches=1, kl={"coef": 0.5, "estimator": estimator})
+        columns = prepared(algorithm, batch)
+        [call] = trains(algorithm)
+        logprobs = torch.tensor([0.0, -1.0, 0.0, -1.0], requires_grad=True)
+        losses, _ = losses_of(call, logprobs, columns)
+        (losses * weights_of(call, columns)).sum().backward()
+        assert logprobs.grad is not None
+        close(logprobs.grad[batch["loss_mask"]], [0.25 * value for value in expected])
+
+
+def test_a_kl_in_the_reward_is_that_of_the_behaviour_policy() -> None:
+    # d = 1 and 3 at the two tokens of the first answer, 0 in the second: rewards 1 - 0.5 · 4 = -1 and 1.
+    batch = batch_of(
+        {
+            "lengths": [3, 2],
+            "loss_mask": [0, 1, 1, 0, 1],
+            "group": [0, 0],
+            "rewards": [1.0, 1.0],
+            "behaviour_logprobs": [9.0, -1.0, -1.0, 9.0, -1.0],
+            "proximal_logprobs": [0.0, -7.0, -7.0, 0.0, -7.0],
+            "reference_logprobs": [0.0, -2.0, -4.0, 0.0, -1.0],
+        }
+    )
+    kl = {"coef": 0.5, "estimator": "k1", "where": "reward"}
+    found = prepared(made("rloo", kl=kl), batch)["advantages"]
+    close(found, [0.0, -2.0, -2.0, 0.0, 2.0])
+
+
+def test_what_cannot_work_is_told_beforehand() -> None:
+    assert problems("grpo", group_size=1) == ["algorithm.group_size"]
+    assert problems("grpo", kl={"coef": 0.1, "estimator": "k1"}) == ["algorithm.kl.estimator"]
+    assert problems("grpo", kl={"coef": 0.1, "estimator": "k1", "where": "reward"}) == []
+    assert problems("ppo", correction={"use": "none"}) == ["algorithm.correction.use"]
+    assert problems("ppo", group_size=1) == problems("reinforce_pp", group_size=1) == []
+    assert problems("reinforce_pp", group_size=1, baseline=True) == ["algorithm.group_size"]
+    assert problems("distill", group_size=1) == []
+    assert problems("distill", group_size=1, reward_weight=1.0) == ["algorithm.group_size"]
+    assert problems("sft", temperature=0.7) == problems("dpo", temperature=0.7) == ["sampling.temperature"]
+    for name in PREFERENCES:
+        assert problems(name) == []
+        assert problems(name, rejected_column="chosen") == ["algorithm.rejected_column"]
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="target needs coef above 0"):
+        made("ppo", kl={"target": 6.0})
+    with pytest.raises(msgspec.ValidationError, match="expected where: reward"):
+        made("ppo", kl={"coef": 0.1, "target": 6.0, "where": "loss"})
+    with pytest.raises(msgspec.ValidationError, match="label_smoothing is for variant 'sigmoid'"):
+        made("dpo", variant="ipo", label_smoothing=0.1)
+    with pytest.raises(msgspec.ValidationError, match="group_size"):
+        made("sft", group_size=2)
+
+
+def test_the_kl_controller_goes_on_from_its_state() -> None:
+    kl = {"coef": 0.2, "target": 1.0, "horizon": 10.0}
+    algorithm, again = made("ppo", kl=kl), made("ppo", kl=kl)
+    batch = drawn_batch(3, [0, 1, 2], last_only=False)
+    first = prepared(algorithm, batch)
+    state = algorithm.state()
+    second = prepared(algorithm, batch)
+    assert first["kl_coef"].tolist() == pytest.approx([0.2] * 3)
+    assert second["kl_coef"].tolist() == pytest.approx([state["kl_coef"]] * 3)
+    assert state["kl_coef"] != 0.2
+    again.restore(state)
+    repeated = prepared(again, batch)
+    assert repeated["kl_coef"].tolist() == second["kl_coef"].tolist()
+    torch.testing.assert_close(repeated["advantages"], second["advantages"], rtol=0, atol=0)
+    again.restore({})
+    assert again.state() == {"kl_coef": 0.2}
+
+
+def test_ppo_without_a_kl_target_has_no_coefficient_to_report() -> None:
+    writes = {key for call in made("ppo", kl={"coef": 0.1}).calls() for key in call.writes}
+    assert "kl_coef" not in writes
+
+
+def test_a_distilled_token_is_worth_what_the_teacher_thinks_more_of_it() -> None:
+    # log pi_T - log mu = 1, -2 and 0.5, times 2; and rewards 3 and 1, centred, times 0.1.
+    batch = batch_of(
+        {
+            "lengths": [3, 2],
+            "loss_mask": [0, 1, 1, 0, 1],
+            "group": [0, 0],
+            "rewards": [3.0, 1.0],
+            "behaviour_logprobs": [0.0, -2.0, -1.0, 0.0, -1.0],
+            "proximal_logprobs": [0.0, -5.0, -5.0, 0.0, -5.0],
+            "teacher_logprobs": [-4.0, -1.0, -3.0, -4.0, -0.5],
+        }
+    )
+    close(prepared(made("distill", coef=2.0), batch)["advantages"], [0.0, 2.0, -4.0, 0.0, 1.0])
+    found = prepared(made("distill", coef=2.0, reward_weight=0.1), batch)["advantages"]
+    close(found, [0.0, 2.1, -3.9, 0.0, 0.9])
+
+
+# -------------------------------------------------------------------------------------------- rows
+
+
+def encoded(name: str, row: dict[str, Any], index: int = 0, **options: Any) -> Encoded:
+    return made(name, **options).encode(row, index, ByteTokenizer())
+
+
+def test_sft_trains_on_the_answer_alone() -> None:
+    tokens, mask = encoded("sft", {"prompt": "ab", "completion": "cde"})
+    assert bytes(tokens) == b"abcde"
+    assert list(mask) == [False, False, True, True, True]
+    row = {"prompt": [{"role": "user", "content": "ab"}], "reply": [{"role": "assistant", "content": "c"}]}
+    tokens, mask = encoded("sft", row, completion_column="reply")
+    assert bytes(tokens) == b"abc"
+    assert list(mask) == [False, False, True]
+
+
+def test_the_first_token_of_a_sequence_is_never_trained_on() -> None:
+    assert list(encoded("sft", {"prompt": "", "completion": "cd"}).loss_mask) == [False, True]
+
+
+def test_a_pair_is_the_chosen_answer_and_then_the_rejected_one() -> None:
+    row = {"prompt": "a", "chosen": "bc", "rejected": "d"}
+    assert [bytes(encoded("dpo", row, index).tokens) for index in (0, 1)] == [b"abc", b"ad"]
+    assert list(encoded("dpo", row).loss_mask) == [False, True, True]
+    assert list(encoded("reward_model", row).loss_mask) == [False, False, True]
+    turned = encoded("dpo", row, chosen_column="rejected", rejected_column="chosen")
+    assert bytes(turned.tokens) == b"ad"
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        (
+            "sft",
+            {"prompt": "a", "competion": "b", "id": 7},
+            "column 'completion' of row 7: is not there; did you mean 'competion'?; "
+            "the row's columns: prompt, competion, id",
+        ),
+        ("sft", {"completion": "b"}, "column 'prompt': is not there"),
+        ("sft", {"prompt": "a", "completion": 3}, "expected text or chat messages"),
+        ("sft", {"prompt": "a", "completion": ""}, "column 'completion': is empty: no token to train on"),
+        ("sft", {"prompt": "", "completion": "b"}, "is one token, and the prompt is empty"),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": [{"role": "user", "content": "a"}], "rejected": "c"},
+            "column 'chosen': has a turn of the user; expected the answer alone",
+        ),
+        ("reward_model", {"prompt": "a", "rejected": "b"}, "column 'chosen': is not there"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused(name: str, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        encoded(name, row)
+    assert message in str(caught.value)

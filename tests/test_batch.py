@@ -38,6 +38,12 @@ def test_micro_batches_keep_order_and_budget(lengths: list[int], budget: int) ->
         assert part.num_tokens + after.lengths[0] > budget
 
 
+def test_micro_batches_can_keep_groups_together() -> None:
+    whole = batch_of([3, 4, 2, 9, 1]).with_columns({"group": torch.tensor([0, 0, 1, 2, 2])})
+    assert [part.lengths for part in whole.micro_batches(8, whole_groups=True)] == [[3, 4], [2], [9, 1]]
+    assert [part.lengths for part in whole.micro_batches(9, whole_groups=True)] == [[3, 4, 2], [9, 1]]
+
+
 @given(lengths=lengths_of_batches, seed=st.integers(0, 99))
 def test_select_takes_whole_sequences_in_the_order_asked(lengths: list[int], seed: int) -> None:
     whole = batch_of(lengths)

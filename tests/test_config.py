@@ -13,7 +13,7 @@ import yaml
 
 from stretto.config import Composed, compose, compose_mapping
 from stretto.errors import ConfigError, PluginError
-from stretto.plan import problems, workers
+from stretto.plan import placement, problems, resources_of, workers
 from stretto.plugins import Plugins
 from stretto.schema import fields_of, json_schema
 
@@ -66,7 +66,7 @@ def test_sections_are_the_structs_of_the_chosen_components(run_file: Path) -> No
     assert type(config.training).__name__ == "TorchTrainingConfig"
     assert config.training.lr == 3e-4
     assert config.inference.use == "mock"  # short for {use: mock}
-    assert config.algorithm.group_size == 4
+    assert config.algorithm.group_size == 4  # type: ignore[attr-defined]
     assert config.workflow.use == "single_turn"  # a default
     assert config.dataset.path == str(run_file.parent / "rows.jsonl")  # type: ignore[attr-defined]
 
@@ -138,7 +138,7 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
         ("seed=abc", ["override seed", "expected int, got str", "found 'abc'"]),
         ("steps=null", ["steps", "expected int", "found None"]),
         ("name='a b'", ["name", "found 'a b'"]),
-        ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, g"]),
+        ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, d"]),
         ("launcher=slrum", ["did you mean 'slurm'? (not in this version)", "installed: local"]),
         ("inference.use=sglang", ["this version of stretto does not have it yet", "mock, torch"]),
         ("algorithm.correction.use=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
@@ -160,8 +160,8 @@ def test_refusals_name_place_value_and_what_would_do(run_file: Path, override: s
 def test_refusals_in_the_file_name_its_line(run_file: Path) -> None:
     run_file.write_text(RUN.replace("lr: 3e-4", "lrr: 3e-4"))
     assert refused(run_file).startswith(f"{run_file}:6: training.lrr: unknown key 'lrr'; did you mean 'lr'?")
-    run_file.write_text(RUN.replace("reward: exact\n", ""))
-    assert "reward: this key is required and not there" in refused(run_file)
+    run_file.write_text(RUN.replace("steps: 5\n", ""))
+    assert "steps: this key is required and not there" in refused(run_file)
     run_file.write_text("a: [1")
     assert "not readable as YAML" in refused(run_file)
     run_file.write_text("- 1")
@@ -280,13 +280,82 @@ def test_gpus_that_are_not_there_concern_this_machine_only(
 
 
 def test_workers_are_counted_by_role(run_file: Path) -> None:
-    config = compose(run_file, ["inference.replicas=2", "rollout.processes=3", "inference.threads=2"]).config
-    planned = [worker.id for worker in workers(config)]
+    composed = compose(run_file, ["inference.replicas=2", "rollout.processes=3", "inference.threads=2"])
+    started = workers(composed.config, placement(composed))
+    planned = [worker.id for worker in started]
     assert planned == [
         *("trainer-0", "inference-0", "inference-1"),
         *("rollout-0", "rollout-1", "rollout-2", "verifier-0"),
     ]
-    assert next(worker for worker in workers(config) if worker.id == "inference-1").resources.threads == 2
+    assert next(worker for worker in started if worker.id == "inference-1").resources.threads == 2
+
+
+def test_worker_groups_are_sections_of_their_own(run_file: Path) -> None:
+    placed = ["groups.critics.use=mock", "groups.critics.processes=2", "models.actor.group=critics"]
+    composed = compose(run_file, [*placed, "models.actor.lr=0.5", "model=model"])
+    where = placement(composed)
+    assert list(where.groups) == ["critics"]
+    assert where.lead.workers == ["trainer-critics-0", "trainer-critics-1"]
+    assert [worker.id for worker in workers(composed.config, where)][:2] == where.lead.workers
+    assert resources_of(composed.config, "trainer-critics-1") is where.lead.section
+    again = compose(run_file, ["groups={critics: mock}", "models.actor.group=critics"])
+    assert again.components["groups.critics"].name == "mock"
+    assert again.document["groups"]["critics"]["use"] == "mock"
+
+
+def test_what_a_run_of_given_models_needs(run_file: Path) -> None:
+    placed = [f"models.actor.path={run_file.parent}/model", "models.actor.lr=0.1"]
+    [wrong] = complaints(compose(run_file, placed))
+    assert wrong == "model: required by training engine 'torch': a local folder or a hub id"
+    pairs = run_file.parent / "rows.jsonl"
+    pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    evaluated = f"evaluation.dataset={{use: jsonl, path: {pairs}}}"
+    scorer = ["algorithm=reward_model", "training=mock", evaluated]
+    assert "'reward', which is no policy" in " ".join(complaints(compose(run_file, scorer)))
+    frozen = ["algorithm=dpo", "training=mock", "models.reference.lr=0.1"]
+    [warning] = complaints(compose(run_file, frozen), "warning")
+    assert "models.reference.lr: has no effect" in warning
+
+
+def test_models_of_one_dataflow_have_one_vocabulary(run_file: Path) -> None:
+    (run_file.parent / "model" / "config.json").write_text('{"vocab_size": 100}')
+    (run_file.parent / "other").mkdir()
+    (run_file.parent / "other" / "config.json").write_text('{"text_config": {"vocab_size": 99}}')
+    own = [f"model={run_file.parent}/model", "algorithm.kl.coef=0.1", "models.reference.path=other"]
+    [wrong] = complaints(compose(run_file, own))
+    assert wrong.startswith("models.reference.path: ")
+    assert "has a vocabulary of 99 tokens, and the run's model" in wrong
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["groups.critics.use=mock"], "groups.critics: no model lives in it"),
+        (["models.critc.group=training"], "models.critc: the algorithm has no model 'critc'"),
+        (
+            ["models.actor.group=trainin"],
+            "models.actor.group: no worker group 'trainin'; did you mean 'training'?",
+        ),
+        (["training.use=mock", "training.processes=64"], "32 sequences for the 64 data-parallel ranks"),
+        (["models.actor.path=nowhere/at/all"], "models.actor.path: no such folder: 'nowhere/at/all'"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(run_file: Path, overrides: list[str], words: str) -> None:
+    (run_file.parent / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    [wrong] = complaints(compose(run_file, [f"model={run_file.parent}/model", *overrides]))
+    assert words in wrong
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("models.actor.gruop=x", "models.actor.gruop: unknown key 'gruop'; did you mean 'group'?"),
+        ("groups.Critics.use=mock", "cannot be the name of a worker group"),
+        ("groups.critics.slots=1", "groups.critics.slots: unknown key 'slots'"),
+    ],
+)
+def test_mistyped_groups_and_models_are_refused(run_file: Path, override: str, words: str) -> None:
+    assert words in refused(run_file, override)
 
 
 # -------------------------------------------------------------------------------- how it looks
@@ -303,10 +372,13 @@ def test_the_schema_accepts_what_compose_accepts_and_no_more(run_file: Path) -> 
         {**plain, "steps": 0},
         {**plain, "training": {"use": "torch", "slots": 1}},
         {**plain, "training": {"use": "gpt"}},
-        {key: value for key, value in plain.items() if key != "reward"},
+        {key: value for key, value in plain.items() if key != "dataset"},
         {**plain, "evaluation": {"dataset": {"use": "jsonl"}}},
+        {**plain, "groups": {"critics": {"use": "torch", "slots": 1}}},
     ):
         assert list(validator.iter_errors(wrong)), wrong
+    placed = {"groups": {"critics": {"use": "torch"}, "more": "mock"}, "models": {"actor": {"group": "more"}}}
+    assert list(validator.iter_errors(plain | placed)) == []
     definition = schema["$defs"]["algorithm_grpo"]["properties"]["eps_clip"]
     assert definition["description"].startswith("Half-width of the trust region")
     composed = compose(run_file, ["evaluation.dataset={use: jsonl, path: rows.jsonl}"])

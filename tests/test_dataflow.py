@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto import Context
-from stretto.algorithm import Call, Loss, Model, forward, function, generate, score, train
+from stretto.algorithm import Call, Encoded, Loss, Model, forward, function, generate, read, score, train
 from stretto.errors import ConfigError
 from stretto.kernel.dataflow import graph_of
 from stretto_grpo import GRPO, GRPOConfig
@@ -41,7 +41,7 @@ def ppo() -> list[Call]:
         forward("reference", writes="ref_logprobs"),
         forward("actor", writes="proximal_logprobs"),
         score(),
-        generate("actor"),
+        generate("actor", samples=4),
     ]
 
 
@@ -115,6 +115,19 @@ def test_a_dataflow_must_train_with_a_known_reduction() -> None:
     calls = [call for call in ppo() if call.name != "train(actor)"]
     with pytest.raises(ConfigError, match=r"unknown reduction 'tokens'; did you mean 'token'\?"):
         graph_of([*calls, train("actor", wrong, reads=[])], MODELS)
+
+
+def test_sequences_have_one_source_and_samples_a_score() -> None:
+    with pytest.raises(ConfigError, match="expected both of `generate` and `score`, or neither"):
+        graph_of([call for call in ppo() if call.op != "score"], MODELS)
+    with pytest.raises(ConfigError, match="one call, `generate` or `read`; found none"):
+        graph_of([train("actor", loss(), reads=[])], MODELS)
+    rows = read(lambda row, index, tokenizer: Encoded([1], [True]))
+    with pytest.raises(ConfigError, match=r"found read, generate\(actor\)"):
+        graph_of([rows, generate(samples=1), score(), train("actor", loss(), reads=[])], MODELS)
+    with pytest.raises(ConfigError, match="expected both"):
+        graph_of([rows, score(), train("actor", loss(), reads=[])], MODELS)
+    assert not graph_of([rows, train("actor", loss(), reads=[])], MODELS).samples
 
 
 def test_grpo_asks_for_a_forward_only_if_several_updates_follow() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto import functional as F
 from stretto.algorithm import Reduction
+from stretto.policy import KLEstimator
 
 Numbers = NDArray[np.float64]
 
@@ -276,6 +277,133 @@ def test_loss_weights_equal_the_definition(lengths: list[int], reduction: Reduct
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+# ------------------------------------------------------------------------------------------ critic
+
+
+def test_clipped_value_loss_by_hand() -> None:
+    # V_old = 0, eps 0.2. R = 2: V = 0.1 is within, 1.9^2 / 2; V = 1 counts as 0.2, 1.8^2 / 2. R = -1: V = 0.5
+    # went the wrong way, which counts in full, 1.5^2 / 2.
+    values = torch.tensor([0.1, 1.0, 0.5], requires_grad=True)
+    returns = torch.tensor([2.0, 2.0, -1.0])
+    loss, clipped = F.clipped_value_loss(values, torch.zeros(3), returns, value_clip=0.2)
+    close(loss.detach(), [1.805, 1.62, 1.125])
+    assert clipped.tolist() == [False, True, False]
+    # d/dV of half a square is V - R, and nothing where the clip acts.
+    loss.sum().backward()
+    assert values.grad is not None
+    close(values.grad, [-1.9, 0.0, 1.5])
+
+
+def test_value_loss_without_a_clip_by_hand() -> None:
+    loss, clipped = F.clipped_value_loss(
+        torch.tensor([1.0, -3.0]), torch.zeros(2), torch.tensor([2.0, 1.0]), value_clip=None
+    )
+    close(loss, [0.5, 8.0])
+    assert clipped.tolist() == [False, False]
+
+
+# ---------------------------------------------------------------------------------------------- KL
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values", "gradients"),
+    [
+        # d = ln 2, 0, -ln 2.
+        ("k1", [0.6931472, 0.0, -0.6931472], [1.0, 1.0, 1.0]),
+        ("k2", [0.2402265, 0.0, 0.2402265], [0.6931472, 0.0, -0.6931472]),
+        # 1/2 - 1 + ln 2 and 2 - 1 - ln 2; the gradient is 1 - exp(-d).
+        ("k3", [0.1931472, 0.0, 0.3068528], [0.5, 0.0, -1.0]),
+    ],
+)
+def test_kl_estimates_by_hand(estimator: KLEstimator, values: list[float], gradients: list[float]) -> None:
+    logprobs = torch.tensor([math.log(2.0), 0.0, -math.log(2.0)], requires_grad=True)
+    found = F.kl_estimate(logprobs, torch.zeros(3), estimator)
+    close(found.detach(), values)
+    found.sum().backward()
+    assert logprobs.grad is not None
+    close(logprobs.grad, gradients)
+
+
+@given(seed=st.integers(0, 999))
+def test_k1_and_k3_have_the_kl_as_their_mean(seed: int) -> None:
+    # The mean over the policy's own samples, summed over a vocabulary of 5.
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    policy, reference = torch.log_softmax(logits, -1)
+    exact = float((policy.exp() * (policy - reference)).sum())
+    for estimator in ("k1", "k3"):
+        mean = float((policy.exp() * F.kl_estimate(policy, reference, estimator)).sum())
+        assert mean == pytest.approx(exact, rel=1e-6, abs=1e-9)
+
+
+def test_the_mean_gradients_of_the_kl_estimates_are_what_they_are_said_to_be() -> None:
+    logits = torch.tensor([0.3, -1.0, 0.7], dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.0, -0.5], dtype=torch.float64), -1)
+
+    def gradient_of(number: Tensor) -> Tensor:
+        return torch.autograd.grad(number, logits, retain_graph=True)[0]
+
+    policy = torch.log_softmax(logits, -1)
+    samples = policy.exp().detach()  # the mean over samples, whose choice has no gradient
+    estimators: tuple[KLEstimator, ...] = get_args(KLEstimator)
+    of = {
+        estimator: gradient_of((samples * F.kl_estimate(policy, reference, estimator)).sum())
+        for estimator in estimators
+    }
+    reverse = gradient_of((policy.exp() * (policy - reference)).sum())
+    forward = gradient_of((reference.exp() * (reference - policy)).sum())
+    close(of["k1"], [0.0, 0.0, 0.0], atol=1e-9)
+    close(of["k2"], reverse, atol=1e-9)
+    close(of["k3"], forward, atol=1e-9)
+
+
 def test_kl_to_behaviour_by_hand() -> None:
     # r = 2: 2 - 1 - ln 2 = 0.306853; r = 1: 0.
     close(F.kl_to_behaviour(torch.tensor([math.log(2.0), 0.0]), torch.zeros(2)), [0.3068528, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("kl", "samples", "expected"),
+    [
+        (6.0, 100, 0.1),  # on target
+        (6.6, 100, 0.1 * 1.01),  # a tenth over, a tenth of the horizon
+        (60.0, 100, 0.1 * 1.02),  # no more than a fifth over counts
+        (0.0, 100, 0.1 * 0.98),
+        (0.0, 9_000, 0.08),  # nor more than a horizon
+    ],
+)
+def test_adapted_kl_coef_by_hand(kl: float, samples: int, expected: float) -> None:
+    found = F.adapted_kl_coef(0.1, kl, target=6.0, horizon=1000.0, samples=samples)
+    assert found == pytest.approx(expected)
+
+
+# -------------------------------------------------------------------------------------- preferences
+
+
+def test_pairs_are_found_wherever_their_sequences_stand() -> None:
+    first, second, pair = F.pairs_of(torch.tensor([7, 2, 7, 5, 5, 2]))
+    assert pair.tolist() == [2, 0, 2, 1, 1, 0]
+    assert first.tolist() == [1, 3, 0]
+    assert second.tolist() == [5, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # beta h = 1 and -1: -ln sigmoid(1) = 0.313262, -ln sigmoid(-1) = 1.313262.
+        ({}, [0.3132617, 1.3132617]),
+        ({"label_smoothing": 0.1}, [0.4132617, 1.2132617]),
+        ({"variant": "ipo"}, [1.0, 9.0]),  # (h - 1)^2
+        ({"variant": "hinge"}, [0.0, 2.0]),
+    ],
+)
+def test_preference_loss_by_hand(options: dict[str, Any], expected: list[float]) -> None:
+    close(F.preference_loss(torch.tensor([2.0, -2.0]), beta=0.5, **options), expected)
+
+
+def test_the_gradient_of_dpo_by_hand() -> None:
+    # d/dh -ln sigmoid(beta h) = -beta sigmoid(-beta h); at h = 0 -beta / 2.
+    difference = torch.tensor([0.0, math.log(3.0)], requires_grad=True)
+    F.preference_loss(difference).sum().backward()
+    assert difference.grad is not None
+    close(difference.grad, [-0.5, -0.25])

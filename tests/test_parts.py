@@ -107,6 +107,12 @@ def test_rewards_are_called_in_their_own_form(reward: Callable[..., Any], expect
     assert score_group(reward, ROW, ("ab", "c")) == expected
 
 
+def test_a_rows_columns_do_not_stand_for_what_was_sampled() -> None:
+    """A dataset made for supervised training has the right answer in the column `completion`."""
+    assert score_group(plain, {**ROW, "completion": "ab"}, ("ab", "c")) == [(1.0, {}), (0.0, {})]
+    assert score_group(trl, {**ROW, "completions": "ab"}, ("ab", "c")) == [(1.0, {}), (0.0, {})]
+
+
 def test_trl_rewards_of_chat_rows_get_messages() -> None:
     def chat(completions: list[Any], **kwargs: Any) -> list[float]:
         assert completions == [[{"role": "assistant", "content": "hi"}]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -257,3 +258,33 @@ def test_a_killed_kernel_and_a_killed_engine_change_no_bit(deterministic: Start,
     again = start(resume=two)
     assert again.end() == 0, again.text()
     assert equal(final_weights(one), final_weights(again))
+
+
+@pytest.mark.slow
+def test_many_models_train_alike_in_any_layout_and_go_on_in_another(
+    deterministic: Start, start: Start
+) -> None:
+    """PPO with a KL: actor and reference in one worker group, the critic in another."""
+    several = [
+        *("algorithm.use=ppo", "algorithm.kl={coef: 0.1, target: 1.0}", "training.lr=1e-3"),
+        *("models.critic.group=critics", "checkpoint.every=1", "checkpoint.keep=5"),
+    ]
+    alone = deterministic("alone", *several, "groups.critics={use: torch, lr: 1e-3}")
+    assert alone.end() == 0, alone.text()
+    critics = "groups.critics={use: pipeline, processes: 2, stages: 2, lr: 1e-3}"
+    spread = deterministic("spread", *several, critics, "training.use=fsdp2", "training.processes=2")
+    assert spread.end() == 0, spread.text()
+    expected = alone.metrics()[0]
+    for name in ("loss", "grad_norm", "entropy", "kl_coef", "critic/loss", "critic/grad_norm"):
+        assert spread.metrics()[0][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    # One process takes over where six were: what was sampled is used, what is trained next is the same.
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(spread.folder / "checkpoints" / f"step-{step:06d}")
+    (spread.folder / "summary.json").unlink()
+    shutil.copy(alone.folder / "config.yaml", spread.folder / "config.yaml")
+    again = start(resume=spread)
+    assert again.end() == 0, again.text()
+    assert again.summary()["ledger"]["trained"] == STEPS * BATCH
+    assert again.metrics()[1]["kl_coef"] == pytest.approx(alone.metrics()[1]["kl_coef"], rel=1e-3)
+    for name in ("critic/loss", "critic/grad_norm", "grad_norm"):
+        assert again.metrics()[1][name] == pytest.approx(alone.metrics()[1][name], rel=0.02), name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,25 +13,28 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from stretto import Context
-from stretto.algorithm import Loss, Reduction
+from stretto.algorithm import Head, Loss, Reduction
 from stretto.batch import Batch
 from stretto.errors import EngineError
+from stretto.hf_state import write_tensors
+from stretto.packing import packed_rows, padded_rows
+from stretto.training import LoraConfig
 from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
 
 TinyModels = Callable[[str], Path]
 
 
-def engine_of(model: Path, **options: Any) -> TorchTraining:
+def engine_of(model: Path, *, head: Head = "policy", trainable: bool = True, **options: Any) -> TorchTraining:
     """The engine with its model loaded; AdamW made nearly linear in the gradient, so that updates tell it."""
     options = {"lr": 0.1, "eps": 1.0, "clip_norm": None, **options}
-    engine = TorchTraining(
-        TorchTrainingConfig(**options), Context(run="r", name="n", seed=1, model=str(model))
-    )
+    context = Context(run="r", name="n", seed=1, model=str(model), head=head, trainable=trainable)
+    engine = TorchTraining(TorchTrainingConfig(**options), context)
     engine.load(None)
     return engine
 
@@ -88,8 +93,8 @@ def test_forward_equals_the_model_on_each_sequence_alone(
 
 
 def test_a_model_that_cannot_be_packed_is_padded_or_refused(tiny_models: TinyModels) -> None:
-    assert engine_of(tiny_models("gemma2"))._rows.__name__ == "padded_rows"  # pyright: ignore[reportPrivateUsage]
-    assert engine_of(tiny_models("qwen2"))._rows.__name__ == "packed_rows"  # pyright: ignore[reportPrivateUsage]
+    assert engine_of(tiny_models("gemma2"))._make_rows is padded_rows  # pyright: ignore[reportPrivateUsage]
+    assert engine_of(tiny_models("qwen2"))._make_rows is packed_rows  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(EngineError, match="does not allow it"):
         engine_of(tiny_models("gemma2"), packing="packed")
 
@@ -172,7 +177,13 @@ def test_statistics_are_means_over_trained_tokens(tiny_models: TinyModels) -> No
 
 def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: TinyModels, tmp_path: Path) -> None:
     loss = Loss(plain_loss, "token")
-    options = {"eps": 1e-8, "lr": 1e-3, "schedule": "cosine", "decay_steps": 9, "warmup_steps": 2}
+    options: dict[str, Any] = {
+        "eps": 1e-8,
+        "lr": 1e-3,
+        "schedule": "cosine",
+        "decay_steps": 9,
+        "warmup_steps": 2,
+    }
     engine = engine_of(tiny_models("qwen2"), **options)
     for seed in range(2):
         engine.train(batch_of([6, 13], seed), loss, temperature=1.0)
@@ -251,3 +262,149 @@ def test_tied_weights_are_published_once(tiny_models: TinyModels) -> None:
 def test_a_missing_model_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot be loaded"):
         engine_of(tmp_path / "nowhere")
+
+
+# ------------------------------------------------------------------------------------------ heads
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])  # packed, packed, padded
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_heads_say_one_number_of_every_token(
+    tiny_models: TinyModels, architecture: str, head: Head, tmp_path: Path
+) -> None:
+    engine = engine_of(tiny_models(architecture), head=head, micro_batch_tokens=24)
+    batch = batch_of([5, 1, 17, 9, 30])
+    assert not engine.forward(batch, temperature=0.5).any()  # a new head says 0
+    engine.train(batch, Loss(squared, "token"), temperature=1.0)
+    engine.save(tmp_path)
+
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    expected: list[Tensor] = []
+    for sequence in batch.split([1] * len(batch)):
+        with torch.no_grad():
+            scores = plain(input_ids=sequence["tokens"][None]).logits[0, :, 0]
+        expected.append(scores if head == "reward" else torch.cat([torch.zeros(1), scores[:-1]]))
+    found = engine.forward(batch, temperature=0.5)
+    assert found.any()
+    torch.testing.assert_close(found, torch.cat(expected), atol=2e-5, rtol=1e-5)
+
+
+def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return (said - batch["advantages"]) ** 2, {"said": said, "said_max": said}
+
+
+def test_figures_of_a_head(tiny_models: TinyModels) -> None:
+    batch = batch_of([6, 13, 4])
+    rewards = engine_of(tiny_models("qwen2"), head="reward", micro_batch_tokens=10)
+    rewards.train(batch, Loss(squared, "token"), temperature=1.0)
+    said = rewards.forward(batch, temperature=1.0)
+    statistics = rewards.train(batch, Loss(squared, "token"), temperature=1.0)
+    assert statistics["said_max"] == pytest.approx(float(said[batch["loss_mask"]].max()), rel=1e-4)
+    assert "entropy" not in statistics
+
+
+def test_a_model_that_is_only_asked_has_no_gradients(tiny_models: TinyModels) -> None:
+    engine, trained = engine_of(tiny_models("qwen2"), trainable=False), engine_of(tiny_models("qwen2"))
+    batch = batch_of([6, 13])
+    assert torch.equal(engine.forward(batch, temperature=1.0), trained.forward(batch, temperature=1.0))
+    assert parameters(engine).keys() == parameters(trained).keys()
+    with pytest.raises(EngineError, match="only asked cannot be trained"):
+        engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
+
+
+def test_a_loss_of_groups_sees_them_whole(tiny_models: TinyModels) -> None:
+    seen: list[list[int]] = []
+
+    def watching(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        seen.append(batch["group"].tolist())
+        return -logprobs, {}
+
+    engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=10)
+    engine.train(batch_of([6, 13, 4, 4, 3]), Loss(watching, "token", unit="group"), temperature=1.0)
+    assert seen == [[0, 0], [1, 1], [2]]
+
+
+# --------------------------------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"), [("llama", ["q_proj", "down_proj"]), ("gpt2", ["c_attn", "c_proj"])]
+)
+def test_adapters_are_published_merged_and_resume(
+    tiny_models: TinyModels, architecture: str, targets: list[str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "eps": 1e-8,
+        "lr": 1e-2,
+        "lora": LoraConfig(rank=4, alpha=8, targets=tuple(targets)),
+    }
+    engine = engine_of(tiny_models(architecture), **options)
+    whole = parameters(engine_of(tiny_models(architecture)))
+    before = parameters(engine)
+    assert before.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in before.items())  # B A is 0 at first
+    loss, batch = Loss(plain_loss, "token"), batch_of([6, 13])
+    engine.train(batch, loss, temperature=1.0)
+    changed = {name for name, value in parameters(engine).items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[-2] for name in changed} == set(targets)
+
+    engine.save(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = reference_logprobs(plain, batch, 1.0)
+    torch.testing.assert_close(engine.forward(batch, temperature=1.0), expected, atol=2e-5, rtol=1e-5)
+    again = engine_of(tiny_models(architecture), **options)
+    again.load(tmp_path)
+    assert again.train(batch, loss, temperature=1.0) == engine.train(batch, loss, temperature=1.0)
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path) -> None:
+    tensors = {f"t{index}": torch.full((10,), float(index)) for index in range(5)}
+    assert write_tensors(tmp_path / "m", "model", tensors.items(), writes=True, limit=80) == ""
+    index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 200}
+    assert sorted(set(index["weight_map"].values())) == [
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    ]
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "m" / file)[name], tensors[name])
+
+
+def test_a_folder_that_cannot_be_written_is_an_os_error(tiny_models: TinyModels, tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("in the way")
+    with pytest.raises(OSError, match="cannot be written"):
+        engine_of(tiny_models("qwen2")).save(tmp_path)
+
+
+def test_a_model_without_the_head_that_is_wanted_is_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """Its logprobs would be those of a head drawn at random."""
+    scorer = engine_of(tiny_models("llama"), head="reward")  # its embeddings are not tied
+    scorer.save(tmp_path)
+    with pytest.raises(EngineError, match=r"lacks lm_head.weight; is it one with another head\?"):
+        engine_of(tmp_path / "model")
+
+
+def test_weights_that_would_be_unpickled_are_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
+    for file in tiny_models("qwen2").glob("*.json"):
+        shutil.copy(file, tmp_path)
+    torch.save(load_file(tiny_models("qwen2") / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(EngineError, match="safetensors"):
+        engine_of(tmp_path)
+
+
+def test_a_checkpoint_is_written_whatever_the_generation_config_says(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """Many models of the hub come with one that transformers refuses to save."""
+    source = tmp_path / "source"
+    shutil.copytree(tiny_models("qwen2"), source)
+    (source / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+    engine_of(source).save(tmp_path / "saved")
+    assert (
+        json.loads((tmp_path / "saved" / "model" / "generation_config.json").read_text())["temperature"]
+        == 0.6
+    )
+    engine_of(tmp_path / "saved" / "model")

@@ -10,30 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
-
-from stretto.component import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.batch import Batch
+    from stretto.dataset import Row
+    from stretto.tokenizer import Tokenizer
 
 __all__ = [
     "Algorithm",
     "AlgorithmConfig",
     "Call",
+    "Encode",
+    "Encoded",
     "Function",
     "Group",
+    "Head",
     "Loss",
     "LossFunction",
     "Model",
     "Reduction",
+    "Stateful",
     "forward",
     "function",
     "generate",
+    "read",
     "score",
     "train",
 ]
@@ -48,16 +53,38 @@ __all__ = [
 GENERATED = ("tokens", "loss_mask", "behaviour_logprobs", "versions", "truncated", "group")
 #   rewards             (S,) float32
 SCORED = ("rewards",)
+# What `read` makes of rows of the dataset, instead of a rollout: the loss mask is what `encode` says.
+READ = ("tokens", "loss_mask", "group")
+
+Head = Literal["policy", "value", "reward"]
+"""What a model says of each token, (T,) float32, to `forward` and to a loss:
+`policy`: its logprob, 0 at the first token of a sequence;
+`value`: the value of the state in which it was chosen, that is, after the tokens before it; 0 at the first;
+`reward`: the score of the text up to and including it."""
 
 Reduction = Literal["token", "sequence", "sequence_sum"]
 """What a loss is the mean of, always over the whole batch of one optimizer step:
 `token`: all trained tokens, each alike; `sequence`: sequences, each the mean of its tokens;
 `sequence_sum`: sequences, each the sum of its tokens."""
 
-# (T,) current logprobs and the batch -> (T,) loss of each token, and (T,) statistics to be averaged.
+# (T,) what the model's head says now, with gradient, and the batch -> (T,) loss of each token, and (T,)
+# statistics to be averaged over the trained tokens; of one whose name ends in `_max`, the largest is taken.
 LossFunction = Callable[["Tensor", "Batch"], "tuple[Tensor, Mapping[str, Tensor]]"]
 # The batch -> the columns written.
 Function = Callable[["Batch"], "Mapping[str, Tensor]"]
+
+
+class Encoded(NamedTuple):
+    """One sequence made of a row of the dataset."""
+
+    tokens: Sequence[int]
+    """Ids, at least one."""
+    loss_mask: Sequence[bool]
+    """Which of them are trained on; as many."""
+
+
+# A row, the number of the sequence wanted of it (0 .. samples - 1), and the tokenizer -> that sequence.
+Encode = Callable[["Row", int, "Tokenizer"], Encoded]
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,8 +92,6 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     use: str
     """Name of the algorithm."""
-    group_size: PositiveInt = 8
-    """Samples of each prompt, n."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +99,7 @@ class Model:
     """One model of an algorithm."""
 
     trainable: bool = True
+    head: Head = "policy"
 
 
 @dataclass(frozen=True)
@@ -82,6 +108,8 @@ class Loss:
 
     function: LossFunction
     reduction: Reduction
+    unit: Literal["sequence", "group"] = "sequence"
+    """What the function has to see whole: sequences of one group are split up, or not."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +117,30 @@ class Call:
     """One node of the dataflow. Made by the functions below."""
 
     name: str
-    op: Literal["generate", "score", "forward", "function", "train"]
+    op: Literal["generate", "score", "read", "forward", "function", "train"]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     model: str | None = None
     function: Function | None = None
     loss: Loss | None = None
+    encode: Encode | None = None
+    samples: int = 0
+    """Sequences of each row that `generate` or `read` makes."""
     minibatches: int = 1
     """Optimizer steps a pass over the batch is split into; must divide the batch's groups."""
     epochs: int = 1
     """Passes over the batch."""
 
 
-def generate(model: str = "actor") -> Call:
-    """Sample the answers, in the ticket. Writes the keys of `GENERATED`."""
-    return Call(f"generate({model})", "generate", ("prompt",), GENERATED, model)
+def generate(model: str = "actor", *, samples: int) -> Call:
+    """Sample `samples` answers to each prompt, in the ticket. Writes the keys of `GENERATED`."""
+    return Call(f"generate({model})", "generate", ("prompt",), GENERATED, model, samples=samples)
+
+
+def read(encode: Encode, *, samples: int = 1) -> Call:
+    """Take the sequences from the rows of the dataset, with nothing sampled: `samples` of each row, which
+    are a group. Writes the keys of `READ`; `keep` is asked as of any group, its rewards all 0."""
+    return Call("read", "read", ("prompt",), READ, encode=encode, samples=samples)
 
 
 def score() -> Call:
@@ -112,7 +149,7 @@ def score() -> Call:
 
 
 def forward(model: str, *, writes: str) -> Call:
-    """Logprobs of the batch under a model's weights at the start of the step."""
+    """What a model's head says of the batch, with its weights at the start of the step: (T,) float32."""
     return Call(f"forward({model})", "forward", ("tokens",), (writes,), model)
 
 
@@ -144,7 +181,7 @@ class Algorithm(Protocol):
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """The models by name; `actor` is the one that samples."""
+        """The models by name; the one that samples is `actor`."""
         ...
 
     def calls(self) -> Sequence[Call]:
@@ -154,4 +191,18 @@ class Algorithm(Protocol):
     def keep(self, group: Group) -> bool:
         """Whether to train on a finished group; False retires it as `filtered`. Asked in the kernel,
         once for each group, before any batch is made of it."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An algorithm that learns numbers of its own, such as a controller's coefficient, is one of these too.
+    Its functions run in one process, and that one is asked."""
+
+    def state(self) -> Mapping[str, float]:
+        """What is written into a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` gave; from the beginning, if it is empty."""
         ...

@@ -1,7 +1,8 @@
 """(torch) Packed batches of variable-length sequences, and how they are split and joined.
 
 A batch holds S sequences end to end: token columns are flat, (T,) with T the sum of the lengths;
-sequence columns are (S,). There is no padding anywhere, so no mask for it either.
+sequence columns are (S,). There is no padding anywhere, so no mask for it either. What a sequence carries
+beside its tokens, its media, stays with it: the arrays that a vision-language model reads of its images.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["Batch"]
@@ -21,15 +23,25 @@ class Batch:
         lengths: tokens of each sequence, all at least 1.
         tokens: token columns, (T,) each.
         sequences: sequence columns, (S,) each.
+        media: of each sequence, arguments of the model by name, of any shape and dtype, whose first
+            dimension those of several sequences are joined along; a sequence without images has none.
+            Left out, no sequence has.
 
     Raises:
         ValueError: if a column's size does not fit the lengths.
     """
 
     def __init__(
-        self, lengths: Sequence[int], tokens: Mapping[str, Tensor], sequences: Mapping[str, Tensor]
+        self,
+        lengths: Sequence[int],
+        tokens: Mapping[str, Tensor],
+        sequences: Mapping[str, Tensor],
+        media: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.lengths = list(lengths)
+        self.media: list[Mapping[str, Tensor]] = [{} for _ in self.lengths] if media is None else list(media)
+        if len(self.media) != len(self.lengths):
+            raise ValueError(f"media of {len(self.media)} sequences for {len(self.lengths)} sequences")
         self.tokens = dict(tokens)
         self.sequences = dict(sequences)
         total = sum(self.lengths)
@@ -75,7 +87,7 @@ class Batch:
                 tokens[name] = column
             else:
                 sequences[name] = column
-        return Batch(self.lengths, tokens, sequences)
+        return Batch(self.lengths, tokens, sequences, self.media)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The sequences at `indices`, in that order."""
@@ -87,6 +99,7 @@ class Batch:
             [self.lengths[i] for i in indices],
             {name: column[flat.to(column.device)] for name, column in self.tokens.items()},
             {name: column[rows.to(column.device)] for name, column in self.sequences.items()},
+            [self.media[i] for i in indices],
         )
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
@@ -103,6 +116,7 @@ class Batch:
                     lengths,
                     {name: column[start:end] for name, column in self.tokens.items()},
                     {name: column[first : first + size] for name, column in self.sequences.items()},
+                    self.media[first : first + size],
                 )
             )
             first, start = first + size, end
@@ -116,19 +130,36 @@ class Batch:
             [length for batch in batches for length in batch.lengths],
             {name: torch.cat([batch.tokens[name] for batch in batches]) for name in first.tokens},
             {name: torch.cat([batch.sequences[name] for batch in batches]) for name in first.sequences},
+            [media for batch in batches for media in batch.media],
         )
 
-    def micro_batches(self, max_tokens: int) -> list[Batch]:
-        """Consecutive batches of at most `max_tokens` tokens each; a longer sequence stands alone."""
+    def micro_batches(self, max_tokens: int, *, whole_groups: bool = False) -> list[Batch]:
+        """Consecutive batches of at most `max_tokens` tokens each; a longer sequence stands alone.
+
+        Args:
+            whole_groups: sequences that follow each other with the same `group` stay together, and it is
+                a longer group that stands alone.
+        """
         sizes: list[int] = []
         room = 0
-        for length in self.lengths:
+        for count, length in self._groups() if whole_groups else ((1, length) for length in self.lengths):
             if not sizes or length > room:
                 sizes.append(0)
                 room = max_tokens
-            sizes[-1] += 1
+            sizes[-1] += count
             room -= length
         return self.split(sizes)
+
+    def _groups(self) -> list[tuple[int, int]]:
+        """Sequences and tokens of each run of sequences with the same `group`."""
+        runs = torch.unique_consecutive(self["group"], return_counts=True)[1].tolist()
+        ends = [0, *torch.tensor(self.lengths).cumsum(0).tolist()]
+        groups: list[tuple[int, int]] = []
+        first = 0
+        for count in runs:
+            groups.append((count, ends[first + count] - ends[first]))
+            first += count
+        return groups
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch with its columns on a device."""
@@ -136,7 +167,14 @@ class Batch:
             self.lengths,
             {name: column.to(device) for name, column in self.tokens.items()},
             {name: column.to(device) for name, column in self.sequences.items()},
+            [{name: array.to(device) for name, array in media.items()} for media in self.media],
         )
+
+    def joined_media(self) -> dict[str, Tensor]:
+        """The media of all sequences in order, end to end: arguments for the model. Where arrays differ in
+        another dimension than the first, they are filled up with zeros, as the models' processors do."""
+        names = dict.fromkeys(name for media in self.media for name in media)
+        return {name: _joined([media[name] for media in self.media if name in media]) for name in names}
 
     def starts(self) -> list[int]:
         """Index in the token columns at which each sequence begins."""
@@ -155,3 +193,14 @@ class Batch:
         lengths = torch.tensor(self.lengths, dtype=torch.long)
         starts = torch.tensor(self.starts(), dtype=torch.long)
         return torch.arange(self.num_tokens) - torch.repeat_interleave(starts, lengths)
+
+
+def _joined(arrays: Sequence[Tensor]) -> Tensor:
+    """(N1 + N2 + ..., ...) of (N1, ...), (N2, ...), ..."""
+    most = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
+    # F.pad counts dimensions from the last one, and has a size before and one after for each.
+    wanted = [
+        [size for have, full in zip(array.shape[:0:-1], most[::-1], strict=True) for size in (0, full - have)]
+        for array in arrays
+    ]
+    return torch.cat([F.pad(array, sizes) for array, sizes in zip(arrays, wanted, strict=True)])

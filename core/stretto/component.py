@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from stretto.algorithm import Head
+
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
@@ -18,6 +20,7 @@ __all__ = [
     "Importable",
     "Kind",
     "LocalPath",
+    "ModelSource",
     "NonNegativeFloat",
     "NonNegativeInt",
     "PositiveFloat",
@@ -47,6 +50,8 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 # A file or folder that must exist. Looked up from the working directory, else beside the run file;
 # the config that a component receives holds it absolute.
 LocalPath = Annotated[str, msgspec.Meta(extra={"stretto": "local_path"})]
+# A model: a folder, looked up in the same way, or a hub id.
+ModelSource = Annotated[str, msgspec.Meta(extra={"stretto": "model"})]
 # `path.py:name` or `module:name`. A path is found and made absolute like a `LocalPath`.
 Importable = Annotated[str, msgspec.Meta(pattern=r"^.+:\w+$", extra={"stretto": "importable"})]
 
@@ -63,7 +68,17 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """The run's seed."""
     model: str | None = None
-    """Local folder or hub id of the initial model; None where the engines need none."""
+    """Local folder or hub id of the initial model; None where the engines need none. A training engine is
+    given that of the model it holds."""
+    head: Head = "policy"
+    """Of a training engine: what its model says of a token."""
+    trainable: bool = True
+    """Of a training engine: whether its model is to be trained, or only asked."""
+    rank: int = 0
+    """Of a training engine: its process's number in the worker group, below `config.processes`."""
+    rendezvous: str = ""
+    """Of a training engine in a group of several processes: a file for all of them to meet by, fresh for
+    every start of the group. Engines of one process share its process group."""
     folder: str = ""
     """The run's folder; empty in a process that cannot see it."""
     worker: str = "kernel"
@@ -105,3 +120,6 @@ class Component(Generic[ConfigT]):
     """Modules that the factory imports, each with what to install for it: `{"torch": "stretto[torch]"}`."""
     needs_model: bool = True
     """Whether an engine needs the run's `model`; read for the kinds training and inference only."""
+    reads_images: bool = False
+    """Whether an inference engine takes vision-language models, and prompts in which image tokens stand for
+    the images of a row; read for that kind only."""

@@ -23,6 +23,7 @@ from stretto.component import (
     Context,
     Kind,
     LocalPath,
+    ModelSource,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -42,6 +43,8 @@ __all__ = [
     "CheckpointConfig",
     "Composed",
     "EvaluationConfig",
+    "Groups",
+    "ModelConfig",
     "QueueConfig",
     "RolloutConfig",
     "RunConfig",
@@ -126,6 +129,21 @@ class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     """Scoring processes of each; a child that exceeds the time limit is killed alone."""
 
 
+class Groups(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Worker groups beside `training`, each under a name of its own."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one of the algorithm's models comes from, and where it lives."""
+
+    group: str = "training"
+    """Name of its worker group: `training`, or a key below `groups`."""
+    path: ModelSource | None = None
+    """Folder or hub id that it starts from; default the run's `model`."""
+    lr: PositiveFloat | None = None
+    """Its peak learning rate; default that of its group."""
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole run. In a composed run each section is the struct of the component it chose."""
 
@@ -135,11 +153,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Train steps."""
     algorithm: AlgorithmConfig
     """What is optimised."""
-    reward: RewardConfig
-    """What scores the answers."""
     dataset: DatasetConfig
     """Rows to train on."""
-    model: str | None = None
+    reward: RewardConfig | None = None
+    """What scores the answers; required where answers are sampled."""
+    model: ModelSource | None = None
     """The initial policy: a local folder in Hugging Face format, or a hub id."""
     seed: int = 1
     """Seed of everything drawn at random."""
@@ -149,7 +167,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Python files with plugins of one's own, looked up like all paths: from the working directory,
     else beside the run file."""
     training: TrainingConfig = TrainingConfig()
-    """The engine that trains."""
+    """The engine that trains: the worker group that every model is in unless it is placed elsewhere."""
+    groups: Groups = Groups()
+    """More worker groups, each `name: {use: engine, …}` like `training`, with a layout of its own."""
+    models: dict[str, ModelConfig] = {}
+    """What becomes of the algorithm's models, by name, where it is not the default."""
     inference: InferenceConfig = InferenceConfig()
     """The engine that samples."""
     rollout: RolloutConfig = RolloutConfig()
@@ -189,6 +211,9 @@ SECTIONS: dict[str, Kind] = {
     "evaluation.dataset": "dataset",
 }
 LIST_SECTIONS: dict[str, Kind] = {"trackers": "tracker"}
+# Sections with any number of named components.
+NAMED_SECTIONS: dict[str, Kind] = {"groups": "training"}
+_GROUP_NAME = r"[a-z][a-z0-9_]*"
 
 
 @dataclass(frozen=True)
@@ -258,7 +283,8 @@ class _Source:
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
             raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
         # `training=mock` swaps the component, and leaves the section's other keys where they are.
-        names_component = key in SECTIONS and not value.startswith(("{", "["))
+        names_component = re.fullmatch(rf"groups\.{_GROUP_NAME}", key) or key in SECTIONS
+        names_component = names_component and not value.startswith(("{", "["))
         return (f"{key}.use" if names_component else key), value
 
     def overridden(self, path: str) -> bool:
@@ -303,6 +329,7 @@ def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
     try:
         merged = OmegaConf.merge(_shorts_expanded(loaded), OmegaConf.from_dotlist(source.items))
+        merged = _shorts_expanded(cast("DictConfig", merged))  # those of the overrides
         plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
         kept = OmegaConf.create(_escape_env(OmegaConf.to_container(merged, resolve=False)))
         secret = cast("dict[str, Any]", OmegaConf.to_container(kept, resolve=True))
@@ -316,8 +343,10 @@ def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _shorts_expanded(loaded: DictConfig) -> DictConfig:
     """`workflow: single_turn` is short for `workflow: {use: single_turn}`."""
-    for path in SECTIONS:
-        raw = OmegaConf.to_container(loaded, resolve=False)
+    whole = cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))
+    named = [f"{path}.{name}" for path in NAMED_SECTIONS for name in (whole.get(path) or {})]
+    for path in (*SECTIONS, *named):
+        raw: Any = whole
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part) if isinstance(raw, dict) else None
         if isinstance(raw, str):
@@ -363,15 +392,13 @@ class _Composer:
     def run(self, data: dict[str, Any], notices: list[str]) -> Composed:
         self._load_paths(data)
         sections: dict[str, type[msgspec.Struct]] = {}
-        for path, kind in SECTIONS.items():
-            if (section := self._section(data, path)) is not None:
+        for path, kind in (SECTIONS | self._named(data)).items():
+            if (section := self._section(data, path, kind)) is not None:
                 component = self._component(kind, path, section)
                 self._drop_stale_keys(kind, path, section, component, notices)
                 sections[path] = component.config
         struct = self._struct(sections, self._lists(data))
         self._refuse_unknown(data, struct, "")
-        if isinstance(model := data.get("model"), str) and (found := find_path(model, self.source.file)):
-            data["model"] = str(found)
         config = self._convert(data, struct)
         config = cast("RunConfig", self._resolve_paths(config, ""))
         return Composed(config, self.plugins, self.components, msgspec.to_builtins(config))
@@ -389,7 +416,24 @@ class _Composer:
         if paths:
             data["plugins"] = [str(self._existing("plugins", str(path))) for path in cast("list[Any]", paths)]
 
-    def _section(self, data: dict[str, Any], path: str) -> dict[str, Any] | None:
+    def _named(self, data: dict[str, Any]) -> dict[str, Kind]:
+        """The sections that the run file names itself."""
+        found: dict[str, Kind] = {}
+        for path, kind in NAMED_SECTIONS.items():
+            named = data.get(path) or {}
+            if not isinstance(named, dict):
+                raise self.source.error(path, f"expected a mapping of names, found {named!r}", named)
+            for name in cast("dict[str, Any]", named):
+                if not re.fullmatch(_GROUP_NAME, str(name)) or name in SECTIONS:
+                    raise self.source.error(
+                        f"{path}.{name}",
+                        f"{name!r} cannot be the name of a worker group; expected a word of a-z, 0-9 and _ "
+                        "that is no section",
+                    )
+                found[f"{path}.{name}"] = kind
+        return found
+
+    def _section(self, data: dict[str, Any], path: str, kind: Kind) -> dict[str, Any] | None:
         """The mapping at `path`, made if its component has a default; None where it may be left out."""
         owner, _, key = path.rpartition(".")
         parent = data.get(owner) if owner else data
@@ -397,8 +441,8 @@ class _Composer:
             return None
         parent = cast("dict[str, Any]", parent)
         if parent.get(key) is None:
-            if _default_use(SECTIONS[path]) is None:
-                return None  # the conversion below says that the section is missing
+            if _default_use(kind) is None:
+                return None  # if it is required, the conversion below says that it is missing
             parent[key] = {}
         section = parent[key]
         if isinstance(section, str):
@@ -482,6 +526,14 @@ class _Composer:
         for path, struct in sections.items():
             if "." not in path:
                 narrowed.append((path, struct))
+        groups = [
+            (path.removeprefix("groups."), struct)
+            for path, struct in sections.items()
+            if path.startswith("groups.")
+        ]
+        if groups:
+            named = msgspec.defstruct("Groups", groups, bases=(Groups,), kw_only=True, frozen=True)
+            narrowed.append(("groups", named))
         if "evaluation.dataset" in sections:
             fields = [("dataset", sections["evaluation.dataset"])]
             evaluation = msgspec.defstruct(
@@ -528,6 +580,14 @@ class _Composer:
             here = f"{path}.{field.name}" if path else field.name
             if isinstance(value, msgspec.Struct):
                 changes[field.name] = self._resolve_paths(value, here)
+            elif isinstance(value, dict):
+                named = cast("dict[str, Any]", value)
+                changes[field.name] = {
+                    key: self._resolve_paths(item, f"{here}.{key}")
+                    if isinstance(item, msgspec.Struct)
+                    else item
+                    for key, item in named.items()
+                }
             elif isinstance(value, str):
                 changes[field.name] = self._resolve_path(_marks(field.type), value, here)
         return msgspec.structs.replace(struct, **changes) if changes else struct
@@ -535,6 +595,8 @@ class _Composer:
     def _resolve_path(self, marks: set[str], value: str, path: str) -> str:
         if "local_path" in marks:
             return str(self._existing(path, value))
+        if "model" in marks and (found := find_path(value, self.source.file)):
+            return str(found)
         module, _, name = value.rpartition(":")
         if "importable" in marks and module.endswith(".py"):
             return f"{self._existing(path, module)}:{name}"
@@ -573,6 +635,9 @@ def _structs_in(
     for part in getattr(info, "types", (info,)):
         if isinstance(part, msgspec.inspect.StructType):
             yield part.cls, (path, value)
+    if isinstance(info, msgspec.inspect.DictType) and isinstance(info.value_type, msgspec.inspect.StructType):
+        for key, item in cast("dict[str, Any]", value).items() if isinstance(value, dict) else ():
+            yield info.value_type.cls, (f"{path}.{key}", item)
     if isinstance(info, msgspec.inspect.TupleType) and isinstance(value, list):
         for index, (item_type, item) in enumerate(
             zip(info.item_types, cast("list[Any]", value), strict=False)

@@ -211,16 +211,24 @@ class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
 
+    @property
+    def data_parallel(self) -> int:
+        """Parts that a batch is split into, D. Ranks are numbered so that those which share a part follow
+        each other: rank r works on part r // (processes // D)."""
+        return self.processes
+
 
 class TrainingEngine(Protocol):
-    """Holds one trainable model over its worker group. Called from one thread, one call at a time.
+    """Holds one model, in one rank of its worker group. Called from one thread, one call at a time.
 
-    Micro-batching and parallelism are its own business; the gradient must not depend on them.
+    Every method but `stop` is called in all ranks of the group, in the same order, and may communicate.
+    A batch is the rank's own part of the data, at least one sequence; ranks that share a part are given the
+    same. Micro-batching and parallelism are the engine's business: the gradient must not depend on them.
     """
 
     def load(self, folder: Path | None) -> None:
-        """Load the run's initial model (None), or all that `save` wrote into `folder`. Called first,
-        and again to go back to a checkpoint.
+        """Load the run's initial model (None), or all that `save` wrote into `folder`, with whatever
+        layout. Called first, and again to go back to a checkpoint.
 
         Raises:
             EngineError: if it cannot be loaded.
@@ -228,21 +236,24 @@ class TrainingEngine(Protocol):
         ...
 
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Logprobs of every token of the batch under the current weights: (T,) float32, no gradient."""
+        """What the model's head says of every token of the batch under the current weights: (T,) float32,
+        on CPU, no gradient. The temperature is for logprobs."""
         ...
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
-        """One optimizer step on the whole batch. Returns averages of the loss's statistics over the
-        trained tokens, and the engine's own: `loss`, `grad_norm`, `lr`, `micro_batches`."""
+        """One optimizer step on the parts of all ranks together. Returns the loss's statistics over all
+        their trained tokens (see `stretto.algorithm.LossFunction`), the same in every rank, and the
+        engine's own: `loss`, `grad_norm`, `lr`, `micro_batches`."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, on CPU, one after the other."""
+        """Full tensors under their Hugging Face names, on CPU, one after the other. Every rank goes through
+        all of them; what rank 0 gets counts."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write everything a repetition needs into an empty folder: `model/` in Hugging Face format,
-        optimizer, schedule and random states as safetensors and JSON.
+        """Write everything a repetition needs into an empty folder that all ranks see: `model/` in Hugging
+        Face format, optimizer, schedule and random states as safetensors and JSON.
 
         Raises:
             OSError: if it cannot be written; the caller removes the folder.

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,3 +178,12 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in leaves(part)]
     return [error]
+
+
+@contextmanager
+def one_error() -> Generator[None]:
+    """Raise the first error of a task group in the block, rather than the group: its tasks do one thing."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        raise leaves(group)[0] from group

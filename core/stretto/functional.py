@@ -8,30 +8,41 @@ Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 
 al. 2019 (1912.09729); GRPO, Shao et al. 2024 (2402.03300); decoupled PPO, Hilton et al. 2021 (2110.00641) as
 used by AReaL, Fu et al. 2025 (2505.24298); Dr. GRPO, Liu et al. 2025 (2503.20783); DAPO, Yu et al. 2025
 (2503.14476); GSPO, Zheng et al. 2025 (2507.18071); CISPO, MiniMax 2025 (2506.13585); RLOO, Ahmadian et al.
-2024 (2402.14740); REINFORCE++, Hu et al. 2025 (2501.03262).
+2024 (2402.14740); REINFORCE++, Hu et al. 2025 (2501.03262); adaptive KL, Ziegler et al. 2019 (1909.08593);
+DPO, Rafailov et al. 2023 (2305.18290); IPO, Azar et al. 2023 (2310.12036); hinge on preferences, Liu et al.
+2023 (RSO, 2309.06657).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from stretto.algorithm import Reduction
 
+if TYPE_CHECKING:
+    from stretto.policy import KLEstimator
+
 __all__ = [
+    "adapted_kl_coef",
     "at_last_token",
     "behaviour_weight",
     "clipped_objective",
+    "clipped_value_loss",
     "entropy_of",
     "gae",
     "group_normalise",
+    "kl_estimate",
     "kl_to_behaviour",
     "logprobs_of",
+    "loss_count",
     "loss_weights",
     "masked_whiten",
     "overlong_penalty",
+    "pairs_of",
+    "preference_loss",
     "second_moment_mask",
     "sequence_mean",
     "sequence_sum",
@@ -286,7 +297,21 @@ def behaviour_weight(
     return torch.where(weight <= cap, weight, 0.0)
 
 
-def loss_weights(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction) -> Tensor:
+def loss_count(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction) -> int:
+    """What a batch adds to the denominator of its loss: trained tokens, or sequences that have one.
+
+    Args:
+        mask: (T,) bool, trained tokens.
+        index: (T,) int64, each token's sequence.
+    """
+    if reduction == "token":
+        return int(mask.sum())
+    return int((sequence_sum(mask.float(), index, num_sequences) > 0).sum())
+
+
+def loss_weights(
+    mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction, *, count: int | None = None
+) -> Tensor:
     """What each token's loss counts in the loss of the whole batch; see `stretto.algorithm.Reduction`.
 
     The sum of `weights * losses` over any partition of the batch is the batch's loss, so micro-batches,
@@ -296,22 +321,123 @@ def loss_weights(mask: Tensor, index: Tensor, num_sequences: int, reduction: Red
     Args:
         mask: (T,) bool, trained tokens.
         index: (T,) int64, each token's sequence.
+        count: the denominator: the sum of `loss_count` over all parts of the batch, where this is one of
+            several; None where it is all of it.
 
     Returns:
         (T,) float32, 0 where `mask` is False.
     """
+    if count is None:
+        count = loss_count(mask, index, num_sequences, reduction)
     weights = mask.float()
-    if reduction == "token":
-        return weights / weights.sum().clamp(min=1)
-    counts = sequence_sum(weights, index, num_sequences)  # (S,)
-    trained = (counts > 0).sum().clamp(min=1)
     if reduction == "sequence":
-        weights = weights / counts.clamp(min=1)[index]
-    return weights / trained
+        weights = weights / sequence_sum(weights, index, num_sequences).clamp(min=1)[index]
+    return weights / max(1, count)
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """PPO's loss of a critic per token, as in its authors' code: with V' = clip(V, V_old - eps, V_old + eps),
+    1/2 max((V - R)^2, (V' - R)^2).
+
+    Args:
+        values: (T,) current, with gradient.
+        old_values: (T,) of the critic at the start of the train step.
+        returns: (T,) what the values should have been.
+        value_clip: eps; None is without clipping, 1/2 (V - R)^2.
+
+    Returns:
+        loss (T,); whether the clip was active, so that the token has no gradient (T,) bool.
+    """
+    plain = (values - returns).square()
+    if value_clip is None:
+        return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
+    clipped_values = torch.clamp(values, old_values - value_clip, old_values + value_clip)
+    clipped = (clipped_values - returns).square()
+    return torch.maximum(plain, clipped) / 2, clipped > plain
+
+
+# -------------------------------------------------------------------------------------------- KL
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate of KL(policy || reference) at tokens that the policy sampled (Schulman 2020, "Approximating KL
+    divergence"), with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+
+    k1 and k3 have the right mean, k2 and k3 are never negative. Nothing is clamped. As a loss, at tokens of
+    the current policy, their gradients are: k1, grad log policy, whose mean is 0: no pull at all; k2,
+    d grad log policy, that of KL(policy || reference); k3, (1 - exp(-d)) grad log policy, that of
+    KL(reference || policy).
+
+    Returns:
+        (T,), with the gradient of `logprobs`.
+    """
+    d = logprobs - reference_logprobs
+    if estimator == "k1":
+        return d
+    return d.square() / 2 if estimator == "k2" else torch.expm1(-d) + d
 
 
 def kl_to_behaviour(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """Estimate of KL(behaviour || policy) at tokens the behaviour policy sampled, Schulman's k3:
-    r - 1 - log r with r = policy / behaviour. (T,) -> (T,), never negative."""
-    log_ratio = logprobs - behaviour_logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    """k3 estimate of KL(behaviour || policy) at tokens the behaviour policy sampled. (T,) -> (T,)."""
+    return kl_estimate(behaviour_logprobs, logprobs, "k3")
+
+
+def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
+    """The KL coefficient of the next step, Ziegler et al. 2019 (1909.08593), section 2.2: it grows where the
+    KL is above its target and shrinks below.
+
+    Args:
+        kl: of the step's samples to the reference, an answer, in nats.
+        horizon: samples over which the coefficient changes by at most a fifth; a step of more samples than
+            that counts as so many, lest the coefficient turn negative.
+    """
+    error = min(0.2, max(-0.2, kl / target - 1))
+    return coef * (1 + error * min(1.0, samples / horizon))
+
+
+# ----------------------------------------------------------------------------------- preferences
+
+
+def pairs_of(group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The two sequences of each group, in the order in which they stand in the batch.
+
+    Args:
+        group: (S,) int64, every number twice.
+
+    Returns:
+        index of the first of each pair (P,), of the second (P,), and the pair of each sequence (S,); int64.
+    """
+    numbers, pair, sizes = torch.unique(group, return_inverse=True, return_counts=True)
+    assert bool((sizes == 2).all()), "a group is not a pair"
+    first, second = pair.argsort(stable=True).view(len(numbers), 2).unbind(1)
+    return first, second, pair
+
+
+def preference_loss(
+    difference: Tensor,
+    *,
+    variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid",
+    beta: float = 1.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Loss of each pair from h, by how much the chosen answer is ahead of the rejected one.
+
+    `sigmoid`, DPO eq. 7 and Bradley-Terry: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), where e is
+    the share of labels that are wrong (conservative DPO). `ipo`, IPO eq. 17: (h - 1 / (2 beta))^2. `hinge`,
+    RSO's hinge-norm: max(0, 1 - beta h). The latter two know no label smoothing.
+
+    Args:
+        difference: h (P,), with gradient.
+
+    Returns:
+        (P,).
+    """
+    if variant == "ipo":
+        return (difference - 1 / (2 * beta)).square()
+    if variant == "hinge":
+        return (1 - beta * difference).clamp(min=0)
+    log_sigmoid = torch.nn.functional.logsigmoid
+    right, wrong = log_sigmoid(beta * difference), log_sigmoid(-beta * difference)
+    return -(1 - label_smoothing) * right - label_smoothing * wrong

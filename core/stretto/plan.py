@@ -6,31 +6,45 @@ of single keys; `describe` is the text of `stretto check`.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from stretto.algorithm import Algorithm
+from stretto.algorithm import Algorithm, Call
 from stretto.component import Context, Problem
 from stretto.config import Composed, RunConfig
-from stretto.dataset import Dataset
-from stretto.errors import ConfigError, StrettoError, place_of
+from stretto.dataset import Dataset, Row
+from stretto.errors import ConfigError, StrettoError, offer, place_of
+from stretto.images import has_images, is_vision_language, known_config
 from stretto.kernel.dataflow import Graph, graph_of
 from stretto.launcher import Job, Launcher, Resources, Role
+from stretto.placement import DEFAULT_GROUP, Placement, group_of_worker, sections
 from stretto.plugins import missing_extra
-from stretto.tokenizer import fault_of
+from stretto.tokenizer import fault_of, load_tokenizer
 
-__all__ = ["Worker", "context_of", "describe", "graph", "problems", "resources_of", "run_folder", "workers"]
+__all__ = [
+    "Worker",
+    "context_of",
+    "describe",
+    "graph",
+    "placement",
+    "problems",
+    "resources_of",
+    "run_folder",
+    "workers",
+]
 
 
 _TRY_S = 60.0
-"""What a reward gets to be made, on trial."""
+"""What a reward gets to be made, on trial; and a row with images to be read."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +56,46 @@ class Worker:
     resources: Resources
 
 
-def resources_of(config: RunConfig, role: Role) -> Resources:
-    """What each process of a role gets."""
-    sections: dict[Role, Resources] = {
-        "trainer": config.training,
+def resources_of(config: RunConfig, worker: str) -> Resources:
+    """What the process of a worker gets.
+
+    Raises:
+        ConfigError: for a trainer of a group that the run does not have.
+    """
+    role = worker.partition("-")[0]
+    if role == "trainer":
+        group, _ = group_of_worker(worker)
+        known = sections(config)
+        if group not in known:
+            raise ConfigError(f"{worker!r} is of no worker group of this run{offer(group, known, 'groups')}")
+        return known[group]
+    by_role: dict[str, Resources] = {
         "inference": config.inference,
         "rollout": config.rollout,
         "verifier": config.verifier,
     }
-    return sections[role]
+    return by_role[role]
 
 
-def workers(config: RunConfig) -> list[Worker]:
-    """Every worker process the run starts with."""
+def workers(config: RunConfig, placement: Placement) -> list[Worker]:
+    """Every worker process the run starts with: only those that its dataflow, or an evaluation, needs."""
+    graph = placement.graph
+    sampling = graph.samples or config.evaluation is not None
+    scoring = graph.scores or config.evaluation is not None
     counts: dict[Role, int] = {
-        "trainer": config.training.processes,
-        "inference": config.inference.replicas,
-        "rollout": config.rollout.processes,
-        "verifier": config.verifier.processes,
+        "inference": config.inference.replicas if sampling else 0,
+        "rollout": config.rollout.processes if sampling else 0,
+        "verifier": config.verifier.processes if scoring else 0,
     }
-    return [
-        Worker(f"{role}-{index}", role, resources_of(config, role))
+    trainers = [
+        Worker(name, "trainer", group.section)
+        for group in placement.groups.values()
+        for name in group.workers
+    ]
+    return trainers + [
+        Worker(name, role, resources_of(config, name))
         for role, count in counts.items()
-        for index in range(count)
+        for name in (f"{role}-{index}" for index in range(count))
     ]
 
 
@@ -97,6 +128,15 @@ def graph(composed: Composed) -> Graph:
     return graph_of(algorithm.calls(), algorithm.models)
 
 
+def placement(composed: Composed) -> Placement:
+    """The algorithm's models on the run's worker groups.
+
+    Raises:
+        ConfigError: if they cannot be placed as the run file says.
+    """
+    return Placement(composed.config, graph(composed))
+
+
 def problems(composed: Composed) -> list[Problem]:
     """Everything wrong with the run as a whole, errors first."""
     found = list(_problems(composed))
@@ -108,20 +148,26 @@ def problems(composed: Composed) -> list[Problem]:
 
 def _problems(composed: Composed) -> Iterator[Problem]:
     config = composed.config
+    placed = _placed(composed)
     found: list[Problem] = []
     for path in composed.components:
-        found += _of_plugin(path, partial(_component_problems, composed, path))
+        where = None if isinstance(placed, Problem) else placed
+        found += _of_plugin(path, partial(_component_problems, composed, path, where))
     yield from found
-    yield from _model_problems(composed)
+    if isinstance(placed, Problem):
+        yield placed
+        return
+    yield from _of_plugin("model", partial(_model_problems, composed, placed))
     for path in ("dataset", "evaluation.dataset"):
         if path in composed.components:
-            yield from _of_plugin(path, partial(_dataset_problems, composed, path))
-    yield from _of_plugin("algorithm", partial(_algorithm_problems, composed))
-    yield from _sampling_problems(config)
-    yield from _thread_problems(config)
-    yield from _of_plugin("launcher", partial(_launcher_problems, composed))
+            yield from _of_plugin(path, partial(_dataset_problems, composed, path, placed.graph))
+    yield from _batch_problems(config, placed)
+    if placed.graph.samples:
+        yield from _sampling_problems(config)
+    yield from _thread_problems(config, placed)
+    yield from _of_plugin("launcher", partial(_launcher_problems, composed, placed))
     if not any(problem.path.startswith("reward") for problem in found):
-        yield from _reward_problems(composed)
+        yield from _reward_problems(composed, placed)
     folder = run_folder(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if (folder / "config.yaml").exists():
@@ -131,6 +177,18 @@ def _problems(composed: Composed) -> Iterator[Problem]:
         yield Problem("out", f"{str(folder)!r} {advice}")
     for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
         yield Problem("plugins", f"{plugin}: {error}")
+
+
+def _placed(composed: Composed) -> Placement | Problem:
+    """The dataflow and where its models live, or what is wrong with them."""
+    try:
+        return placement(composed)
+    except ConfigError as error:
+        return Problem(error.path or "algorithm", str(error))
+    except StrettoError as error:
+        return Problem("algorithm", str(error))
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is told
+        return Problem("algorithm", f"the plugin raised {place_of(error)}")
 
 
 def _of_plugin(path: str, problems: Callable[[], Iterable[Problem]]) -> list[Problem]:
@@ -143,21 +201,38 @@ def _of_plugin(path: str, problems: Callable[[], Iterable[Problem]]) -> list[Pro
         return [Problem(path, f"the plugin raised {place_of(error)}")]
 
 
-def _component_problems(composed: Composed, path: str) -> Iterator[Problem]:
-    component = composed.components[path]
+def _component_problems(composed: Composed, path: str, placed: Placement | None) -> Iterator[Problem]:
+    component, config = composed.components[path], composed.config
     if missing := missing_extra(component):
         yield Problem(f"{path}.use", missing)
     elif component.check is not None:
-        yield from component.check(composed.section(path), composed.config)
+        group = next((each for each in placed.groups.values() if each.path == path), None) if placed else None
+        # A training engine is asked of each model that it will hold, as if that were the run's.
+        runs = [
+            msgspec.structs.replace(config, model=_path_of(config, model))
+            for model in (group.models if group else ())
+        ]
+        told: set[Problem] = set()
+        for run in runs or [config]:
+            for problem in component.check(composed.section(path), run):
+                if path.startswith("groups.") and problem.path.startswith("training"):
+                    problem = replace(problem, path=path + problem.path.removeprefix("training"))
+                if problem not in told:
+                    told.add(problem)
+                    yield problem
 
 
-def _launcher_problems(composed: Composed) -> Iterable[Problem]:
+def _launcher_problems(composed: Composed, placed: Placement) -> Iterable[Problem]:
     launcher: Launcher = composed.make("launcher", context_of(composed.config))
-    return launcher.check([_blank_job(worker) for worker in workers(composed.config)])
+    return launcher.check([_blank_job(worker) for worker in workers(composed.config, placed)])
 
 
-def _reward_problems(composed: Composed) -> Iterator[Problem]:
+def _reward_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
     """Have a scoring process make the reward, as the verifiers will."""
+    if composed.config.reward is None:
+        if placed.graph.scores or composed.config.evaluation is not None:
+            yield Problem("reward", "required: answers are to be scored; such as `reward: exact`")
+        return
     from stretto.roles.scoring import try_to_make
 
     document = msgspec.to_builtins(composed.config)
@@ -170,29 +245,81 @@ def _reward_problems(composed: Composed) -> Iterator[Problem]:
         yield Problem("reward", error)
 
 
-def _model_problems(composed: Composed) -> Iterator[Problem]:
-    config = composed.config
-    if config.model is None:
-        for path in ("training", "inference"):
+def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
+    """Where models come from, and whether they belong together."""
+    config, graph = composed.config, placed.graph
+    sampling = graph.samples or config.evaluation is not None
+    if config.model is not None:
+        yield from _source_problems("model", config.model)
+        inference = composed.components["inference"]
+        if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
+            yield Problem(
+                "inference.use",
+                f"{inference.name!r} samples from text alone, and {config.model!r} is a vision-language model",
+            )
+    else:
+        paths = [group.path for group in placed.groups.values()]
+        for path in [*paths, *(["inference"] if sampling else [])]:
             if composed.components[path].needs_model:
                 name = composed.components[path].name
                 yield Problem("model", f"required by {path} engine {name!r}: a local folder or a hub id")
+    for name, own in config.models.items():
+        if own.path is not None:
+            yield from _source_problems(f"models.{name}.path", own.path)
+            yield from _vocabulary_problems(f"models.{name}.path", own.path, config.model)
+        if own.lr is not None and not graph.models[name].trainable:
+            yield Problem(f"models.{name}.lr", "has no effect: this model is not trained", "warning")
+    if config.evaluation is not None and graph.models[graph.lead].head != "policy":
+        yield Problem(
+            "evaluation", f"answers are sampled by {graph.lead!r}, which is no policy; leave `evaluation` out"
+        )
+
+
+def _path_of(config: RunConfig, model: str) -> str | None:
+    placed = config.models.get(model)
+    return (placed.path if placed else None) or config.model
+
+
+def _vocabulary_problems(path: str, model: str, of_run: str | None) -> Iterator[Problem]:
+    """All models of a run are given the ids of one tokenizer, that of the run's `model`."""
+    own, expected = _vocabulary(model), _vocabulary(of_run)
+    if own and expected and own != expected:
+        yield Problem(
+            path,
+            f"{model!r} has a vocabulary of {own} tokens, and the run's model ({of_run}) one of {expected}: "
+            "both are given the same token ids, so they must have the same tokenizer",
+        )
+
+
+def _vocabulary(model: str | None) -> int | None:
+    """Size of a model's vocabulary, where its config can be read here."""
+    file = Path(model or "", "config.json")
+    if model is None or not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}", path="model") from error
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+
+
+def _source_problems(path: str, model: str) -> Iterator[Problem]:
+    """What is wrong with where a model is to come from."""
+    if Path(model).is_dir():
+        if not Path(model, "config.json").exists():
+            yield Problem(path, f"{model!r} is not a model: the folder has no config.json")
         return
-    if Path(config.model).is_dir():
-        if not Path(config.model, "config.json").exists():
-            yield Problem("model", f"{config.model!r} is not a model: the folder has no config.json")
-        return
-    parts = config.model.split("/")
-    written_as_path = config.model.startswith((".", "/", "~")) or len(parts) > 2
+    parts = model.split("/")
+    written_as_path = model.startswith((".", "/", "~")) or len(parts) > 2
     if written_as_path or (len(parts) == 2 and Path(parts[0]).is_dir()):
-        yield Problem("model", f"no such folder: {config.model!r}")
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.model):
-        yield Problem("model", f"{config.model!r} is neither a folder nor a hub id such as 'org/name'")
+        yield Problem(path, f"no such folder: {model!r}")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        yield Problem(path, f"{model!r} is neither a folder nor a hub id such as 'org/name'")
     else:
-        yield from _hub_problems(config.model)
+        yield from _hub_problems(path, model)
 
 
-def _hub_problems(model: str) -> Iterator[Problem]:
+def _hub_problems(path: str, model: str) -> Iterator[Problem]:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -201,13 +328,13 @@ def _hub_problems(model: str) -> Iterator[Problem]:
     try:
         HfApi().model_info(model, timeout=5.0)
     except RepositoryNotFoundError:
-        yield Problem("model", f"the hub has no model {model!r}, and there is no such folder")
+        yield Problem(path, f"the hub has no model {model!r}, and there is no such folder")
     except Exception as error:  # noqa: BLE001 - which HTTP library raises what differs between versions
         reason = type(error).__name__
-        yield Problem("model", f"{model!r} not verified: the hub cannot be reached ({reason})", "warning")
+        yield Problem(path, f"{model!r} not verified: the hub cannot be reached ({reason})", "warning")
 
 
-def _dataset_problems(composed: Composed, path: str) -> Iterator[Problem]:
+def _dataset_problems(composed: Composed, path: str, graph: Graph) -> Iterator[Problem]:
     dataset: Dataset = composed.make(path, context_of(composed.config))
     if len(dataset) == 0:
         yield Problem(path, "the dataset is empty; expected at least one row")
@@ -218,18 +345,71 @@ def _dataset_problems(composed: Composed, path: str) -> Iterator[Problem]:
         yield Problem(path, f"the first row has no column 'prompt'; its columns: {keys}")
     elif fault := fault_of(row["prompt"]):
         yield Problem(path, f"the first row's prompt: {fault}")
+    elif is_vision_language(model := known_config(composed.config.model)):
+        yield from _seeing_problems(composed, path)
+    elif model and has_images(row):
+        yield Problem(
+            path,
+            f"the first row has images, and the model {composed.config.model!r} reads none; give a "
+            "vision-language model, or rows without the columns 'images' and 'image'",
+        )
+    elif path == "dataset" and graph.source.encode is not None:
+        yield from _encoding_problems(composed.config.model, graph.source, row)
 
 
-def _algorithm_problems(composed: Composed) -> Iterator[Problem]:
-    calls = graph(composed).calls
-    batch = composed.config.queue.batch_size
-    for call in calls:
+def _seeing_problems(composed: Composed, path: str) -> Iterator[Problem]:
+    """Have a process read the first row with the model's processor, where that is at hand."""
+    from stretto.roles.first_row import fault_of_first_row
+
+    config = composed.config
+    if config.model is None or not Path(config.model).is_dir() or importlib.util.find_spec("PIL") is None:
+        return
+    try:
+        fault = fault_of_first_row(msgspec.to_builtins(config), path, context_of(config), _TRY_S)
+    except TimeoutError:
+        yield Problem(path, f"not verified: the first row was not read within {_TRY_S:.0f} s", "warning")
+        return
+    if fault:
+        yield Problem(path, f"the first row: {fault}")
+
+
+def _encoding_problems(model: str | None, source: Call, row: Row) -> Iterator[Problem]:
+    """Have the algorithm make the sequences of the first row, where the tokenizer is at hand."""
+    if source.encode is None or (model is not None and not Path(model).is_dir()):
+        return
+    tokenizer = load_tokenizer(model)
+    for index in range(source.samples):
+        try:
+            source.encode(row, index, tokenizer)
+        except ConfigError as error:
+            yield Problem("dataset", f"the first row: {error}")
+            return
+
+
+def _batch_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
+    """Batches that cannot be split as the calls and the layouts want."""
+    graph, batch = placed.graph, config.queue.batch_size
+    for call in graph.step_calls:
         if batch % call.minibatches:
             yield Problem(
                 "queue.batch_size",
                 f"{batch} groups cannot be split into the {call.minibatches} minibatches of {call.name}; "
                 f"expected a multiple of {call.minibatches}",
             )
+        group = placed.group_of(call)
+        whole = call.loss is not None and call.loss.unit == "group"
+        units = batch // call.minibatches * (1 if whole else graph.source.samples)
+        if call.op != "function" and units < (parts := group.section.data_parallel):
+            yield Problem(
+                "queue.batch_size",
+                f"{call.name} has {units} {'groups' if whole else 'sequences'} for the {parts} data-parallel "
+                f"ranks of {group.path!r}; expected at least one for each",
+            )
+    if not graph.samples and config.dataset.max_prompt_tokens is not None:
+        yield Problem(
+            "dataset.max_prompt_tokens",
+            "is for prompts that answers are sampled to; here rows are trained on as they are",
+        )
 
 
 def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
@@ -246,10 +426,11 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _thread_problems(config: RunConfig) -> Iterator[Problem]:
+def _thread_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    training = config.training.processes * config.training.threads
-    inference = config.inference.replicas * config.inference.threads
+    started = workers(config, placed)
+    training = sum(worker.resources.threads for worker in started if worker.role == "trainer")
+    inference = sum(worker.resources.threads for worker in started if worker.role == "inference")
     if training + inference > cores:
         yield Problem(
             "training.threads",
@@ -264,27 +445,32 @@ def _thread_problems(config: RunConfig) -> Iterator[Problem]:
 
 def describe(composed: Composed) -> str:
     """The composed run as text: processes, models, batch arithmetic, queue, folder."""
-    config = composed.config
-    n, batch, bound = config.algorithm.group_size, config.queue.batch_size, config.queue.max_staleness
+    config, placed = composed.config, placement(composed)
+    graph = placed.graph
+    n, batch, bound = graph.source.samples, config.queue.batch_size, config.queue.max_staleness
     lines = [f"run {config.name!r}, seed {config.seed}, {config.steps} steps", ""]
     lines += _table(
         ["role", "processes", "threads", "gpus", "share", "component"],
         [
             ["kernel", "1", "1", "0", "", f"bus: {config.bus.url or 'bundled nats-server'}"],
-            *(_role_row(composed, role) for role in ("trainer", "inference", "rollout", "verifier")),
+            *_worker_rows(composed, placed),
         ],
     )
     lines += ["", f"model      {config.model or 'none'}"]
-    for call in graph(composed).calls:
+    lines += _placement_lines(config, placed)
+    for call in graph.calls:
         reads = ", ".join(call.reads) or "-"
         writes = ", ".join(call.writes) or "-"
         lines.append(f"call       {call.name}: {reads} -> {writes}")
     lines += [
         f"batch      {batch} groups x {n} samples = {batch * n} samples a step, "
         f"{batch * n * config.steps} in all",
-        f"queue      staleness at most {bound}: up to {(bound + 1) * batch} groups "
-        f"({(bound + 1) * batch * n} samples) issued ahead, on_late={config.queue.on_late}",
     ]
+    if graph.samples:
+        lines.append(
+            f"queue      staleness at most {bound}: up to {(bound + 1) * batch} groups "
+            f"({(bound + 1) * batch * n} samples) issued ahead, on_late={config.queue.on_late}"
+        )
     for path in ("dataset", "evaluation.dataset"):
         if path in composed.components:
             dataset: Dataset = composed.make(path, context_of(composed.config))
@@ -299,13 +485,35 @@ def describe(composed: Composed) -> str:
     return "\n".join(lines)
 
 
-def _role_row(composed: Composed, role: Role) -> list[str]:
-    members = [worker for worker in workers(composed.config) if worker.role == role]
-    resources = members[0].resources
-    section = {"trainer": "training", "inference": "inference", "rollout": "workflow", "verifier": "reward"}
+def _worker_rows(composed: Composed, placed: Placement) -> Iterator[list[str]]:
+    """A line for each kind of process that is started."""
+    started = workers(composed.config, placed)
+    for group in placed.groups.values():
+        what = f"{group.path}: {composed.components[group.path].name}"
+        yield _row("trainer", len(group.workers), group.section, what)
+    sections = {"inference": "inference", "rollout": "workflow", "verifier": "reward"}
+    for role, section in sections.items():
+        members = [worker for worker in started if worker.role == role]
+        if members:
+            what = f"{section}: {composed.components[section].name}"
+            yield _row(role, len(members), members[0].resources, what)
+
+
+def _row(role: str, processes: int, resources: Resources, what: str) -> list[str]:
     share = f"{resources.share:g}" if resources.gpus else ""
-    component = f"{section[role]}: {composed.components[section[role]].name}"
-    return [role, str(len(members)), str(resources.threads), str(resources.gpus), share, component]
+    return [role, str(processes), str(resources.threads), str(resources.gpus), share, what]
+
+
+def _placement_lines(config: RunConfig, placed: Placement) -> Iterator[str]:
+    """A line for each model, where that says more than the line before them."""
+    if list(placed.groups) == [DEFAULT_GROUP] and len(placed.graph.models) == 1 and not config.models:
+        return
+    for group in placed.groups.values():
+        for name in group.models:
+            model, placed_as = placed.graph.models[name], config.models.get(name)
+            kind = f"{model.head}, {'trained' if model.trainable else 'frozen'}"
+            source = (placed_as and placed_as.path) or config.model or "none"
+            yield f"  {name:8} {kind}, in {group.path}, from {source}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -49,8 +49,8 @@ BASES: dict[Kind, type[msgspec.Struct]] = {
 
 # First-party plugins of later versions: they count for "did you mean", and are named as such.
 _PLANNED: dict[Kind, tuple[str, ...]] = {
-    "algorithm": ("ppo", "sft", "reward_model", "dpo", "distill"),
-    "training": ("fsdp2", "pipeline"),
+    "algorithm": (),
+    "training": (),
     "inference": ("sglang", "vllm"),
     "workflow": ("multi_turn", "tool_use", "agent"),
     "reward": ("code",),

@@ -1,4 +1,4 @@
-"""The frame of policy-gradient algorithms: their dataflow, the proximal policy, and the correction.
+"""The frame of policy-gradient algorithms: dataflow, proximal policy, correction, KL to a reference.
 
 An algorithm of this family adds what its paper is about: its advantages and its objective.
 
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+import msgspec
 
 from stretto.algorithm import (
     AlgorithmConfig,
@@ -28,7 +30,7 @@ from stretto.algorithm import (
     score,
     train,
 )
-from stretto.component import Context, PositiveFloat, PositiveInt, Problem
+from stretto.component import Context, NonNegativeFloat, PositiveFloat, PositiveInt, Problem
 from stretto.correction import CorrectionConfig, check_correction
 
 if TYPE_CHECKING:
@@ -37,14 +39,42 @@ if TYPE_CHECKING:
     from stretto.batch import Batch
     from stretto.config import RunConfig
 
-__all__ = ["GroupRelative", "GroupRelativeConfig", "PolicyConfig", "PolicyGradient", "check_policy"]
+__all__ = [
+    "GroupRelative",
+    "GroupRelativeConfig",
+    "KLConfig",
+    "KLEstimator",
+    "PolicyConfig",
+    "PolicyGradient",
+    "check_objective",
+    "check_policy",
+]
+
+KLEstimator = Literal["k1", "k2", "k3"]
+"""See `stretto.functional.kl_estimate`."""
+
+
+class KLConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A penalty that keeps the policy near a frozen model, `reference`."""
+
+    coef: NonNegativeFloat = 0.0
+    """Weight of the KL. With 0 there is no reference model."""
+    estimator: KLEstimator = "k3"
+    """With d = log policy - log reference, by token: `k1` d, `k2` d²/2, `k3` exp(-d) - 1 + d."""
+    where: Literal["loss", "reward"] = "loss"
+    """`loss`: the current policy's KL is added to each token's loss, with its gradient. `reward`: the KL of
+    the policy that sampled the token is taken off the rewards, before the advantages."""
 
 
 class PolicyConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections of policy-gradient algorithms."""
 
+    group_size: PositiveInt = 8
+    """Samples of each prompt, n."""
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
+    kl: KLConfig = KLConfig()
+    """KL to a reference model; none by default."""
     loss_mean: Reduction = "token"
     """`token`: every token of the batch counts alike; `sequence`: every answer does; `sequence_sum`: every
     answer, with the sum of its tokens instead of their mean."""
@@ -64,6 +94,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
 
     needs_proximal = False
     """Whether the proximal policy's logprobs are wanted even where they equal the current policy's."""
+    advantage_reads: tuple[str, ...] = ()
+    """Columns, written by `more_calls`, that the advantages read."""
     objective_reads: tuple[str, ...] = ()
     """Columns, written by `more_calls`, that the objective reads."""
 
@@ -73,44 +105,92 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         # With one optimizer step on the batch, the proximal policy is the current one: no forward needed.
         one_update = config.minibatches == config.epochs == 1
         self._has_proximal = self.needs_proximal or not one_update
+        self._has_reference = config.kl.coef > 0
+        self.kl_coef = config.kl.coef  # in this step: an algorithm with a controller moves it
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """One trainable policy."""
-        return {"actor": Model(trainable=True)}
+        """One trainable policy, and the reference if there is a KL to it."""
+        reference = {"reference": Model(trainable=False)} if self._has_reference else {}
+        return {"actor": Model(), **reference}
 
     def calls(self) -> Sequence[Call]:
-        """generate -> score -> advantages (and proximal logprobs, if they are needed) -> train."""
-        config = self.config
-        proximal = ("proximal_logprobs",) if self._has_proximal else ()
+        """generate -> score -> advantages (and logprobs of other policies, if they are needed) -> train."""
+        # Each once: an algorithm may read for itself what a KL in the reward reads too.
+        reads = dict.fromkeys(("rewards", "group", "loss_mask", *self.penalty_reads, *self.advantage_reads))
         return [
-            generate("actor"),
+            generate("actor", samples=self.config.group_size),
             score(),
-            *(forward("actor", writes=key) for key in proximal),
-            function(
-                lambda batch: {"advantages": self.advantages(batch)},
-                reads=("rewards", "group", "loss_mask"),
-                writes=("advantages",),
-                name="advantages",
-            ),
+            *self.forwards(),
+            function(self.estimates, reads=tuple(reads), writes=("advantages",), name="advantages"),
             *self.more_calls(),
-            train(
-                "actor",
-                Loss(self.loss, config.loss_mean),
-                reads=("behaviour_logprobs", "advantages", *proximal, *self.objective_reads),
-                minibatches=config.minibatches,
-                epochs=config.epochs,
-            ),
+            self.train_actor(),
         ]
 
+    def forwards(self) -> Sequence[Call]:
+        """Logprobs of the proximal policy and of the reference, where they are needed."""
+        proximal = [forward("actor", writes="proximal_logprobs")] if self._has_proximal else []
+        reference = [forward("reference", writes="reference_logprobs")] if self._has_reference else []
+        return [*proximal, *reference]
+
     def more_calls(self) -> Sequence[Call]:
-        """Calls that write the columns of `objective_reads`."""
+        """Calls that write the columns of `advantage_reads` and `objective_reads`."""
         return ()
+
+    def train_actor(self) -> Call:
+        """Train the policy on `advantages`."""
+        config = self.config
+        written = [key for call in self.forwards() for key in call.writes]
+        return train(
+            "actor",
+            Loss(self.loss, config.loss_mean),
+            reads=("behaviour_logprobs", "advantages", *written, *self.objective_reads),
+            minibatches=config.minibatches,
+            epochs=config.epochs,
+        )
 
     def keep(self, group: Group) -> bool:
         """Every group is trained on."""
         del group
         return True
+
+    @property
+    def penalty_reads(self) -> tuple[str, ...]:
+        """Columns that the KL in the reward is computed from."""
+        in_reward = self._has_reference and self.config.kl.where == "reward"
+        return ("behaviour_logprobs", "reference_logprobs") if in_reward else ()
+
+    def sampled_kl(self, batch: Batch) -> Tensor:
+        """(T,) float32, estimate of KL(behaviour || reference) at each sampled token, for a KL in the reward;
+        0 without one.
+
+        The behaviour policy sampled the tokens, so of its KL the estimate has the right mean, and its
+        logprobs are at hand.
+        """
+        import torch
+
+        from stretto.functional import kl_estimate
+
+        mask = batch["loss_mask"]
+        if not self.penalty_reads:
+            return torch.zeros(len(mask), device=mask.device)
+        behaviour, reference = batch["behaviour_logprobs"], batch["reference_logprobs"]
+        return torch.where(mask, kl_estimate(behaviour, reference, self.config.kl.estimator), 0.0)
+
+    def kl_penalty(self, batch: Batch) -> Tensor:
+        """(T,) float32, what a KL in the reward takes off it at each sampled token; 0 without one."""
+        return self.kl_coef * self.sampled_kl(batch)
+
+    def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The column `advantages`, of rewards less the KL penalty of all the answer's tokens.
+
+        An algorithm that rewards tokens one by one overrides this and leaves each penalty at its token.
+        """
+        from stretto.functional import sequence_sum
+
+        penalty = sequence_sum(self.kl_penalty(batch), batch.sequence_index(), len(batch))  # (S,)
+        penalised = batch.with_columns({"rewards": batch["rewards"] - penalty})
+        return {"advantages": self.advantages(penalised)}
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:
@@ -129,17 +209,30 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         """
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The objective around its anchor, each token weighted by the correction: (T,), and statistics:
-        `ratio` to the anchor, `advantage`, `behaviour_weight`, and `left_out`, the share of weight 0."""
+        """The objective around its anchor, each token weighted by the correction, and a KL in the loss, which
+        is not weighted: (T,), and statistics.
+
+        They are `ratio` to the anchor, `advantage`, `behaviour_weight`, `left_out`, the share of weight 0,
+        and `reference_kl`, the KL estimate where there is a reference.
+        """
         import torch
 
-        correction = self.config.correction
+        from stretto.functional import kl_estimate
+
+        correction, kl = self.config.correction, self.config.kl
         behaviour = batch["behaviour_logprobs"]
         proximal = batch["proximal_logprobs"] if self._has_proximal else logprobs.detach()
         anchor = behaviour if correction.anchor == "behaviour" else proximal
         loss, statistics = self.objective(logprobs, anchor, batch)
         weight = correction.weights(proximal, behaviour, batch)
-        return loss * weight / self.config.loss_divisor, {
+        loss, statistics = loss * weight, dict(statistics)
+        if self._has_reference:
+            penalised = logprobs if kl.where == "loss" else behaviour
+            estimate = kl_estimate(penalised, batch["reference_logprobs"], kl.estimator)
+            statistics["reference_kl"] = estimate.detach()
+            if kl.where == "loss":
+                loss = loss + self.kl_coef * estimate
+        return loss / self.config.loss_divisor, {
             **statistics,
             "ratio": torch.exp(logprobs.detach() - anchor),
             "advantage": batch["advantages"],
@@ -169,8 +262,20 @@ class GroupRelative(PolicyGradient[GroupRelativeT], Generic[GroupRelativeT]):
         return relative[batch.sequence_index()] * batch["loss_mask"]
 
 
-def check_policy(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
-    """What can be wrong with any algorithm of the family: for `Component.check`."""
+def check_objective(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
+    """What can be wrong with the loss of any algorithm of the family: for `Component.check`."""
     yield from check_correction(config.correction, run)
+    if config.kl.coef and config.kl.where == "loss" and config.kl.estimator == "k1":
+        yield Problem(
+            "algorithm.kl.estimator",
+            "the mean of k1's gradient is 0, so in the loss it keeps the policy near nothing; use k2 or k3, "
+            "or where: reward",
+            "warning",
+        )
+
+
+def check_policy(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
+    """The same for one whose advantages compare the samples of a group."""
+    yield from check_objective(config, run)
     if config.group_size == 1:
         yield Problem("algorithm.group_size", "1 leaves every advantage 0; expected at least 2")

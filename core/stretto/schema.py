@@ -18,7 +18,7 @@ import msgspec
 from msgspec import inspect as types
 
 from stretto.component import Component, Kind
-from stretto.config import LIST_SECTIONS, SECTIONS, EvaluationConfig, RunConfig
+from stretto.config import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS, EvaluationConfig, RunConfig
 from stretto.errors import PluginError
 from stretto.plugins import KINDS, Plugins, missing_extra
 
@@ -68,6 +68,14 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         properties[name] = _section_schema(choices[kind], plugins.names(kind), properties[name])
     for key, kind in LIST_SECTIONS.items():
         run["properties"][key]["items"] = _section_schema(choices[kind], plugins.names(kind), {})
+    for key, kind in NAMED_SECTIONS.items():
+        section = _section_schema(choices[kind], plugins.names(kind), {})
+        described = run["properties"][key]["description"]
+        run["properties"][key] = {
+            "type": "object",
+            "additionalProperties": section,
+            "description": described,
+        }
     assert refs
     for definition in definitions.values():
         for name, schema in definition.get("properties", {}).items():
@@ -109,7 +117,9 @@ def _section_schema(
 ) -> dict[str, Any]:
     """A section is a component's name, or an object of that component's keys."""
     kept = {key: plain[key] for key in ("description", "default") if key in plain}
-    variants = [{"$ref": f"#/$defs/{struct.__name__}"} for struct in choices]
+    variants: list[dict[str, Any]] = [{"$ref": f"#/$defs/{struct.__name__}"} for struct in choices]
+    if "default" in plain and plain["default"] is None:
+        variants.append({"type": "null"})
     return {"anyOf": [{"enum": names}, *variants], **kept}
 
 

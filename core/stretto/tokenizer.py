@@ -25,6 +25,11 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_answer(self, answer: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+        """(A,) ids of what follows a prompt: text as it stands, or chat messages, the contents one after the
+        other, and the end of the text, if there is a token for it."""
+        ...
+
     def decode(self, ids: NDArray[np.int32]) -> str:
         """The text of tokens, without special tokens."""
         ...
@@ -65,6 +70,10 @@ class ByteTokenizer:
         text = prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
+    def encode_answer(self, answer: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+        """The same as of a prompt."""
+        return self.encode_prompt(answer)
+
     def decode(self, ids: NDArray[np.int32]) -> str:
         """The bytes as text; what is not UTF-8 is replaced."""
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
@@ -87,6 +96,13 @@ class _Fast:
                 list(prompt), tokenize=False, add_generation_prompt=True
             )
             ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(ids, np.int32)
+
+    def encode_answer(self, answer: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+        text = answer if isinstance(answer, str) else "".join(str(turn["content"]) for turn in answer)
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        if (end := self._tokenizer.eos_token_id) is not None:
+            ids.append(end)
         return np.asarray(ids, np.int32)
 
     def decode(self, ids: NDArray[np.int32]) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "WeightsNote",
     "WeightsTransport",
     "digest_of",
+    "tensor_hash",
 ]
 
 
@@ -113,6 +114,14 @@ class WeightsTransport(Protocol):
     def clean(self) -> None:
         """Remove what publishers of this run left behind. Called in the kernel when none is running."""
         ...
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """SHA-256 in hex of a CPU tensor's little-endian bytes."""
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def digest_of(hashes: Iterable[tuple[str, str]]) -> str:

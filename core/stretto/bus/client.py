@@ -236,8 +236,20 @@ class Bus:
             self._waiting.pop(token, None)
         raise NoAnswer(who, subject, deadline_s)
 
-    async def serve(self, subject: str, kind: type[M], handler: Callable[[M], Awaitable[Message]]) -> None:
-        """Answer requests until the bus closes. What the handler raises goes to the asker as a refusal."""
+    async def serve(
+        self,
+        subject: str,
+        kind: type[M],
+        handler: Callable[[M], Awaitable[Message]],
+        *,
+        forget: bool = False,
+    ) -> None:
+        """Answer requests until the bus closes. What the handler raises goes to the asker as a refusal.
+
+        Args:
+            forget: keep no answers for requests that are repeated; the handler, which changes nothing, is
+                called again. For answers that are large.
+        """
         decode = _decoder(kind)
         answers: OrderedDict[str, bytes | None] = OrderedDict()  # reply subject -> answer, None while at it
 
@@ -249,7 +261,11 @@ class Bus:
             except Exception as error:
                 log.exception("request failed", subject=subject)
                 result = Refusal(f"{type(error).__name__}: {error}")
-            answers[reply] = data = _encode(result)
+            data = _encode(result)
+            if forget:
+                del answers[reply]
+            else:
+                answers[reply] = data
             while len(answers) > _KEEP_ANSWERS and next(iter(answers.values())) is not None:
                 answers.popitem(last=False)
             await self._send(reply, data, "")

@@ -19,13 +19,16 @@ from stretto.weights import WeightsNote
 __all__ = [
     "Abort",
     "AbortTicket",
+    "AskColumn",
     "AskLoad",
     "Beacon",
     "Call",
     "CallDone",
     "ChunkBatch",
     "ChunkHead",
+    "Column",
     "Confirm",
+    "EndStep",
     "Evaluation",
     "Generate",
     "GroupDone",
@@ -52,6 +55,7 @@ __all__ = [
     "Saved",
     "Score",
     "Scored",
+    "StepEnded",
     "Subjects",
     "Swap",
     "SwapDone",
@@ -360,17 +364,22 @@ class Scored(Message, frozen=True):
 
 
 class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one trajectory of a batch lies in the log."""
+    """Where one sequence of a batch lies: a trajectory in the log, or a row of the dataset."""
 
     id: str
     sequence: int
+    """Of the bundle in the log; of a dataset's row, its index."""
     index: int
+    """Place in the bundle; of a dataset's row, which of the sequences that are made of it."""
     group: int
     """Number of its ticket."""
+    length: int
+    """Tokens; 0 where only those who read it know."""
 
 
-class Call(Message, frozen=True):
-    """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow."""
+class Call(Message, frozen=True, tag="Call/2"):
+    """Kernel to rank 0 of a worker group, which tells its other ranks, answered by `CallDone`: run one call
+    of the dataflow."""
 
     fence: int
     incarnation: int
@@ -379,17 +388,46 @@ class Call(Message, frozen=True):
     name: str
     rows: tuple[RowRef, ...]
     """The batch, in order; the same in every call of a step."""
-    last: bool
-    """The step is complete after it: publish the weights as `version + 1` and forget the batch."""
 
 
-class CallDone(Message, frozen=True):
-    """Names and statistics; the data stays where it was made."""
+class CallDone(Message, frozen=True, tag="CallDone/2"):
+    """Statistics; the data stays where it was made."""
 
     statistics: dict[str, float]
     seconds: float
+
+
+class AskColumn(Message, frozen=True):
+    """Rank to rank, answered by `Column`: what a call of this step wrote, for rows that the asker lacks."""
+
+    version: int
+    key: str
+    rows: tuple[int, ...]
+    """Places in the batch."""
+
+
+class Column(Message, frozen=True):
+    """One column of some rows, end to end in the order they were asked for."""
+
+    values: Array
+    per_token: bool
+    """Whether there is a value for each token, or one for each row."""
+
+
+class EndStep(Message, frozen=True):
+    """Kernel to rank 0 of every worker group, which tells its other ranks, answered by `StepEnded`: all calls
+    are done. Forget the batch; the group of the lead model publishes its weights."""
+
+    fence: int
+    version: int
+    """At which the step began; the weights are now those of `version + 1`."""
+
+
+class StepEnded(Message, frozen=True):
+    """The step is complete."""
+
     note: WeightsNote | None = None
-    """After the step's last call: the weights it led to."""
+    """From the group of the lead model: the weights that the step led to."""
 
 
 class Prefetch(Message, frozen=True):
@@ -407,14 +445,15 @@ class LoadCheckpoint(Message, frozen=True):
     version: int
 
 
-class Loaded(Message, frozen=True):
-    """The model is there, and published."""
+class Loaded(Message, frozen=True, tag="Loaded/2"):
+    """The models are there."""
 
-    note: WeightsNote
+    note: WeightsNote | None = None
+    """From the group of the lead model, which has published it."""
 
 
 class Save(Message, frozen=True):
-    """Kernel to trainers, answered by `Saved`: write model and optimizer into this folder."""
+    """Kernel to trainers, answered by `Saved`: write models and optimizers into this folder."""
 
     fence: int
     folder: str

@@ -254,6 +254,8 @@ def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
         "trainer": {
             "publish": [
                 *to_kernel["trainer"],
+                f"{names.root}.worker.trainer.>",
+                names.answers("trainer", "trainer"),
                 f"$JS.API.DIRECT.GET.{names.log_stream}",
                 f"$JS.API.STREAM.MSG.GET.{names.log_stream}",
             ],

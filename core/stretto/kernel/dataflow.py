@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_args
 
 from stretto.algorithm import Call, Model, Reduction
@@ -13,8 +14,9 @@ __all__ = ["Graph", "graph_of"]
 
 # What a call may read without another call having written it.
 GIVEN = ("prompt",)
-# Calls of these kinds run inside the ticket, in the rollout worker; all others on a worker group.
-TICKET_OPS = ("generate", "score")
+# Calls of these kinds are over when a batch is made: they run inside the ticket, in the rollout worker, or
+# are the reading of rows. All others run on a worker group.
+SOURCE_OPS = ("generate", "score", "read")
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,40 @@ class Graph:
     """In an order that respects every edge; among equals, as the algorithm lists them."""
     edges: frozenset[tuple[str, str]]
     """(earlier call, later call)."""
+    models: Mapping[str, Model]
 
     @property
     def step_calls(self) -> tuple[Call, ...]:
         """The calls that the kernel dispatches to worker groups, once a batch is made."""
-        return tuple(call for call in self.calls if call.op not in TICKET_OPS)
+        return tuple(call for call in self.calls if call.op not in SOURCE_OPS)
+
+    @property
+    def source(self) -> Call:
+        """The call that sequences come from: `generate`, or `read`."""
+        return next(call for call in self.calls if call.op in ("generate", "read"))
+
+    @property
+    def samples(self) -> bool:
+        """Whether sequences are sampled, rather than read."""
+        return self.source.op == "generate"
+
+    @property
+    def scores(self) -> bool:
+        """Whether a reward is asked for."""
+        return any(call.op == "score" for call in self.calls)
+
+    @cached_property
+    def lead(self) -> str:
+        """The model whose weights are a run's version: the one that samples, or the first that is trained."""
+        first = next(call.model for call in self.calls if call.op == "train")
+        lead = self.source.model if self.samples else first
+        assert lead is not None
+        return lead
+
+    @cached_property
+    def writers(self) -> Mapping[str, Call]:
+        """Key -> the call that writes it."""
+        return {key: call for call in self.calls for key in call.writes}
 
     def before(self, call: Call) -> list[str]:
         """Names of the calls that a call waits for."""
@@ -58,14 +89,13 @@ class Graph:
 
     def mermaid(self) -> str:
         """The dataflow as a Mermaid flowchart, its arrows labelled with the keys that make them."""
-        writer = _writers(self.calls)
         number = {call.name: f"c{index}" for index, call in enumerate(self.calls)}
         lines = ["flowchart LR", "  prompt([prompt])"]
         lines += [f'  {number[call.name]}["{call.name}"]' for call in self.calls]
         for call in self.calls:
             keys: dict[str, list[str]] = {}
             for key in call.reads:
-                source = "prompt" if key in GIVEN else number[writer[key]]
+                source = "prompt" if key in GIVEN else number[self.writers[key].name]
                 keys.setdefault(source, []).append(key)
             lines += [
                 f'  {source} -- "{", ".join(names)}" --> {number[call.name]}'
@@ -83,8 +113,8 @@ def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
     """Infer the edges, refuse what cannot run, and order the calls.
 
     Raises:
-        ConfigError: for a call named twice, an unknown reduction, no train call, a key that nothing writes
-            or two calls write, an unknown or frozen model, or a cycle.
+        ConfigError: for a call named twice, an unknown reduction, no train call, not one source of sequences,
+            a key that nothing writes or two calls write, an unknown or frozen model, or a cycle.
     """
     by_name: dict[str, Call] = {}
     for call in calls:
@@ -95,10 +125,15 @@ def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
         _check_loss(call)
     if not any(call.op == "train" for call in calls):
         raise _error("no call trains a model; expected a `train` call")
+    if len(sources := [call.name for call in calls if call.op in ("generate", "read")]) != 1:
+        found = ", ".join(sources) or "none"
+        raise _error(f"sequences come from one call, `generate` or `read`; found {found}")
+    if {"generate", "score"} & {call.op for call in calls} not in ({"generate", "score"}, set()):
+        raise _error("what is sampled is scored: expected both of `generate` and `score`, or neither")
     writer = _writers(calls)
     edges = {(writer[key], call.name) for call in calls for key in call.reads if key not in GIVEN}
     edges |= set(_weights_edges(calls))
-    return Graph(_ordered(calls, edges), frozenset(edges))
+    return Graph(_ordered(calls, edges), frozenset(edges), dict(models))
 
 
 def _check_model(call: Call, models: Mapping[str, Model]) -> None:

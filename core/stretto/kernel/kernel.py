@@ -26,6 +26,7 @@ import yaml
 from anyio.abc import TaskGroup, TaskStatus
 
 from stretto.algorithm import Algorithm
+from stretto.bus import messages
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages import (
     AbortTicket,
@@ -52,7 +53,7 @@ from stretto.config import Composed, compose
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused, RunError, StrettoError, leaves
 from stretto.kernel.checkpoint import KernelState, newest_intact, prune, writing
-from stretto.kernel.dataflow import graph_of
+from stretto.kernel.dataflow import Graph, graph_of
 from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import Fleet, Member
 from stretto.kernel.recovery import repeat_journal
@@ -71,6 +72,7 @@ from stretto.kernel.scheduler import (
 from stretto.kernel.trainers import Trainers
 from stretto.launcher import ROLES, Role
 from stretto.logs import log_to
+from stretto.placement import Placement
 from stretto.plan import context_of, run_folder, workers
 from stretto.weights import WeightsTransport
 
@@ -155,8 +157,10 @@ class Kernel:
         }
         algorithm: Algorithm = composed.make("algorithm", self._context)
         self._graph = graph_of(algorithm.calls(), algorithm.models)
+        self._placement = Placement(config, self._graph)
+        self._workers = workers(config, self._placement)
         self._transport: WeightsTransport = composed.make("weights", self._context)
-        self._scheduler = Scheduler(_settings(composed, self._datasets), algorithm.keep)
+        self._scheduler = Scheduler(_settings(composed, self._datasets, self._graph), algorithm.keep)
         self._fleet = Fleet(
             composed.make("launcher", self._context),
             folder / "bus",
@@ -167,7 +171,13 @@ class Kernel:
         )
         trackers = [composed.make(path, self._context) for path in composed.components if "trackers." in path]
         self._report = Report(
-            folder, self.run, self._scheduler, self._fleet, trackers, resumed[1] if resumed else None
+            folder,
+            self.run,
+            self._scheduler,
+            self._fleet,
+            trackers,
+            resumed[1] if resumed else None,
+            sampled=self._graph.samples,
         )
         self._view = View(config.name, config.steps, self._report, self._scheduler, self._fleet)
         self._fence = 0
@@ -227,7 +237,7 @@ class Kernel:
                     tasks.start_soon(self._fleet.watch)
                     tasks.start_soon(self._carry_out, tasks)
                     try:
-                        await self._fleet.launch(workers(self._config), tasks)
+                        await self._fleet.launch(self._workers, tasks)
                         tasks.start_soon(self._begin, tasks)
                         await self._over.wait()
                     finally:
@@ -265,7 +275,7 @@ class Kernel:
         await bus.make_queue(names.tickets_stream, tickets, redeliver_s=60)
         await bus.make_log(names.log_stream, [names.trajectories, names.groups])
         await bus.make_log(names.journal_stream, [names.journal])
-        self._trainers = Trainers(bus, names, self._fleet, self._graph, self._fence)
+        self._trainers = Trainers(bus, names, self._placement, self._fence)
         self._engines = Engines(
             bus,
             names,
@@ -284,7 +294,7 @@ class Kernel:
     async def _begin(self, tasks: TaskGroup) -> None:
         """From processes that start to the first ticket."""
         with anyio.move_on_after(_START_S) as starting:
-            await self._until_ready("trainer")
+            await self._until_trainers_ready()
         if starting.cancelled_caught:
             raise RunError(f"not ready after {_START_S:.0f} s: {self._fleet.starting}")
         if self._resumed is None:
@@ -318,12 +328,13 @@ class Kernel:
         self._scheduler.start()
         self._obey()
 
-    async def _until_ready(self, role: Role) -> None:
-        while not self._fleet.of(role):
+    async def _until_trainers_ready(self) -> None:
+        wanted = {worker.id for worker in self._workers if worker.role == "trainer"}
+        while wanted - {member.worker for member in self._fleet.of("trainer")}:
             await self._changed.wait()
 
     async def _until_all_callable(self) -> None:
-        wanted = {worker.id for worker in workers(self._config)}
+        wanted = {worker.id for worker in self._workers}
         while missing := wanted - {each.worker for each in self._fleet.members.values() if each.callable}:
             with anyio.move_on_after(_SAY_S) as waiting:
                 await self._changed.wait()
@@ -469,6 +480,9 @@ class Kernel:
                 tasks.start_soon(self._drain, "failed", reason)
 
     async def _issue(self, ticket: Ticket) -> None:
+        if ticket.purpose == "train" and not self._graph.samples:
+            await self._bus.append(self._names.groups, _read_group(ticket), id=f"{ticket.name}/end")
+            return
         if ticket.purpose == "train":
             self._log_at_issue.setdefault(ticket.id, self._log_sequence)
         sequence = await self._bus.append(self._names.ticket(ticket.purpose), ticket, id=ticket.name)
@@ -575,7 +589,10 @@ class Kernel:
             ticket: sequence for ticket, sequence in self._log_at_issue.items() if ticket in open_tickets
         }
         finished = [
-            member.sequence for ticket in snapshot.open if ticket.done for member in ticket.done.members
+            member.sequence
+            for ticket in snapshot.open
+            if ticket.done and self._graph.samples
+            for member in ticket.done.members
         ]
         return KernelState(
             version=snapshot.version,
@@ -599,8 +616,10 @@ class Kernel:
 
     @property
     def _layout(self) -> str:
-        training = self._config.training
-        return f"{training.use} x {training.processes}, {training.threads} threads"
+        return "; ".join(
+            f"{group.path}: {group.section.use} x {group.section.processes}, {group.section.threads} threads"
+            for group in self._placement.groups.values()
+        )
 
     # ------------------------------------------------------------------------------------ plugins
 
@@ -610,16 +629,16 @@ class Kernel:
             self._report.problems.append(f"{plugin}: {hook}: {type(error).__name__}: {error}")
 
 
-def _settings(composed: Composed, datasets: dict[str, Dataset]) -> Settings:
+def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) -> Settings:
     config = composed.config
     queue, evaluation = config.queue, config.evaluation
     rows = len(datasets["evaluation.dataset"]) if evaluation else 0
     return Settings(
         steps=config.steps,
         batch_size=queue.batch_size,
-        max_staleness=queue.max_staleness,
+        max_staleness=queue.max_staleness if graph.samples else 0,  # rows have no version to be older than
         rows=len(datasets["dataset"]),
-        group_size=config.algorithm.group_size,
+        group_size=graph.source.samples,
         on_late=queue.on_late,
         max_attempts=queue.max_attempts,
         max_failures=queue.max_failures or 2 * queue.batch_size,
@@ -634,10 +653,30 @@ def _settings(composed: Composed, datasets: dict[str, Dataset]) -> Settings:
 
 def _rows(groups: tuple[GroupDone, ...]) -> tuple[RowRef, ...]:
     return tuple(
-        RowRef(member.id, member.sequence, member.index, group.ticket)
+        RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
         for group in groups
         for member in group.members
     )
+
+
+def _read_group(ticket: Ticket) -> GroupDone:
+    """What a ticket comes to where sequences are read: the row itself, which trainers make them of."""
+    members = tuple(
+        messages.Member(
+            id=f"{ticket.name}/{index}",
+            sequence=ticket.row,
+            index=index,
+            length=0,
+            sampled=0,
+            oldest=ticket.min_version,
+            newest=ticket.min_version,
+            reward=0.0,
+            metrics={},
+            finish="stop",
+        )
+        for index in range(ticket.samples)
+    )
+    return GroupDone(ticket.purpose, ticket.id, ticket.attempt, "dataset", members, 0.0)
 
 
 def _run_id(folder: Path) -> str:

@@ -50,12 +50,16 @@ class Report:
         fleet: Fleet,
         trackers: Sequence[Tracker],
         resumed: KernelState | None,
+        *,
+        sampled: bool,
     ) -> None:
         self._folder = folder
         self._run = run
         self._scheduler = scheduler
         self._fleet = fleet
         self._trackers = trackers
+        self.sampled = sampled
+        """Whether what is trained on was sampled, rather than read."""
         self._began = time.monotonic()
         self._metrics = folder / "metrics.jsonl"
         if resumed is not None:
@@ -105,20 +109,45 @@ class Report:
         """A step is complete, perhaps repeated: write its line, tell the trackers, log it."""
         now = time.monotonic()
         train_s = result.seconds
-        members = [member for group in start.groups for member in group.members]
-        staleness = [start.version - member.oldest for member in members]
-        tokens = sum(member.sampled for member in members)
+        statistics = dict(result.statistics)
+        sampled = self._of_samples(start) if self.sampled else {}
+        tokens = int(sampled.get("tokens", statistics.pop("tokens", 0)))
         self.trained_tokens += tokens
         self.train_busy_s += train_s
         before = self._steady[-1][0] if self._steady else self._first_ticket or self._began
         self._steady.append((now, generate_busy_s, self.train_busy_s))
         step_s = now - before
-        names = {name for member in members for name in member.metrics}
         self.last = {
             "step": result.note.version,
             "time_s": round(self.wall_s, 3),
             "step_s": round(step_s, 4),
             "train_s": round(train_s, 4),
+            **sampled,
+            "tokens": tokens,
+            "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
+            "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
+            **{name: round(value, 6) for name, value in statistics.items()},
+            "calls": [
+                {"call": each.call, "group": each.group}
+                | {"start_s": round(each.start_s, 4), "end_s": round(each.end_s, 4)}
+                for each in result.times
+            ],
+            "ledger": msgspec.to_builtins(self._scheduler.ledger),
+        }
+        self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(_finite(self.last), allow_nan=False) + "\n")
+        for tracker in self._trackers:
+            self._tell(tracker, "step", self.last)
+        log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
+        return self.last
+
+    def _of_samples(self, start: StartBatch) -> dict[str, Any]:
+        """Figures of a batch of trajectories."""
+        members = [member for group in start.groups for member in group.members]
+        staleness = [start.version - member.oldest for member in members]
+        names = {name for member in members for name in member.metrics}
+        return {
             "reward": _mean([member.reward for member in members]),
             **{
                 f"reward/{name}": _mean(
@@ -131,26 +160,16 @@ class Report:
             "truncated": _mean([float(member.finish == "length") for member in members]),
             "staleness": _mean(staleness),
             "staleness_max": max(staleness),
-            "tokens": tokens,
-            "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
-            "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
-            **{name: round(value, 6) for name, value in result.statistics.items()},
-            "ledger": msgspec.to_builtins(self._scheduler.ledger),
+            "tokens": sum(member.sampled for member in members),
         }
-        self._note_skipped(float(result.statistics.get("skipped", 0.0)))
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(_finite(self.last), allow_nan=False) + "\n")
-        for tracker in self._trackers:
-            self._tell(tracker, "step", self.last)
-        log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
-        return self.last
 
-    def _note_skipped(self, skipped: float) -> None:
+    def _note_skipped(self, skipped: Sequence[str]) -> None:
+        """Take note of a step in which every gradient of some model was not finite."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row == 1:
-            step = self.last["step"]
-            log.warning("gradient is not finite: the step changes nothing", step=step)
-            self.problems.append(f"step {step}: the gradient was not finite, and changed nothing")
+            step, whose = self.last["step"], ", ".join(name.removesuffix("skipped") for name in skipped)
+            log.warning("gradient is not finite: the step changes nothing", step=step, model=whose)
+            self.problems.append(f"step {step}: the gradient {whose}was not finite, and changed nothing")
 
     def finish(self, status: Status, reason: str) -> dict[str, Any]:
         """Write the summary and tell the trackers."""
@@ -266,9 +285,12 @@ class View:
         table.add_column(style="dim", justify="right")
         table.add_column()
         if last:
-            table.add_row("reward", f"{last['reward']:.3f}   length {last['length']:.1f}")
+            if self._report.sampled:
+                table.add_row("reward", f"{last['reward']:.3f}   length {last['length']:.1f}")
+                table.add_row("staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}")
+            else:
+                table.add_row("loss", f"{last['loss']:.4f}")
             table.add_row("step", f"{last['step_s']:.2f} s, of which training {last['train_s']:.2f} s")
-            table.add_row("staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}")
         for evaluation in scheduler.evaluations[-3:]:
             table.add_row(
                 "held out", f"version {evaluation.version}: accuracy {_accuracy(evaluation.accuracy)}"
@@ -338,6 +360,10 @@ def _finite(value: Any) -> Any:
 
 def _accuracy(value: float | None) -> str:
     return "none (no result)" if value is None else f"{value:.3f}"
+
+
+def _is_skipped(name: str) -> bool:
+    return name == "skipped" or name.endswith("/skipped")
 
 
 def _mean(values: Sequence[float]) -> float:

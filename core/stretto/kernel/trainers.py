@@ -1,31 +1,54 @@
-"""The worker group that trains, as the kernel speaks to it: load, run the calls of a step, save."""
+"""The worker groups, as the kernel speaks to them: load, run the calls of a step, save.
+
+Calls begin as soon as those they wait for are done; those of one group run in order, those of different
+groups at the same time.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import anyio
 
 from stretto.bus.client import Bus
 from stretto.bus.messages import (
     Call,
     CallDone,
+    EndStep,
     LoadCheckpoint,
     Loaded,
+    Message,
     Prefetch,
     RowRef,
     Save,
     Saved,
+    StepEnded,
     Subjects,
 )
-from stretto.errors import RunError
-from stretto.kernel.dataflow import Graph
-from stretto.kernel.fleet import Fleet
+from stretto.errors import one_error
+from stretto.placement import Placement, WorkerGroup, model_folder
 from stretto.weights import WeightsNote
 
-__all__ = ["StepResult", "Trainers"]
+__all__ = ["CallTime", "StepResult", "Trainers"]
+
+A = TypeVar("A", bound=Message)
 
 _DEADLINE_S = 24 * 3600.0
 """Of one call, a load or a save. A trainer that dies is noticed by other means, and long before."""
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """When a call ran, in seconds from the start of its step."""
+
+    call: str
+    group: str
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -33,66 +56,127 @@ class StepResult:
     """What the calls of one step came to."""
 
     statistics: dict[str, float]
-    seconds: float
-    """Spent in the calls."""
+    """Those of models other than the lead one begin with the model's name and a slash."""
+    times: list[CallTime]
     note: WeightsNote
     """The weights they led to."""
 
+    @property
+    def seconds(self) -> float:
+        """Time in which at least one call ran."""
+        total, covered = 0.0, 0.0
+        for each in sorted(self.times, key=lambda each: each.start_s):
+            total += max(0.0, each.end_s - max(each.start_s, covered))
+            covered = max(covered, each.end_s)
+        return total
+
 
 class Trainers:
-    """Rank 0 of the one worker group."""
+    """Rank 0 of every worker group."""
 
-    def __init__(self, bus: Bus, names: Subjects, fleet: Fleet, graph: Graph, fence: int) -> None:
+    def __init__(self, bus: Bus, names: Subjects, placement: Placement, fence: int) -> None:
         self._bus = bus
         self._names = names
-        self._fleet = fleet
-        self._graph = graph
         self._fence = fence
+        self.placement = placement
 
     async def load(self, folder: Path | None, version: int) -> WeightsNote:
-        """Have it begin at a checkpoint, or at the initial model."""
-        request = LoadCheckpoint(self._fence, str(folder or ""), version)
-        subject = self._subject("load")
-        loaded = await self._bus.request(subject, request, Loaded, who=self._worker, deadline_s=_DEADLINE_S)
-        return loaded.note
+        """Have all begin at a checkpoint, or at the initial models."""
+        answers = await self._ask_all("load", LoadCheckpoint(self._fence, str(folder or ""), version), Loaded)
+        return _note_of([answer.note for answer in answers])
 
     async def step(
         self, incarnation: int, version: int, rows: tuple[RowRef, ...], ahead: tuple[RowRef, ...] = ()
     ) -> StepResult:
-        """Run the dataflow's calls after the ticket on a batch, in order.
+        """Run the dataflow's calls after the ticket on a batch.
 
         Args:
             ahead: rows that will probably be wanted next, to be fetched while the present ones train.
         """
-        statistics: dict[str, float] = {}
-        seconds, note = 0.0, None
-        for call in self._graph.step_calls:
-            last = call is self._graph.step_calls[-1]
-            if last and ahead:
-                await self._bus.publish(self._subject("prefetch"), Prefetch((*rows, *ahead)))
-            request = Call(self._fence, incarnation, version, call.name, rows, last)
-            done = await self._bus.request(
-                self._subject("call"), request, CallDone, who=self._worker, deadline_s=_DEADLINE_S
-            )
-            statistics |= done.statistics
-            seconds += done.seconds
-            note = done.note
-        assert note is not None, "the last call of a step publishes the weights"
-        return StepResult(statistics, seconds, note)
+        step = _Step(self, Call(self._fence, incarnation, version, "", rows), ahead)
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                for group in self.placement.groups.values():
+                    tasks.start_soon(step.run_group, group)
+        answers = await self._ask_all("end", EndStep(self._fence, version), StepEnded)
+        return StepResult(step.statistics, step.times, _note_of([answer.note for answer in answers]))
 
     async def save(self, folder: Path, version: int) -> None:
-        """Have it write model and optimizer into a folder."""
-        request = Save(self._fence, str(folder), version)
-        await self._bus.request(
-            self._subject("save"), request, Saved, who=self._worker, deadline_s=_DEADLINE_S
-        )
+        """Have all write models and optimizers into a folder.
 
-    @property
-    def _worker(self) -> str:
-        members = self._fleet.of("trainer")
-        if not members:
-            raise RunError("there is no trainer")
-        return members[0].worker
+        Raises:
+            OSError: if the folders cannot be made.
+        """
+        graph = self.placement.graph
+        for model in graph.models:
+            if graph.models[model].trainable:
+                model_folder(folder, model, graph).mkdir(parents=True, exist_ok=True)
+        await self._ask_all("save", Save(self._fence, str(folder), version), Saved)
 
-    def _subject(self, verb: str) -> str:
-        return self._names.worker("trainer", self._worker, verb)
+    async def prefetch(self, rows: tuple[RowRef, ...]) -> None:
+        """Announce rows to every rank."""
+        for group in self.placement.groups.values():
+            for worker in group.workers:
+                await self._bus.publish(self._names.worker("trainer", worker, "prefetch"), Prefetch(rows))
+
+    async def ask(self, group: WorkerGroup, verb: str, message: Message, answer: type[A]) -> A:
+        """Ask rank 0 of one group."""
+        worker = group.workers[0]
+        subject = self._names.worker("trainer", worker, verb)
+        return await self._bus.request(subject, message, answer, who=worker, deadline_s=_DEADLINE_S)
+
+    async def _ask_all(self, verb: str, message: Message, answer: type[A]) -> list[A]:
+        answers: list[A] = []
+
+        async def ask(group: WorkerGroup) -> None:
+            answers.append(await self.ask(group, verb, message, answer))
+
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                for group in self.placement.groups.values():
+                    tasks.start_soon(ask, group)
+        return answers
+
+
+class _Step:
+    """The calls of one step under way."""
+
+    def __init__(self, trainers: Trainers, request: Call, ahead: tuple[RowRef, ...]) -> None:
+        self._trainers = trainers
+        self._placement = trainers.placement
+        self._request = request
+        self._ahead = ahead
+        self._began = time.monotonic()
+        self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
+        self.statistics: dict[str, float] = {}
+        self.times: list[CallTime] = []
+
+    async def run_group(self, group: WorkerGroup) -> None:
+        """Run one group's calls in the graph's order, each when those before it are done."""
+        graph = self._placement.graph
+        for call in graph.step_calls:
+            if self._placement.group_of(call) is not group:
+                continue
+            for earlier in graph.before(call):
+                if earlier in self._done:
+                    await self._done[earlier].wait()
+            if call.op == "train" and call.model == graph.lead and self._ahead:
+                await self._trainers.prefetch((*self._request.rows, *self._ahead))
+            start_s = time.monotonic() - self._began
+            request = Call(
+                self._request.fence,
+                self._request.incarnation,
+                self._request.version,
+                call.name,
+                self._request.rows,
+            )
+            done = await self._trainers.ask(group, "call", request, CallDone)
+            prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
+            self.statistics |= {f"{prefix}{name}": value for name, value in done.statistics.items()}
+            self.times.append(CallTime(call.name, group.path, start_s, start_s + done.seconds))
+            self._done[call.name].set()
+
+
+def _note_of(notes: Sequence[WeightsNote | None]) -> WeightsNote:
+    [note] = [note for note in notes if note is not None]
+    return note

@@ -33,9 +33,10 @@ from stretto.bus.messages import (
     TrajectoryBundle,
     WireTrajectory,
 )
-from stretto.dataset import Dataset
+from stretto.dataset import Dataset, Row
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, RewardError, leaves
+from stretto.images import IMAGE_COLUMNS, Vision, fetched_config, is_vision_language, keep_torch_out
 from stretto.logs import bound
 from stretto.reward import is_number
 from stretto.roles.generations import Floor, Generations
@@ -67,10 +68,13 @@ class RolloutWork:
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Taken[Ticket]]] = {}
         self._progress: dict[tuple[int, int], int] = {}
         self._news = anyio.Event()
+        self._vision: Vision | None = None
+        self._looking = anyio.CapacityLimiter(1)
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Take tickets until cancelled."""
         setting, config = self._setting, self._setting.composed.config
+        self._vision = await anyio.to_thread.run_sync(_vision_of, setting.context.model)
         self._tokenizer: Tokenizer = await anyio.to_thread.run_sync(load_tokenizer, setting.context.model)
         self._workflow: Workflow = setting.make("workflow")
         self._datasets: dict[Purpose, Dataset] = {"train": await self._dataset("dataset")}
@@ -112,6 +116,10 @@ class RolloutWork:
         ticket = taken.message
         key = (ticket.purpose, ticket.id, ticket.attempt)
         worker = self._setting.worker
+        if key in self._running:  # delivered again, such as by a server that was killed: it is in hand
+            self._running[key] = (self._running[key][0], taken)
+            self._slots.release(ticket.purpose)
+            return
         with bound(ticket=ticket.name), anyio.CancelScope() as scope:
             self._running[key] = (scope, taken)
             try:
@@ -119,11 +127,11 @@ class RolloutWork:
                 await self._bus.publish(self._setting.names.ticket_started, started)
                 await self._end(ticket, await self._outcome(ticket))
             finally:
-                del self._running[key]
+                _, newest = self._running.pop(key)
                 self._slots.release(ticket.purpose)
                 if not self._setting.leave.is_set():
                     with anyio.CancelScope(shield=True), anyio.move_on_after(5):
-                        await taken.done()
+                        await newest.done()
 
     async def _outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
         began = anyio.current_time()
@@ -154,7 +162,7 @@ class RolloutWork:
         row = dataset[ticket.row]
         if fault := fault_of(row["prompt"]):
             raise ConfigError(f"row {ticket.row}: prompt: {fault}")
-        ids = self._tokenizer.encode_prompt(row["prompt"])
+        ids = await self._encoded(row)
         config = self._setting.composed.config
         section = config.dataset
         if ticket.purpose == "eval" and config.evaluation is not None:
@@ -168,7 +176,15 @@ class RolloutWork:
         trajectories = await self._workflow.run(Prompt(row, ids), session)
         if not trajectories:
             raise EngineError("the workflow returned no trajectory")
+        if self._vision is not None:
+            _check_image_tokens(self._vision.image_token, ids, trajectories)
         return trajectories
+
+    async def _encoded(self, row: Row) -> NDArray[np.int32]:
+        """The prompt's ids. Images take a while: they are looked at in a thread, one row at a time."""
+        if self._vision is None:
+            return self._tokenizer.encode_prompt(row["prompt"])
+        return await anyio.to_thread.run_sync(_seen, self._vision, row, limiter=self._looking)
 
     async def _store(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[Member]:
         """Write the trajectories to the log, a few messages a group; those of evaluations are not kept."""
@@ -261,7 +277,9 @@ class RolloutWork:
 
     async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[SampleScore]:
         """Rewards of answers to one prompt, from whichever verifier is there."""
-        message = Score(msgspec.msgpack.encode(dict(prompt.row)), tuple(answer.text for answer in answers))
+        hidden = IMAGE_COLUMNS if self._vision is not None else ()  # pixels do not travel
+        row = {name: value for name, value in prompt.row.items() if name not in hidden}
+        message = Score(msgspec.msgpack.encode(row), tuple(answer.text for answer in answers))
         config = self._setting.composed.config
         while True:
             async with self._verifiers.member() as verifier:
@@ -340,6 +358,31 @@ def sample_seed(of_ticket: str, turn: int, sample: int) -> int:
     """The seed of one sample: the same in every attempt and every repetition of the run."""
     digest = hashlib.sha256(f"{of_ticket}/{turn}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
+
+
+def _vision_of(model: str | None) -> Vision | None:
+    """The processor of the run's model, if that reads images."""
+    if model is None or not is_vision_language(fetched_config(model)):
+        return None
+    keep_torch_out()
+    return Vision(model)
+
+
+def _seen(vision: Vision, row: Row) -> NDArray[np.int32]:
+    return vision.of(row).encode_prompt(row["prompt"])
+
+
+def _check_image_tokens(image_token: int, ids: NDArray[np.int32], trajectories: Sequence[Trajectory]) -> None:
+    """Raise EngineError where a trajectory has more image tokens than its prompt: there is no image for them,
+    and no model could be given it."""
+    wanted = np.count_nonzero(ids == image_token)
+    for trajectory in trajectories:
+        found = np.count_nonzero(trajectory.tokens == image_token)
+        if found != wanted:
+            raise EngineError(
+                f"a trajectory has {found} image tokens (id {image_token}), and the row's images make "
+                f"{wanted}: the engine must not sample that token, nor a workflow add it"
+            )
 
 
 def _wire(ticket: Ticket, index: int, trajectory: Trajectory) -> WireTrajectory:

@@ -77,7 +77,7 @@ def _call_on_one(
 ) -> Any:
     """The plain form: by name, or (prompt, completion) by place where the parameters are named otherwise."""
     if "completion" in parameters:
-        offered = {"prompt": prompt, "completion": completion, **columns}
+        offered = {**columns, "prompt": prompt, "completion": completion}
         return reward(**_accepted(parameters, offered))
     return reward(prompt, completion, **_accepted(parameters, columns))
 
@@ -93,7 +93,8 @@ def _call_on_group(
     n = len(completions)
     chat = not isinstance(prompt, str)
     texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)
-    offered = {"prompts": [prompt] * n, **{name: [value] * n for name, value in columns.items()}}
+    given = {name: [value] * n for name, value in columns.items() if name != "completions"}
+    offered = {**given, "prompts": [prompt] * n}
     result = reward(completions=texts, **_accepted(parameters, offered))
     [values] = _settled([result])
     return list(cast("list[RewardValue]", values))

@@ -1,38 +1,43 @@
-"""The trainer: runs the calls of the dataflow that need a model or a whole batch, and publishes weights.
+"""The trainer: one rank of a worker group. It runs the calls of the dataflow on the models of its group.
 
-It reads the batch's rows from the log itself and keeps what calls compute until the step is complete;
-the kernel gets names, statistics and digests.
+The kernel speaks to rank 0, which passes every request on to the other ranks. Each reads the rows it works on
+itself and keeps what it computes; the kernel gets names, statistics and digests.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+import msgspec
 import numpy as np
 import structlog
 
-from stretto.algorithm import Call, Loss
+from stretto.algorithm import Algorithm, Call, Loss, Stateful
 from stretto.bus import messages
 from stretto.bus.messages import (
     CallDone,
+    EndStep,
     Heartbeat,
     LoadCheckpoint,
     Loaded,
+    Message,
     Prefetch,
-    RowRef,
     Save,
     Saved,
-    TrajectoryBundle,
-    WireTrajectory,
+    StepEnded,
 )
 from stretto.engine import TrainingEngine
-from stretto.errors import EngineError, Refused
+from stretto.errors import EngineError, Refused, one_error
+from stretto.kernel.dataflow import graph_of
+from stretto.placement import Placement, group_of_worker, model_folder, split_rows
+from stretto.roles.rows import Rows
 from stretto.roles.setting import ComputeThread, Setting
-from stretto.weights import Publisher, WeightsNote
+from stretto.weights import Publisher, WeightsNote, digest_of, tensor_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,158 +48,258 @@ __all__ = ["TrainerWork"]
 
 log = structlog.get_logger()
 
-_READS_AT_ONCE = 32
+M = TypeVar("M", bound=Message)
+A = TypeVar("A", bound=Message)
+
+_STATE = "algorithm.json"
+"""In a checkpoint: what a `Stateful` algorithm has learned."""
+_TOGETHER_S = 24 * 3600.0
+"""Deadline of what other ranks are told to do. One that dies is noticed by other means."""
 
 
 class TrainerWork:
-    """Rank 0 of a worker group."""
+    """One rank of a worker group."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._bus = setting.bus
         self._thread = ComputeThread()
-        self._bundles: dict[int, TrajectoryBundle] = {}
-        self._engine: TrainingEngine | None = None
+        self._engines: dict[str, TrainingEngine] = {}
         self._publisher: Publisher | None = None
-        self._calls: dict[str, Call] = {}
         self._version = -1
-        self._batch: Batch | None = None
-        self._trained_s = 0.0
+        self._worked_s = 0.0
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Make the engine, then serve the kernel."""
+        """Make the engines, then serve the kernel."""
         setting = self._setting
-        self._engine = await self._thread.run(setting.make, "training")
-        algorithm = setting.make("algorithm")
-        self._calls = {call.name: call for call in algorithm.calls()}
-        self._publisher = setting.make("weights").publisher()
+        algorithm: Algorithm = setting.make("algorithm")
+        self._algorithm = algorithm
+        self._graph = graph_of(algorithm.calls(), algorithm.models)
+        self._calls = {call.name: call for call in self._graph.calls}
+        self._placement = Placement(setting.composed.config, self._graph)
+        name, self._rank = group_of_worker(setting.worker)
+        self._group = self._placement.groups[name]
+        self._part = self._group.part_of(self._rank)
+        self._leads = self._group is self._placement.lead
+        self._rows = Rows(setting, self._placement)
+        for model in self._group.models:
+            self._engines[model] = await self._thread.run(self._make_engine, model)
+        if self._leads and self._rank == 0:
+            read = self._graph.samples or setting.composed.config.evaluation is not None
+            self._publisher = setting.make("weights").publisher() if read else _Unread()
         try:
-            await self._bus.serve(setting.subject("load"), LoadCheckpoint, self._load)
-            await self._bus.serve(setting.subject("call"), messages.Call, self._call)
-            await self._bus.serve(setting.subject("save"), Save, self._save)
-            await self._bus.subscribe(setting.subject("prefetch"), Prefetch, self._prefetch)
+            await self._rows.open()
+            await self._serve("load", LoadCheckpoint, Loaded, self._load)
+            await self._serve("call", messages.Call, CallDone, self._call)
+            await self._serve("end", EndStep, StepEnded, self._end_step)
+            await self._serve("save", Save, Saved, self._save)
+            await setting.bus.subscribe(setting.subject("prefetch"), Prefetch, self._prefetch)
             ready()
             await anyio.sleep_forever()
         finally:
-            assert self._publisher is not None
-            self._publisher.close()
+            for engine in self._engines.values():
+                engine.stop()
+            if self._publisher is not None:
+                self._publisher.close()
 
     def beat(self, beat: Heartbeat) -> Heartbeat:
         """Busy: seconds spent in calls."""
-        return Heartbeat(beat.worker, beat.nonce, beat.ready, self._trained_s, refused=beat.refused)
+        return Heartbeat(beat.worker, beat.nonce, beat.ready, self._worked_s, refused=beat.refused)
+
+    def _make_engine(self, name: str) -> TrainingEngine:
+        """The engine of one model of the group, with what the run file says of that model."""
+        setting, group = self._setting, self._group
+        placed, model = setting.composed.config.models.get(name), self._graph.models[name]
+        section = group.section
+        if placed is not None and placed.lr is not None:
+            section = msgspec.structs.replace(section, lr=placed.lr)
+        context = msgspec.structs.replace(
+            setting.context,
+            model=(placed and placed.path) or setting.context.model,
+            head=model.head,
+            trainable=model.trainable,
+            rank=self._rank,
+            rendezvous=str(setting.context.path("bus", f"{group.name}-{setting.fence}.rendezvous")),
+        )
+        return setting.composed.components[group.path].factory(section, context)
+
+    # --------------------------------------------------------------------------- in all ranks together
+
+    async def _serve(
+        self, verb: str, kind: type[M], answer: type[A], own: Callable[[M], Awaitable[A]]
+    ) -> None:
+        """Serve a request; rank 0 has the other ranks do the same at the same time."""
+        others = self._group.workers[1:] if self._rank == 0 else []
+
+        async def together(message: M) -> A:
+            results: list[A] = []
+
+            async def here() -> None:
+                results.append(await own(message))
+
+            with one_error():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(here)
+                    for worker in others if self._is_for_all(message) else ():
+                        tasks.start_soon(self._pass_on, worker, verb, message, answer)
+            return results[0]
+
+        await self._setting.bus.serve(self._setting.subject(verb), kind, together)
+
+    async def _pass_on(self, worker: str, verb: str, message: Message, answer: type[Message]) -> None:
+        subject = self._setting.names.worker("trainer", worker, verb)
+        await self._setting.bus.request(subject, message, answer, who=worker, deadline_s=_TOGETHER_S)
+
+    def _is_for_all(self, message: Message) -> bool:
+        """A pure function runs on rank 0 alone; the others ask for what it wrote."""
+        return not (isinstance(message, messages.Call) and self._calls[message.name].op == "function")
 
     # ----------------------------------------------------------------------------- kernel's requests
 
     async def _load(self, message: LoadCheckpoint) -> Loaded:
         self._setting.obey(message.fence)
-        assert self._engine is not None
-        folder = Path(message.folder) if message.folder else None
-        await self._thread.run(self._engine.load, folder)
-        self._version, self._batch = message.version, None
+        for name, engine in self._engines.items():
+            kept = bool(message.folder) and self._graph.models[name].trainable
+            folder = model_folder(Path(message.folder), name, self._graph) if kept else None
+            await self._thread.run(engine.load, folder)
+        if isinstance(self._algorithm, Stateful):
+            saved = Path(message.folder, _STATE)
+            known = message.folder and saved.exists()
+            self._algorithm.restore(json.loads(saved.read_bytes()) if known else {})
+        self._rows.end()
+        self._version = message.version
         return Loaded(await self._publish())
 
     async def _save(self, message: Save) -> Saved:
         self._setting.obey(message.fence)
         self._expect(message.version)
-        assert self._engine is not None
         began = time.perf_counter()
-        await self._thread.run(self._engine.save, Path(message.folder))
+        for name, engine in self._engines.items():
+            if self._graph.models[name].trainable:
+                await self._thread.run(engine.save, model_folder(Path(message.folder), name, self._graph))
+        if self._publisher is not None and isinstance(self._algorithm, Stateful):
+            Path(message.folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
         return Saved(time.perf_counter() - began)
 
     async def _call(self, message: messages.Call) -> CallDone:
         self._setting.obey(message.fence)
         self._expect(message.version)
         call = self._calls[message.name]
-        if self._batch is None:
-            self._batch = await self._assemble(message.rows)
+        await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
         began = time.perf_counter()
-        statistics, self._batch = await self._thread.run(self._run_call, call, self._batch)
+        statistics = await self._run_call(call)
         seconds = time.perf_counter() - began
-        self._trained_s += seconds
-        note = await self._complete_step(message.rows) if message.last else None
-        return CallDone(dict(statistics), seconds, note)
+        self._worked_s += seconds
+        return CallDone(dict(statistics), seconds)
+
+    async def _end_step(self, message: EndStep) -> StepEnded:
+        self._setting.obey(message.fence)
+        self._expect(message.version)
+        self._rows.end()
+        self._version += 1
+        return StepEnded(await self._publish())
 
     async def _prefetch(self, message: Prefetch) -> None:
-        wanted = {row.sequence for row in message.rows}
-        for sequence in self._bundles.keys() - wanted:  # announced once, and never trained
-            del self._bundles[sequence]
-        await self._fetch(message.rows)
+        await self._rows.prefetch(message.rows)
 
     def _expect(self, version: int) -> None:
         if version != self._version:
             worker = self._setting.worker
             raise Refused(worker, f"holds version {self._version}, and was asked for version {version}")
 
-    async def _complete_step(self, rows: Sequence[RowRef]) -> WeightsNote:
-        self._batch = None
-        for row in rows:
-            self._bundles.pop(row.sequence, None)
-        self._version += 1
-        return await self._publish()
-
-    async def _publish(self) -> WeightsNote:
-        assert self._engine is not None
-        assert self._publisher is not None
-        return await self._thread.run(self._publisher.publish, self._version, self._engine.weights())
+    async def _publish(self) -> WeightsNote | None:
+        if not self._leads:
+            return None
+        engine = self._engines[self._graph.lead]
+        if self._publisher is None:  # every rank goes through the weights; rank 0's are published
+            await self._thread.run(_exhaust, engine.weights)
+            return None
+        return await self._thread.run(self._publisher.publish, self._version, engine.weights())
 
     # ----------------------------------------------------------------------------------- the calls
 
-    def _run_call(self, call: Call, batch: Batch) -> tuple[Mapping[str, float], Batch]:
-        """Run one call in the compute thread; returns statistics and the batch with what it wrote."""
-        engine, temperature = self._engine, self._setting.composed.config.sampling.temperature
-        assert engine is not None
-        match call.op:
-            case "forward":
-                [key] = call.writes
-                return {}, batch.with_columns({key: engine.forward(batch, temperature=temperature)})
-            case "function":
-                assert call.function is not None
-                return {}, batch.with_columns(_written(call, call.function(batch)))
-            case "train":
-                return self._train(call, batch), batch
-            case _:
-                raise Refused(self._setting.worker, f"call {call.name!r} runs inside the ticket")
+    async def _run_call(self, call: Call) -> Mapping[str, float]:
+        """Run one call on this rank's part of the batch, and keep what it writes."""
+        temperature = self._setting.composed.config.sampling.temperature
+        if call.op == "function":
+            assert call.function is not None
+            everything = range(len(self._rows.lengths))
+            batch = await self._rows.batch(everything, call.reads, media=False)
+            columns = await self._thread.run(call.function, batch)
+            for key, column in _written(call, columns).items():
+                self._rows.put(key, everything, column)
+            return {}
+        assert call.model is not None
+        engine = self._engines[call.model]
+        if call.op == "forward":
+            rows = self._own(split_rows(self._rows.lengths, self._group.section.data_parallel), call)
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            column = await self._thread.run(engine.forward, batch, temperature=temperature)
+            self._rows.put(call.writes[0], rows, column)
+            return {}
+        return await self._train(call, engine, temperature)
 
-    def _train(self, call: Call, batch: Batch) -> Mapping[str, float]:
-        """Epochs of minibatches, one optimizer step each; statistics are means over the steps."""
-        engine, config = self._engine, self._setting.composed.config
-        assert engine is not None
+    def _steps(self, call: Call) -> Iterator[list[int]]:
+        """This rank's rows of every optimizer step of a train call."""
+        assert call.loss is not None
+        lengths, groups = self._rows.lengths, self._rows.groups
+        seed = abs(self._setting.composed.config.seed)
+        for epoch in range(call.epochs):
+            for rows in minibatches(groups, call.minibatches, [seed, self._version, epoch]):
+                parts = split_rows(
+                    [lengths[row] for row in rows],
+                    self._group.section.data_parallel,
+                    [groups[row] for row in rows] if call.loss.unit == "group" else None,
+                )
+                yield [rows[index] for index in self._own(parts, call)]
+
+    def _own(self, parts: list[list[int]], call: Call) -> list[int]:
+        """This rank's part, which must not be empty."""
+        if not parts[self._part]:
+            raise EngineError(
+                f"call {call.name!r} has {sum(map(len, parts))} sequences for the {len(parts)} data-parallel "
+                f"ranks of {self._group.path!r}: none is left for {self._setting.worker}"
+            )
+        return parts[self._part]
+
+    async def _train(self, call: Call, engine: TrainingEngine, temperature: float) -> Mapping[str, float]:
+        """Its optimizer steps; statistics are means over them, or maxima."""
         assert call.loss is not None
         audit = _Audit(call.loss, self._version)
-        sums: dict[str, float] = {}
-        steps = 0
-        for epoch in range(call.epochs):
-            for part in _minibatches(batch, call.minibatches, [abs(config.seed), self._version, epoch]):
-                loss = audit.loss if steps == 0 else call.loss
-                statistics = engine.train(part, loss, temperature=config.sampling.temperature)
-                for name, value in statistics.items():
-                    sums[name] = sums.get(name, 0.0) + value
-                steps += 1
-        return {**{name: value / steps for name, value in sums.items()}, **audit.statistics()}
+        audited = self._graph.samples and call.model == self._graph.lead
+        steps: list[Mapping[str, float]] = []
+        found: Mapping[str, float] = {}
+        for rows in self._steps(call):
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            loss = audit.loss if audited and not steps else call.loss
+            statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
+            if loss is audit.loss:
+                found = audit.taken_from(statistics)
+            steps.append(statistics)
+        means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        if not self._graph.samples:
+            means["tokens"] = float(self._rows.trained_tokens)
+        return {**means, **found}
 
-    # ------------------------------------------------------------------------------------ the rows
 
-    async def _assemble(self, rows: Sequence[RowRef]) -> Batch:
-        await self._fetch(rows)
-        trajectories = [self._bundles[row.sequence].trajectories[row.index] for row in rows]
-        for row, trajectory in zip(rows, trajectories, strict=True):
-            assert row.id == trajectory.id, "the log does not hold what the ledger says"
-        return await self._thread.run(_batch_of, trajectories, [row.group for row in rows])
+class _Unread:
+    """A publisher where no engine is to read: of a version there is the digest alone."""
 
-    async def _fetch(self, rows: Sequence[RowRef]) -> None:
-        """Read what is not there yet from the log."""
-        missing = {row.sequence for row in rows} - self._bundles.keys()
-        limit = anyio.CapacityLimiter(_READS_AT_ONCE)
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsNote:
+        hashes = [(name, tensor_hash(tensor)) for name, tensor in tensors]
+        return WeightsNote(version, "", digest_of(hashes))
 
-        async def read(sequence: int) -> None:
-            async with limit:
-                stream = self._setting.names.log_stream
-                self._bundles[sequence] = await self._bus.read(stream, sequence, TrajectoryBundle)
+    def close(self) -> None:
+        """There is nothing to remove."""
 
-        async with anyio.create_task_group() as tasks:
-            for sequence in missing:
-                tasks.start_soon(read, sequence)
+
+def _over_steps(name: str, values: Sequence[float]) -> float:
+    return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+
+def _exhaust(weights: Callable[[], Iterator[tuple[str, Any]]]) -> None:
+    for _ in weights():
+        pass
 
 
 def _written(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -205,41 +310,12 @@ def _written(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return columns
 
 
-def _batch_of(trajectories: Sequence[WireTrajectory], groups: Sequence[int]) -> Batch:
-    """The keys of `stretto.algorithm.GENERATED` and `SCORED` as columns."""
-    import torch
-
-    from stretto.batch import Batch
-
-    def column(name: str, dtype: Any) -> Tensor:
-        arrays = [getattr(trajectory, name).numpy() for trajectory in trajectories]
-        return torch.from_numpy(np.concatenate(arrays).astype(dtype))
-
-    return Batch(
-        [len(trajectory.tokens) for trajectory in trajectories],
-        {
-            "tokens": column("tokens", np.int64),
-            "loss_mask": column("loss_mask", np.bool_),
-            "behaviour_logprobs": column("logprobs", np.float32),
-            "versions": column("versions", np.int64),
-        },
-        {
-            "rewards": torch.tensor([trajectory.reward for trajectory in trajectories]),
-            "truncated": torch.tensor([trajectory.finish == "length" for trajectory in trajectories]),
-            "group": torch.tensor(groups),
-        },
-    )
-
-
-def _minibatches(batch: Batch, count: int, seed: list[int]) -> list[Batch]:
-    """The batch in `count` parts of equally many groups, groups drawn at random; whole if 1."""
+def minibatches(groups: Sequence[int], count: int, seed: list[int]) -> list[list[int]]:
+    """Rows in `count` parts of equally many groups, groups drawn at random; all rows as they are if 1."""
     if count == 1:
-        return [batch]
-    groups = batch["group"].numpy()
+        return [list(range(len(groups)))]
     names = np.random.default_rng(seed).permutation(np.unique(groups))
-    return [
-        batch.select(np.flatnonzero(np.isin(groups, part)).tolist()) for part in np.array_split(names, count)
-    ]
+    return [np.flatnonzero(np.isin(groups, part)).tolist() for part in np.array_split(names, count)]
 
 
 class _Audit:
@@ -247,14 +323,14 @@ class _Audit:
 
     `mismatch_*` is over samples that are wholly of that version: what engine and trainer compute
     differently. `drift_*` is over tokens of that version in samples begun by an older one: what going on
-    over an old KV cache adds. Both: mean and max |Δ|, KL estimate (k3), and the number of tokens.
+    over an old KV cache adds. Both: the share of such tokens, and over them mean and max |Δ|, and a KL
+    estimate (k3).
     """
 
     def __init__(self, loss: Loss, version: int) -> None:
-        self.loss = Loss(self._audited, loss.reduction)
+        self.loss = Loss(self._audited, loss.reduction, loss.unit)
         self._plain = loss.function
         self._version = version
-        self._found: dict[str, list[tuple[Tensor, Tensor]]] = {"mismatch": [], "drift": []}
 
     def _audited(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         import torch
@@ -267,21 +343,26 @@ class _Audit:
         older[index[mask & (versions < self._version)]] = True
         fresh = mask & (versions == self._version)
         current, behaviour = logprobs.detach(), batch["behaviour_logprobs"]
+        delta, kl = (current - behaviour).abs(), kl_to_behaviour(current, behaviour)
+        figures: dict[str, Tensor] = {}
         for name, chosen in (("mismatch", fresh & ~older[index]), ("drift", fresh & older[index])):
-            delta = (current - behaviour)[chosen].abs()
-            self._found[name].append((delta, kl_to_behaviour(current[chosen], behaviour[chosen])))
-        return self._plain(logprobs, batch)
+            figures |= {
+                f"{name}_share": chosen.float(),
+                f"{name}_mean": torch.where(chosen, delta, 0.0),
+                f"{name}_max": torch.where(chosen, delta, 0.0),
+                f"{name}_kl": torch.where(chosen, kl, 0.0),
+            }
+        loss, statistics = self._plain(logprobs, batch)
+        return loss, {**statistics, **figures}
 
-    def statistics(self) -> dict[str, float]:
-        """The figures over the whole batch; without tokens of a sort, only their number, 0."""
-        import torch
-
+    def taken_from(self, statistics: dict[str, float]) -> dict[str, float]:
+        """Take the audit's figures out of a step's statistics; only the share where no token is of a sort."""
         result: dict[str, float] = {}
-        for name, parts in self._found.items():
-            delta = torch.cat([part for part, _ in parts] or [torch.empty(0)])
-            result[f"{name}_tokens"] = float(len(delta))
-            if len(delta):
-                result[f"{name}_mean"] = float(delta.mean())
-                result[f"{name}_max"] = float(delta.max())
-                result[f"{name}_kl"] = float(torch.cat([part for _, part in parts]).mean())
+        for name in ("mismatch", "drift"):
+            figures = {key: statistics.pop(f"{name}_{key}", 0.0) for key in ("share", "mean", "max", "kl")}
+            result[f"{name}_share"] = figures["share"]
+            if figures["share"]:
+                result[f"{name}_mean"] = figures["mean"] / figures["share"]
+                result[f"{name}_max"] = figures["max"]
+                result[f"{name}_kl"] = figures["kl"] / figures["share"]
         return result

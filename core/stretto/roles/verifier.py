@@ -31,7 +31,9 @@ class VerifierWork:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._timeout_s = setting.composed.config.reward.timeout_s
+        reward = setting.composed.config.reward
+        assert reward is not None, "nothing is scored in this run"
+        self._timeout_s = reward.timeout_s
         self._children: set[_Child] = set()
         self._free: list[_Child] = []
         self._freed = anyio.Semaphore(0)

@@ -75,7 +75,7 @@ async def _work(bootstrap: Bootstrap, worker: str) -> None:
         welcome = await bus.request(names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=60)
         setting = Setting(bus, names, worker, role, nonce, welcome)
         # Before any library reads them: a worker started by hand has its threads too.
-        os.environ |= thread_variables(resources_of(setting.composed.config, role))
+        os.environ |= thread_variables(resources_of(setting.composed.config, worker))
         await bus.subscribe(names.beacon, Beacon, setting.hear)
         work = _WORK[role](setting)
         ready = anyio.Event()

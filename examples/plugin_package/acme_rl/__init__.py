@@ -16,7 +16,7 @@ from anyio.abc import Process
 
 from stretto import AlgorithmConfig, Component, Context, LauncherConfig, Problem, RewardConfig, hookimpl
 from stretto.algorithm import Call, Group, Loss, Model, function, generate, score, train
-from stretto.component import PositiveFloat
+from stretto.component import PositiveFloat, PositiveInt
 from stretto.launcher import Job, thread_variables
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class ReinforceConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `reinforce`."""
 
+    group_size: PositiveInt = 8
+    """Samples of each prompt."""
     max_weight: PositiveFloat = 2.0
     """Largest importance weight pi / mu of a token (truncated importance sampling)."""
 
@@ -48,7 +50,7 @@ class Reinforce:
     def calls(self) -> Sequence[Call]:
         """generate -> score -> advantages -> train."""
         return [
-            generate(),
+            generate(samples=self.config.group_size),
             score(),
             function(self.advantages, reads=("rewards", "group"), writes=("advantages",)),
             train("actor", Loss(self.loss, "token"), reads=("advantages", "behaviour_logprobs")),

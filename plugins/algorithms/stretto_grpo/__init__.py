@@ -6,12 +6,13 @@ arXiv 2505.24298), eq. 5, for the weight on tokens that older weights sampled; Y
 loss_mean: sequence_sum, loss_divisor: <longest answer>`.
 
 Deliberate differences from the GRPO paper: the loss is the mean over the tokens of the whole batch
-(`loss_mean: token`), not of each answer first; there is no KL to a reference; the ratio is taken to
-the proximal policy, the one at the start of the train step, and the older behaviour policy enters as
-a weight. A group of one sample has advantage 0.
+(`loss_mean: token`), not of each answer first; there is no KL to a reference unless `kl.coef` is given (the
+paper: k3 in the loss, 0.04); the ratio is taken to the proximal policy, the one at the start of the train
+step, and the older behaviour policy enters as a weight. A group of one sample has advantage 0.
 
 Metrics, averaged over trained tokens: `clipped` and `dual_clipped` share of tokens, and those of every policy
-gradient: `ratio`, `advantage`, `behaviour_weight`, `left_out` (share of tokens whose weight is 0).
+gradient: `ratio`, `advantage`, `behaviour_weight`, `left_out` (share of tokens whose weight is 0), and with a
+reference `reference_kl`.
 """
 
 from __future__ import annotations

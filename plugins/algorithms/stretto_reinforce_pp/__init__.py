@@ -5,7 +5,8 @@ over the trained tokens of the batch and enters PPO's clipped objective. With `b
 mean is subtracted from the rewards first (REINFORCE++-baseline), which suits rewards of 0 and 1.
 
 Tokens that the policy did not sample, such as tool output between turns, are stepped over: they neither
-discount nor carry a return (verl's way). The unbiased standard deviation, plus 1e-6.
+discount nor carry a return (verl's way). The unbiased standard deviation, plus 1e-6. A KL in the reward is
+taken off at each token, as in the paper, and after the group's mean.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from stretto import Component, hookimpl
+from stretto import Component, Problem, hookimpl
 from stretto.component import NonNegativeFloat, Share
-from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+from stretto.policy import PolicyConfig, PolicyGradient, check_objective, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.batch import Batch
+    from stretto.config import RunConfig
 
 __all__ = ["ReinforcePP", "ReinforcePPConfig"]
 
@@ -39,6 +41,10 @@ class ReinforcePPConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_
 class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
     """Whitened returns, clipped objective."""
 
+    def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The column `advantages`, whose KL penalties stay at their tokens."""
+        return {"advantages": self.advantages(batch)}
+
     def advantages(self, batch: Batch) -> Tensor:
         """Whitened return-to-go of every sampled token, (T,) float32."""
         import torch
@@ -48,7 +54,7 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
         mask, rewards = batch["loss_mask"], batch["rewards"]
         if self.config.baseline:
             rewards = group_normalise(rewards, batch["group"], std=False)
-        placed = at_last_token(rewards, mask, batch.sequence_index())  # (T,)
+        placed = at_last_token(rewards, mask, batch.sequence_index()) - self.kl_penalty(batch)  # (T,)
         # Without values, and with lambda 1, GAE is the discounted return-to-go.
         returns, _ = gae(placed, torch.zeros_like(placed), mask, batch.lengths, gamma=self.config.gamma)
         return masked_whiten(returns, mask)
@@ -65,6 +71,11 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
         return loss, {"clipped": clipped.float()}
 
 
+def check(config: ReinforcePPConfig, run: RunConfig) -> Iterator[Problem]:
+    """Only the baseline compares the samples of a group."""
+    yield from (check_policy if config.baseline else check_objective)(config, run)
+
+
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[ReinforcePPConfig]]:
     """The component of this package."""
@@ -73,6 +84,6 @@ def stretto_algorithm() -> Iterator[Component[ReinforcePPConfig]]:
         ReinforcePP,
         ReinforcePPConfig,
         "REINFORCE++: returns whitened over the batch, optional group baseline",
-        check_policy,
+        check,
         requires={"torch": "stretto[torch]"},
     )

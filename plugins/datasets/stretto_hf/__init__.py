@@ -30,6 +30,8 @@ class HFConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Commit or tag of the hub's repository; give one, and the rows stay what they are."""
     prompt_column: str = "prompt"
     """Column that holds the prompt."""
+    chat: bool = False
+    """Make a user's message of a prompt that is text, so that the model's chat template is applied."""
     streaming: bool = False
     """Read the first `limit` rows over the network, without fetching the whole dataset."""
     limit: PositiveInt | None = None
@@ -49,11 +51,13 @@ class HFDataset:
         self._config = config
         loaded = _loaded(config)
         if config.streaming:
-            self._rows: Any = list(islice(cast("Iterable[Row]", loaded), config.limit))
+            # Images as their files' bytes: pixels would be many times as large, and are made when needed.
+            self._rows: Any = list(islice(cast("Iterable[Row]", loaded.decode(False)), config.limit))
             columns = list(self._rows[0]) if self._rows else []
         else:
-            self._rows = loaded.select(range(min(config.limit, len(loaded)))) if config.limit else loaded
-            columns = cast("list[str]", self._rows.column_names)
+            rows = loaded.select(range(min(config.limit, len(loaded)))) if config.limit else loaded
+            columns = cast("list[str]", rows.column_names)
+            self._rows = _Undecoded(rows) if _has_images(rows.features) else rows
         if len(self._rows) and config.prompt_column not in columns:
             raise ConfigError(
                 f"{config.path!r} has no column {config.prompt_column!r}; its columns: {', '.join(columns)}"
@@ -66,8 +70,37 @@ class HFDataset:
 
     def __getitem__(self, index: int) -> Row:
         row: Row = dict(self._rows[index])
-        row["prompt"] = row.pop(self._config.prompt_column)
+        prompt = row.pop(self._config.prompt_column)
+        as_turn = self._config.chat and isinstance(prompt, str)
+        row["prompt"] = [{"role": "user", "content": prompt}] if as_turn else prompt
         return row
+
+
+class _Undecoded:
+    """A table's rows with the bytes or the paths of image files rather than their pixels."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._table[index : index + 1].to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+
+def _has_images(feature: Any) -> bool:
+    """Whether images are somewhere in a feature, a mapping or a list of features."""
+    import datasets
+
+    if isinstance(feature, Mapping):
+        return any(_has_images(each) for each in cast("Mapping[str, Any]", feature).values())
+    if isinstance(feature, list):
+        return any(_has_images(each) for each in cast("list[Any]", feature))
+    return isinstance(feature, datasets.Image) or _has_images(getattr(feature, "feature", []))
 
 
 def _loaded(config: HFConfig) -> Any:
@@ -107,8 +140,18 @@ def _digest(rows: Iterable[Any]) -> str:
     cache."""
     whole = hashlib.sha256()
     for row in rows:
-        whole.update(repr(sorted(row.items())).encode())
+        whole.update(repr(sorted((name, _digestible(value)) for name, value in row.items())).encode())
     return whole.hexdigest()
+
+
+def _digestible(value: Any) -> Any:
+    """A value with the digest of each image file in its place, wherever that lies."""
+    if isinstance(value, list):
+        return [_digestible(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+        held = cast("dict[str, Any]", value)
+        return hashlib.sha256(held["bytes"] or Path(held["path"]).read_bytes()).hexdigest()
+    return value
 
 
 @hookimpl

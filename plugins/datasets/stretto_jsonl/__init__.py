@@ -1,4 +1,4 @@
-"""Dataset `jsonl`: a file with one JSON object a line."""
+"""Dataset `jsonl`: a file with one JSON object a line. Paths of images in it are looked up beside it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from stretto import Component, Context, DatasetConfig, LocalPath, hookimpl
 from stretto.dataset import Row
 from stretto.errors import ConfigError
+from stretto.images import IMAGE_COLUMNS
 
 __all__ = ["JsonLines", "JsonLinesConfig"]
 
@@ -54,7 +56,7 @@ class JsonLines:
                 self._lines.append((number, start, len(line)))
             start += len(line)
         self.fingerprint = whole.hexdigest()
-        """SHA-256 of the file as it was opened."""
+        """SHA-256 of the file as it was opened; images that it names are not looked at."""
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # it could not be opened
@@ -72,7 +74,16 @@ class JsonLines:
                 f"{self._path}:{number}: no column {self._prompt_column!r}; its columns: {columns}"
             )
         row["prompt"] = row.pop(self._prompt_column)
+        for column in IMAGE_COLUMNS:
+            if column in row:
+                row[column] = self._beside(row[column])
         return row
+
+    def _beside(self, images: Any) -> Any:
+        """Paths of images, looked up beside the file; anything else as it is."""
+        if isinstance(images, str):
+            return str(self._path.parent / images)
+        return [self._beside(each) for each in images] if isinstance(images, list) else images
 
     def _parsed(self, line: bytes, number: int) -> Row:
         try:

@@ -21,6 +21,10 @@ class MockTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkno
     """Time of one optimizer step, whatever the batch."""
     tokens_per_s: PositiveFloat | None = None
     """If given, a step takes the time of its tokens at this speed on top."""
+    seconds_per_forward: NonNegativeFloat = 0.0
+    """Time of one forward pass over a batch."""
+    calls_loss: bool = False
+    """Call the algorithm's loss, to try its code; what it gives changes nothing."""
 
 
 class MockInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,4 +80,5 @@ def stretto_inference() -> Iterator[Component[MockInferenceConfig]]:
         MockInferenceConfig,
         "random answers of random length, at a stated speed",
         needs_model=False,
+        reads_images=True,
     )

@@ -33,13 +33,17 @@ class MockTraining:
         self._steps = 0 if folder is None else json.loads((folder / "mock.json").read_text())["steps"]
 
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """The behaviour policy's own logprobs, as if nothing had been learned since."""
+        """The behaviour policy's own logprobs, as if nothing were learned since; 0 where there are none."""
         del temperature
-        return batch["behaviour_logprobs"]
+        time.sleep(self._config.seconds_per_forward)
+        known = "behaviour_logprobs" in batch
+        return batch["behaviour_logprobs"] if known else torch.zeros(batch.num_tokens)
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
         """Sleep as long as a step is said to take."""
-        del loss, temperature
+        del temperature
+        if self._config.calls_loss:
+            loss.function(torch.zeros(batch.num_tokens), batch)
         seconds = self._config.seconds_per_step
         if self._config.tokens_per_s is not None:
             seconds += batch.num_tokens / self._config.tokens_per_s

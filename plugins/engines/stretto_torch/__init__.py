@@ -12,15 +12,13 @@ from stretto.component import (
     Component,
     Context,
     NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Problem,
-    Share,
 )
-from stretto.engine import InferenceConfig, InferenceEngine, TrainingConfig, TrainingEngine
+from stretto.engine import InferenceConfig, InferenceEngine, TrainingEngine
 from stretto.errors import PluginError
 from stretto.hooks import hookimpl
+from stretto.training import ModelTrainingConfig, check_training
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -93,43 +91,8 @@ def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
     )
 
 
-class TorchTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One process with the whole model; AdamW in float32."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the gradient's mean and of its square's."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; 0 because RL moves weights little from where they were."""
-    clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the whole gradient; null for no bound."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps in which the learning rate rises to `lr`."""
-    decay_steps: PositiveInt | None = None
-    """Optimizer step at which a `linear` or `cosine` schedule has come down."""
-    final_lr_ratio: Share = 0.1
-    """Where it comes down to, as a part of `lr`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the forward and backward passes, and of the published weights. Parameters and optimizer
-    are float32 in any case: updates of RL vanish in bfloat16."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes a GPU if the process can see one."""
-    micro_batch_tokens: PositiveInt = 4096
-    """Tokens computed at once; a longer sequence stands alone. Changes memory and speed, never the
-    gradient: the logits of so many tokens, in float32, are the largest tensor."""
-    packing: Literal["auto", "packed", "padded"] = "auto"
-    """`packed`: no padding, attention by sequence; `auto` tries that at the start and pads where a model
-    does not allow it (sliding windows, soft caps)."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass, for less memory."""
-
-    def __post_init__(self) -> None:
-        """Relations between fields."""
-        if self.schedule != "constant" and self.decay_steps is None:
-            raise ValueError(f"schedule {self.schedule!r} needs decay_steps")
+class TorchTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One process with the whole model."""
 
 
 def _make_training(config: TorchTrainingConfig, context: Context) -> TrainingEngine:
@@ -139,11 +102,12 @@ def _make_training(config: TorchTrainingConfig, context: Context) -> TrainingEng
 
 
 def _check_training(config: TorchTrainingConfig, run: RunConfig) -> Iterable[Problem]:
-    del run
     if config.processes != 1:
-        yield Problem("training.processes", f"is {config.processes}; engine 'torch' is one process")
-    if config.device == "cuda" and not config.gpus:
-        yield Problem("training.gpus", "is 0, but training.device is 'cuda'; set it to 1")
+        yield Problem(
+            "training.processes",
+            f"is {config.processes}; engine 'torch' is one process, 'fsdp2' and 'pipeline' are several",
+        )
+    yield from check_training(config, run)
 
 
 @hookimpl

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
+from stretto.hf_model import reads_images
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError
 from stretto_torch.decoder_hf import HFDecoder
@@ -55,7 +56,11 @@ def load_model(folder: str, config: TorchInferenceConfig) -> Model:
     device, dtype = _device(config), getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()  # logs are files
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        if reads_images(AutoConfig.from_pretrained(folder)):
+            raise EngineError(
+                f"{folder!r} is a vision-language model; the torch engine samples from text alone"
+            )
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
     model.to(device).eval().requires_grad_(False)

@@ -22,7 +22,7 @@ import msgspec
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.errors import WeightsError
-from stretto.weights import WeightsNote, digest_of
+from stretto.weights import WeightsNote, digest_of, tensor_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,7 @@ class FilePublisher:
         for index, shard in enumerate(_shards(tensors, self._shard_bytes)):
             name = f"model-{index:05d}.safetensors"
             save_file(shard, folder / name)
-            files[name] = {key: _hash(_bytes_of(tensor)) for key, tensor in shard.items()}
+            files[name] = {key: tensor_hash(tensor) for key, tensor in shard.items()}
         digest = digest_of((key, value) for hashes in files.values() for key, value in hashes.items())
         manifest = Manifest(version, digest, files)
         (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
@@ -213,12 +213,6 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
         size += tensor.nbytes
     if shard:
         yield shard
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    import torch
-
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _hash(data: memoryview) -> str:

@@ -1,4 +1,4 @@
-"""How a packed batch goes through a Hugging Face model: one row end to end, or padded rows.
+"""(torch) How a packed batch goes through a Hugging Face model: one row end to end, or padded rows.
 
 Packed: one row of all tokens with restarting positions, and causal attention for each sequence by
 itself, so that nothing attends across. It is the fastest on CPU and computes no padding, and it is
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,11 @@ from transformers import AttentionInterface
 
 from stretto.batch import Batch
 
-__all__ = ["ATTENTION", "Rows", "packed_rows", "packs_exactly", "padded_rows"]
+__all__ = ["ATTENTION", "MakeRows", "Rows", "packed_rows", "packs_exactly", "padded_rows"]
 
 ATTENTION = "stretto_packed"
 
-# T tokens, S sequences, L longest sequence, N positions whose logits are wanted, V vocabulary.
+# T tokens, S sequences, L longest sequence, N tokens at which the output is wanted, V its size.
 
 
 def _attend_per_sequence(
@@ -62,64 +62,81 @@ class Rows:
     """A batch as a model's arguments."""
 
     arguments: dict[str, Any]
+    """Beside the ids, whatever each layer has to know. `logits_to_keep` is for the head alone."""
     pick: Callable[[Tensor], Tensor]
-    """The model's logits -> (N, V): those that predict the wanted tokens, in the batch's order."""
+    """The model's output -> (N, V): that at the wanted tokens, in the batch's order."""
 
 
-def packed_rows(batch: Batch, wanted: Tensor) -> Rows:
-    """One row of all sequences.
+class MakeRows(Protocol):
+    """`packed_rows` or `padded_rows`."""
 
-    Args:
-        wanted: (N,) int64, indices of tokens whose logits are wanted; none is a sequence's first.
-    """
+    def __call__(self, batch: Batch, at: Tensor, *, keep: bool) -> Rows:
+        """The rows of a batch.
+
+        Args:
+            at: (N,) int64, indices of the tokens at which the model's output is wanted.
+            keep: the model's head can be told by `logits_to_keep` to compute those alone.
+        """
+        ...
+
+
+def packed_rows(batch: Batch, at: Tensor, *, keep: bool) -> Rows:
+    """One row of all sequences; see `MakeRows`."""
     device = batch["tokens"].device
     arguments = {
         "input_ids": batch["tokens"][None],
         "position_ids": batch.positions().to(device)[None],
         "sequence_lengths": batch.lengths,
         "use_cache": False,  # with a cache, positions that restart are not seen as new sequences
-        "logits_to_keep": wanted - 1,  # the logits before a token are those that predict it
     }
-    return Rows(arguments, lambda logits: logits[0])
+    if keep:
+        return Rows({**arguments, "logits_to_keep": at}, lambda output: output[0])
+    return Rows(arguments, lambda output: output[0, at])
 
 
-def padded_rows(batch: Batch, wanted: Tensor) -> Rows:
-    """One row a sequence, padded on the right."""
+def padded_rows(batch: Batch, at: Tensor, *, keep: bool) -> Rows:
+    """One row a sequence, padded on the right; see `MakeRows`. The head computes all of them."""
+    del keep
     device = batch["tokens"].device
     longest = max(batch.lengths)
     lengths = torch.tensor(batch.lengths, device=device)
     mask = torch.arange(longest, device=device)[None] < lengths[:, None]  # (S, L)
     ids = torch.zeros_like(mask, dtype=torch.long)
     ids[mask] = batch["tokens"]
-    row = batch.sequence_index().to(device)[wanted]
-    column = batch.positions().to(device)[wanted] - 1
+    row = batch.sequence_index().to(device)[at]
+    column = batch.positions().to(device)[at]
     arguments = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
-    return Rows(arguments, lambda logits: logits[row, column])
+    return Rows(arguments, lambda output: output[row, column])
 
 
 @torch.no_grad()
-def packs_exactly(model: Callable[..., Any], vocab_size: int, device: torch.device) -> str:
+def packs_exactly(
+    compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device, *, keep: bool
+) -> str:
     """Why a model cannot be given packed rows, found by trying; empty if it can.
 
     Compares a packed row of three sequences with each of them alone.
+
+    Args:
+        compute: a row's arguments -> the model's output.
+        keep: as for `MakeRows`.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 1, 12]
     tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator).to(device)
     batch = Batch(lengths, {"tokens": tokens}, {})
-    wanted = (batch.positions() > 0).nonzero().squeeze(1).to(device)
+
+    def output(part: Batch) -> Tensor:
+        rows = packed_rows(part, torch.arange(part.num_tokens, device=device), keep=keep)
+        return rows.pick(compute(rows.arguments))
+
     try:
-        rows = packed_rows(batch, wanted)
-        together = rows.pick(model(**rows.arguments).logits)
-        alone: list[Tensor] = []
-        for part in batch.split([1] * len(lengths)):
-            if part.num_tokens > 1:
-                one = packed_rows(part, torch.arange(1, part.num_tokens, device=device))
-                alone.append(one.pick(model(**one.arguments).logits))
+        together = output(batch)
+        alone = torch.cat([output(part) for part in batch.split([1] * len(lengths))])
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     scale = together.float().abs().max().clamp(min=1)
-    off = float((together.float() - torch.cat(alone).float()).abs().max() / scale)
+    off = float((together.float() - alone.float()).abs().max() / scale)
     # bfloat16 rounds each to within 0.4 %; a leak across sequences is off by far more.
     limit = 1e-4 if together.dtype == torch.float32 else 0.03
     return "" if off <= limit else f"sequences of a packed row are not independent (off by {off:.1e})"

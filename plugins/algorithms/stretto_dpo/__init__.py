@@ -1,0 +1,141 @@
+"""Algorithm `dpo`: direct preference optimisation on pairs of a chosen and a rejected answer.
+
+Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. With h = log(pi / pi_ref) of the chosen answer less that of
+the rejected one, each the sum over the answer's tokens, the loss of a pair is -log sigmoid(beta h). By name:
+`label_smoothing` e is conservative DPO, for labels of which a share e is wrong; `variant: ipo` is (h - 1 / (2
+beta))^2, Azar et al. 2023 (2310.12036), eq. 17; `variant: hinge` is max(0, 1 - beta h), Liu et al. 2023 (RSO,
+2309.06657).
+
+Each sequence of a pair carries the pair's loss at its last trained token, so the mean over sequences is the
+mean over pairs. Peers disagree on `ipo`: TRL takes h from means over tokens; here it is the sum, as in the
+paper.
+
+Metrics, averaged over pairs: `accuracy`, the share of pairs with h > 0 (0 at the first step, where the policy
+is the reference), and `margin`, beta h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from stretto import AlgorithmConfig, Component, Context, Problem, hookimpl
+from stretto.algorithm import Call, Encoded, Group, Loss, Model, forward, function, read, train
+from stretto.component import PositiveFloat
+from stretto.supervised import check_temperature, prompt_and_answer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+    from stretto.config import RunConfig
+    from stretto.dataset import Row
+    from stretto.tokenizer import Tokenizer
+
+__all__ = ["DPO", "DPOConfig"]
+
+
+class DPOConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `dpo`."""
+
+    chosen_column: str = "chosen"
+    """Column with the better answer: text, or chat messages of the assistant."""
+    rejected_column: str = "rejected"
+    """Column with the worse answer."""
+    variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Loss of a pair; see above."""
+    beta: PositiveFloat = 0.1
+    """How strongly the policy is held to the reference."""
+    label_smoothing: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
+    """Share of pairs whose labels are taken to be the wrong way round; with `sigmoid` only."""
+
+    def __post_init__(self) -> None:
+        """Relations between fields."""
+        if self.label_smoothing and self.variant != "sigmoid":
+            raise ValueError(f"label_smoothing is for variant 'sigmoid', found {self.variant!r}")
+
+
+class DPO:
+    """One policy, `actor`, a frozen `reference`, and the rows."""
+
+    models: Mapping[str, Model] = {"actor": Model(), "reference": Model(trainable=False)}
+
+    def __init__(self, config: DPOConfig, context: Context) -> None:
+        del context
+        self.config = config
+
+    def calls(self) -> Sequence[Call]:
+        """read -> forward(reference) -> train, whole pairs at a time."""
+        return [
+            read(self.encode, samples=2),
+            forward("reference", writes="reference_logprobs"),
+            function(self.share, reads=("loss_mask",), writes=("share",)),
+            train(
+                "actor",
+                Loss(self.loss, "sequence_sum", unit="group"),
+                reads=("group", "reference_logprobs", "share"),
+            ),
+        ]
+
+    def keep(self, group: Group) -> bool:
+        """Every pair is trained on."""
+        del group
+        return True
+
+    def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
+        """Prompt and answer, first of the chosen and then of the rejected one."""
+        column = (self.config.chosen_column, self.config.rejected_column)[index]
+        return prompt_and_answer(row, column, tokenizer)
+
+    def share(self, batch: Batch) -> Mapping[str, Tensor]:
+        """(T,) float32, trained tokens of a mean sequence by those of this one: the factor that makes a mean
+        over tokens, which statistics are, one over sequences."""
+        from stretto.functional import sequence_sum
+
+        index = batch.sequence_index()
+        tokens = sequence_sum(batch["loss_mask"].float(), index, len(batch))  # (S,)
+        return {"share": (tokens.mean() / tokens)[index]}
+
+    def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss of its pair at the last trained token of each sequence, (T,), and statistics."""
+        import torch
+
+        from stretto.functional import at_last_token, pairs_of, preference_loss, sequence_sum
+
+        config, mask = self.config, batch["loss_mask"]
+        index = batch.sequence_index().to(logprobs.device)
+        log_ratio = torch.where(mask, logprobs - batch["reference_logprobs"], 0.0)  # (T,)
+        of_answer = sequence_sum(log_ratio, index, len(batch))  # (S,)
+        chosen, rejected, pair = pairs_of(batch["group"])
+        h = of_answer[chosen] - of_answer[rejected]  # (P,)
+        losses = preference_loss(
+            h, variant=config.variant, beta=config.beta, label_smoothing=config.label_smoothing
+        )
+        at_token = pair[index]  # (T,)
+        h = h.detach()
+        return at_last_token(losses[pair], mask, index), {
+            "accuracy": (h > 0).float()[at_token] * batch["share"],
+            "margin": config.beta * h[at_token] * batch["share"],
+        }
+
+
+def check(config: DPOConfig, run: RunConfig) -> Iterator[Problem]:
+    """Two columns, and logprobs that are the model's own."""
+    yield from check_temperature(run)
+    if config.chosen_column == config.rejected_column:
+        yield Problem("algorithm.rejected_column", f"{config.rejected_column!r} is the chosen column too")
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[DPOConfig]]:
+    """The component of this package."""
+    yield Component(
+        "dpo",
+        DPO,
+        DPOConfig,
+        "direct preference optimisation on pairs of answers",
+        check,
+        requires={"torch": "stretto[torch]"},
+    )

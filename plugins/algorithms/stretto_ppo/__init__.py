@@ -1,0 +1,216 @@
+"""Algorithm `ppo`: proximal policy optimisation with a critic, GAE, and a KL to the initial policy.
+
+Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with generalised advantage estimation (Schulman et al. 2015,
+1506.02438, eq. 16); for language models as in Ziegler et al. 2019 (1909.08593): the KL to a reference is
+taken off the reward token by token, r_t = -beta KL_t, and the score comes at the last token; beta may follow
+a controller. The dataflow:
+
+    prompt -> generate(actor) -> tokens, behaviour_logprobs
+    tokens -> score -> rewards                tokens -> forward(reference) -> reference_logprobs
+    tokens -> forward(critic) -> values       tokens -> forward(actor) -> proximal_logprobs
+    rewards, values, reference_logprobs -> advantages -> advantages, returns
+    advantages -> train(actor)                values, returns -> train(critic)
+
+Deliberate differences: samples may be stale, so the ratio is taken to the proximal policy and tokens are
+weighted by the correction, as in every policy gradient here; the critic's loss is not weighted, for the state
+values that it learns are those of what was sampled. An answer cut off at its token limit counts as ended: the
+value after it is 0. There is no reference and no KL unless `kl.coef` is given.
+
+Metrics, averaged over trained tokens. Of the actor: those of every policy gradient (see grpo), `clipped` and
+`dual_clipped`, and with a controller `kl_coef`, beta in this step. Of the critic: `value` and `return`, the
+value at the start of the step and what it should have been, `value_error`, (V - R)^2, and `value_clipped`,
+the share of tokens that the clip left without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from stretto import Component, Context, hookimpl
+from stretto.algorithm import Call, Loss, Model, forward, function, generate, score, train
+from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt, Share
+from stretto.policy import KLConfig, KLEstimator, PolicyConfig, PolicyGradient, check_objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+
+__all__ = ["PPO", "PPOConfig", "PPOKLConfig"]
+
+
+class PPOKLConfig(KLConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A penalty that keeps the policy near a frozen model, `reference`."""
+
+    estimator: KLEstimator = "k1"
+    """As in every policy gradient; k1 is the penalty of Ziegler et al."""
+    where: Literal["loss", "reward"] = "reward"
+    """As in every policy gradient; here in the reward."""
+    target: PositiveFloat | None = None
+    """Let the coefficient, `coef` at first, follow the KL towards so many nats an answer; 6 is customary."""
+    horizon: PositiveFloat = 10_000.0
+    """With `target`: samples over which the coefficient changes by at most a fifth."""
+
+    def __post_init__(self) -> None:
+        """Relations between fields."""
+        if self.target is not None and self.coef == 0:
+            raise ValueError("target needs coef above 0, which the controller starts from")
+        if self.target is not None and self.where == "loss":
+            raise ValueError("target is for a KL in the reward; expected where: reward")
+
+
+class PPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `ppo`."""
+
+    group_size: PositiveInt = 1
+    """Samples of each prompt. The critic is the baseline, so it takes no group to compare with."""
+    kl: PPOKLConfig = PPOKLConfig()
+    """KL to a reference model; none by default."""
+    gamma: Share = 1.0
+    """Discount per token."""
+    gae_lambda: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """GAE's lambda: 1 trusts the rewards alone, 0 the critic alone. Below 1, a critic that knows nothing yet
+    punishes long answers; verl and OpenRLHF have 1, TRL 0.95."""
+    reward_norm: bool = False
+    """Whiten the scores over the answers of each batch, before the KL is taken off."""
+    adv_norm: bool = True
+    """Whiten the advantages over the trained tokens of each batch."""
+    eps_clip: NonNegativeFloat = 0.2
+    """Half-width of the trust region around the proximal policy."""
+    c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None
+    """Dual clip: largest ratio that counts for tokens of negative advantage; verl has 3."""
+    value_clip: PositiveFloat | None = 0.2
+    """Half-width of the critic's trust region around its values at the start of the step; null for none."""
+
+
+class PPO(PolicyGradient[PPOConfig]):
+    """Actor and critic."""
+
+    def __init__(self, config: PPOConfig, context: Context) -> None:
+        super().__init__(config, context)
+        # A controller moves `self.kl_coef`, beta, in the process that runs the functions, and there alone:
+        # the actor's loss is told of it in a column.
+        if config.kl.target is not None:
+            self.objective_reads = ("kl_coef",)
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The actor, the reference if there is a KL to it, and the critic."""
+        return {**super().models, "critic": Model(head="value")}
+
+    def calls(self) -> Sequence[Call]:
+        """The dataflow above; `forwards` are those of the reference and of the proximal policy."""
+        config = self.config
+        return [
+            generate("actor", samples=config.group_size),
+            score(),
+            forward("critic", writes="values"),
+            *self.forwards(),
+            function(
+                self.estimates,
+                reads=("rewards", "loss_mask", "values", *self.penalty_reads),
+                writes=("advantages", "returns", *self.objective_reads),
+                name="advantages",
+            ),
+            self.train_actor(),
+            train(
+                "critic",
+                Loss(self.value_loss, "token"),
+                reads=("values", "returns"),
+                minibatches=config.minibatches,
+                epochs=config.epochs,
+            ),
+        ]
+
+    def state(self) -> Mapping[str, float]:
+        """What the controller has learned; for a checkpoint."""
+        return {"kl_coef": self.kl_coef}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` gave, or from the beginning if it is empty."""
+        self.kl_coef = state.get("kl_coef", self.config.kl.coef)
+
+    def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Advantages and returns, (T,) float32, and with a controller beta, (S,), which then moves on."""
+        import torch
+
+        from stretto.functional import adapted_kl_coef, masked_whiten, sequence_sum
+
+        config, mask, target = self.config, batch["loss_mask"], self.config.kl.target
+        advantages = self.advantages(batch)
+        columns = {
+            "advantages": masked_whiten(advantages, mask) if config.adv_norm else advantages,
+            "returns": torch.where(mask, advantages + batch["values"], 0.0),
+        }
+        if target is not None:
+            columns["kl_coef"] = torch.full((len(batch),), self.kl_coef)
+            kl = sequence_sum(self.sampled_kl(batch), batch.sequence_index(), len(batch))  # (S,)
+            self.kl_coef = adapted_kl_coef(
+                self.kl_coef,
+                float(kl.mean()),
+                target=target,
+                horizon=config.kl.horizon,
+                samples=len(batch),
+            )
+        return columns
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """GAE of scores at the last token less the KL at each, (T,) float32."""
+        import torch
+
+        from stretto.functional import at_last_token, gae, group_normalise
+
+        config, mask, scores = self.config, batch["loss_mask"], batch["rewards"]
+        if config.reward_norm:  # the batch as one group
+            scores = group_normalise(scores, torch.zeros_like(scores, dtype=torch.long))
+        rewards = at_last_token(scores, mask, batch.sequence_index()) - self.kl_penalty(batch)
+        advantages, _ = gae(
+            rewards, batch["values"], mask, batch.lengths, gamma=config.gamma, lam=config.gae_lambda
+        )
+        return advantages
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Clipped and dual-clipped surrogate, (T,)."""
+        from stretto.functional import clipped_objective
+
+        config = self.config
+        loss, clipped, dual_clipped = clipped_objective(
+            logprobs, anchor, batch["advantages"], eps_clip=config.eps_clip, c_clip=config.c_clip
+        )
+        statistics = {"clipped": clipped.float(), "dual_clipped": dual_clipped.float()}
+        if config.kl.target is not None:
+            statistics["kl_coef"] = batch["kl_coef"][batch.sequence_index().to(logprobs.device)]
+        return loss, statistics
+
+    def value_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The critic's loss on its current values, (T,), and statistics."""
+        from stretto.functional import clipped_value_loss
+
+        returns = batch["returns"]
+        loss, clipped = clipped_value_loss(
+            values, batch["values"], returns, value_clip=self.config.value_clip
+        )
+        return loss, {
+            "value": batch["values"],
+            "return": returns,
+            "value_error": (values.detach() - returns).square(),
+            "value_clipped": clipped.float(),
+        }
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[PPOConfig]]:
+    """The component of this package."""
+    yield Component(
+        "ppo",
+        PPO,
+        PPOConfig,
+        "proximal policy optimisation: critic, GAE, KL in the reward",
+        check_objective,
+        requires={"torch": "stretto[torch]"},
+    )

@@ -1,0 +1,112 @@
+"""Algorithm `reward_model`: a model of rewards from pairs of a chosen and a rejected answer.
+
+Bradley and Terry 1952, as in Stiennon et al. 2020 (arXiv 2009.01325), section 3.4: -log sigmoid(r_c - r_r -
+margin), where r is the score at the last token of prompt and answer. Scores are known only up to a constant;
+`centering` adds centering · (r_c + r_r)^2 to the loss of a pair (Eisenstein et al. 2023, 2312.09244), which
+keeps them around 0.
+
+Each sequence of a pair carries the pair's loss at its last token, the only one that is trained, so the mean
+over tokens is the mean over pairs.
+
+Metrics, averaged over pairs: `accuracy`, the share of pairs with r_c > r_r, and `margin`, r_c - r_r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from stretto import AlgorithmConfig, Component, Context, Problem, hookimpl
+from stretto.algorithm import Call, Encoded, Group, Loss, Model, read, train
+from stretto.component import NonNegativeFloat
+from stretto.supervised import prompt_and_answer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.batch import Batch
+    from stretto.config import RunConfig
+    from stretto.dataset import Row
+    from stretto.tokenizer import Tokenizer
+
+__all__ = ["RewardModel", "RewardModelConfig"]
+
+
+class RewardModelConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the algorithm `reward_model`."""
+
+    chosen_column: str = "chosen"
+    """Column with the better answer: text, or chat messages of the assistant."""
+    rejected_column: str = "rejected"
+    """Column with the worse answer."""
+    margin: NonNegativeFloat = 0.0
+    """By how much the chosen answer's score is to be above the other's before the loss is small."""
+    centering: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's scores; 0.01 is customary."""
+
+
+class RewardModel:
+    """One model, `reward`, and the rows."""
+
+    models: Mapping[str, Model] = {"reward": Model(head="reward")}
+
+    def __init__(self, config: RewardModelConfig, context: Context) -> None:
+        del context
+        self.config = config
+
+    def calls(self) -> Sequence[Call]:
+        """read -> train, whole pairs at a time."""
+        return [
+            read(self.encode, samples=2),
+            train("reward", Loss(self.loss, "token", unit="group"), reads=("group",)),
+        ]
+
+    def keep(self, group: Group) -> bool:
+        """Every pair is trained on."""
+        del group
+        return True
+
+    def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
+        """Prompt and answer, first of the chosen and then of the rejected one, the last token trained on."""
+        column = (self.config.chosen_column, self.config.rejected_column)[index]
+        tokens, mask = prompt_and_answer(row, column, tokenizer)
+        return Encoded(tokens, [False] * (len(mask) - 1) + [True])
+
+    def loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss of its pair at the last token of each sequence, (T,), and statistics."""
+        import torch
+
+        from stretto.functional import at_last_token, pairs_of, preference_loss, sequence_sum
+
+        config, mask = self.config, batch["loss_mask"]
+        index = batch.sequence_index().to(scores.device)
+        of_answer = sequence_sum(torch.where(mask, scores, 0.0), index, len(batch))  # (S,)
+        chosen, rejected, pair = pairs_of(batch["group"])
+        margin = of_answer[chosen] - of_answer[rejected]  # (P,)
+        losses = preference_loss(margin - config.margin)
+        losses = losses + config.centering * (of_answer[chosen] + of_answer[rejected]).square()
+        margin = margin.detach()
+        return at_last_token(losses[pair], mask, index), {
+            "accuracy": (margin > 0).float()[pair[index]],
+            "margin": margin[pair[index]],
+        }
+
+
+def check(config: RewardModelConfig, run: RunConfig) -> Iterator[Problem]:
+    """Two columns."""
+    del run
+    if config.chosen_column == config.rejected_column:
+        yield Problem("algorithm.rejected_column", f"{config.rejected_column!r} is the chosen column too")
+
+
+@hookimpl
+def stretto_algorithm() -> Iterator[Component[RewardModelConfig]]:
+    """The component of this package."""
+    yield Component(
+        "reward_model",
+        RewardModel,
+        RewardModelConfig,
+        "a model of rewards from pairs of answers (Bradley-Terry)",
+        check,
+        requires={"torch": "stretto[torch]"},
+    )

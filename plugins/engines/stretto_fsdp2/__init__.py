@@ -1,0 +1,91 @@
+"""The training engine `fsdp2`: a model sharded over ranks (FSDP2), replicated, or split by tensor (DTensor).
+
+Importing this module does not import torch; the factory does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+from stretto.component import Component, Context, PositiveInt, Problem
+from stretto.engine import TrainingEngine
+from stretto.hooks import hookimpl
+from stretto.images import is_vision_language, known_config
+from stretto.training import GroupTrainingConfig, check_training, local_model_config
+
+if TYPE_CHECKING:
+    from stretto.config import RunConfig
+
+__all__ = ["Fsdp2TrainingConfig"]
+
+
+class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Data parallel over `processes` ranks, or over groups of `tensor_parallel` of them."""
+
+    tensor_parallel: PositiveInt = 1
+    """Ranks that compute each layer together, for Llama, Qwen2 and Gemma type models; must divide
+    `processes`. Rank r is number r % tensor_parallel of its group."""
+    shard: bool = True
+    """Each data-parallel rank keeps a part of parameters, gradients and optimizer. Without it, each keeps
+    all: about half the time for models of less than some million parameters."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients travel between data-parallel ranks."""
+    cpu_offload: bool = False
+    """Parameters and optimizer stay in the host's memory, where the step is made too; needs `shard`."""
+
+    def __post_init__(self) -> None:
+        """Relations between fields."""
+        super().__post_init__()
+        if self.processes % self.tensor_parallel:
+            raise ValueError(
+                f"processes ({self.processes}) must be a multiple of tensor_parallel ({self.tensor_parallel})"
+            )
+        if self.cpu_offload and not self.shard:
+            raise ValueError("cpu_offload needs shard: true")
+        if self.tensor_parallel > 1:
+            for key in ("lora", "compile"):
+                if getattr(self, key):
+                    raise ValueError(f"{key} does not go with tensor_parallel; leave out one of them")
+
+    @property
+    def data_parallel(self) -> int:
+        """Parts of a batch."""
+        return self.processes // self.tensor_parallel
+
+
+def _make(config: Fsdp2TrainingConfig, context: Context) -> TrainingEngine:
+    from stretto.hf_training import HFTraining
+    from stretto_fsdp2.sharded import ShardedLayout
+
+    return HFTraining(config, context, ShardedLayout(config, context))
+
+
+def _check(config: Fsdp2TrainingConfig, run: RunConfig) -> Iterator[Problem]:
+    yield from check_training(config, run)
+    if config.tensor_parallel > 1 and is_vision_language(known_config(run.model)):
+        yield Problem(
+            "training.tensor_parallel",
+            f"is {config.tensor_parallel}, and {run.model!r} reads images: it cannot be split; expected 1",
+        )
+    model, ranks = local_model_config(run.model), config.tensor_parallel
+    heads = model.get("num_attention_heads")
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = model.get(key) or heads
+        if isinstance(number, int) and number % ranks:
+            yield Problem(
+                "training.tensor_parallel", f"is {ranks}; it must divide the model's {key}, {number}"
+            )
+
+
+@hookimpl
+def stretto_training() -> Iterable[Component[Fsdp2TrainingConfig]]:
+    """The training engine `fsdp2`."""
+    yield Component(
+        name="fsdp2",
+        factory=_make,
+        config=Fsdp2TrainingConfig,
+        summary="several processes: FSDP2, replicated or tensor parallel; packed micro-batches, LoRA",
+        check=_check,
+        requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
+    )

@@ -1,0 +1,148 @@
+"""The layout of `fsdp2`: data-parallel ranks that shard the model or copy it, each perhaps split by tensor.
+
+On a mesh (dp, tp): parameters are split by tensor first, then sharded over dp. FSDP2 takes the mean of the
+ranks' gradients, so each rank's loss, already its part of the whole, is multiplied by their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from stretto.hf_model import layers_of
+from stretto.rank_layout import RankLayout
+from stretto_fsdp2.tensor_parallel import split_by_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from stretto import Context
+    from stretto.packing import Rows
+    from stretto_fsdp2 import Fsdp2TrainingConfig
+
+__all__ = ["ShardedLayout"]
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+class ShardedLayout(RankLayout):
+    """`width` is the number of tensor-parallel ranks."""
+
+    def __init__(self, config: Fsdp2TrainingConfig, context: Context) -> None:
+        super().__init__(config, context, width=config.tensor_parallel, inner="tp")
+        self._shards = config.shard
+        self._offloads = config.cpu_offload
+        self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype)
+        self.autocast = not config.shard
+
+    # ------------------------------------------------------------------------------- the model
+
+    def distribute(self, model: PreTrainedModel) -> None:
+        """Split by tensor, then shard, or move to the device whole."""
+        if self.width > 1:
+            split_by_tensor(model, self.mesh["tp"])
+        if not self._shards:
+            cast("nn.Module", model).to(self.device)
+            return
+        low = torch.bfloat16 if self._low else None
+        root = MixedPrecisionPolicy(low, self._reduce_dtype, torch.float32 if low else None)
+        # Only the root's output: the next layer expects what this one computes in.
+        inner = MixedPrecisionPolicy(low, self._reduce_dtype)
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self._offloads else OffloadPolicy()
+        )
+        for module in [*layers_of(model), model]:
+            fully_shard(
+                module,
+                mesh=self.mesh["dp"],
+                # The root too: by default its parameters stay whole after a forward, and a later forward
+                # would not see that a step or a load has changed their shards.
+                reshard_after_forward=True,
+                mp_policy=root if module is model else inner,
+                offload_policy=offload,
+            )
+        self._move_buffers(model)
+        if self.device.type == "cpu":
+            _return_freed_memory()
+
+    def _move_buffers(self, model: nn.Module) -> None:
+        """FSDP2 moves parameters; buffers are ours to move."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
+
+    def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor gathered in its turn."""
+        for name, tensor in tensors:
+            if isinstance(tensor, DTensor):
+                # What is offloaded is gathered on the device, where the mesh is.
+                tensor = cast("DTensor", tensor.detach().to(self.device)).full_tensor()
+            yield name, tensor
+
+    def take(self, into: Tensor, full: Tensor) -> None:
+        """This rank's shard: split by tensor first, then over dp, each time as torch.chunk does."""
+        if isinstance(into, DTensor):
+            mesh, placements = into.device_mesh, into.placements
+            for dimension in reversed(range(mesh.ndim)):
+                # Not "is it a Shard": what is split twice along one dimension is of another class.
+                placement: Any = placements[dimension]
+                if not placement.is_replicate():
+                    full = _piece(full, placement.dim, mesh.size(dimension), mesh.get_local_rank(dimension))
+        self.local(into).copy_(full)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """See `RankLayout`."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def counts(self, name: str, parameter: Tensor) -> bool:
+        """The first of the ranks that hold the same."""
+        del name
+        sharded: set[str] = set()
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            for dimension, placement in zip(names, parameter.placements, strict=True):
+                if not placement.is_replicate():
+                    sharded.add(dimension)
+        return all(name in sharded or self.mesh.get_local_rank(name) == 0 for name in ("dp", "tp"))
+
+    # --------------------------------------------------------------------------------- computing
+
+    def backward(
+        self, model: nn.Module, rows: Sequence[Rows], loss_of: Callable[[int, Tensor], Tensor]
+    ) -> None:
+        """FSDP2 reduces each micro-batch's gradient, so none is ever whole; copies reduce theirs once."""
+        if self._shards:
+            super().backward(model, rows, lambda index, output: loss_of(index, output) * self.parts)
+            return
+        super().backward(model, rows, loss_of)
+        gradients = [self._own_gradient(each) for each in model.parameters() if each.grad is not None]
+        if self.parts > 1 and gradients:
+            self.add_up(gradients, self.mesh.get_group("dp"), self._reduce_dtype)
+
+    def _own_gradient(self, parameter: Tensor) -> Tensor:
+        """A parameter's gradient where this rank holds it: autograd may leave it split another way."""
+        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        assert parameter.grad is not None
+        return self.local(parameter.grad)
+
+
+def _return_freed_memory() -> None:
+    """Have glibc hand back what is freed. By itself it soon keeps blocks of up to 32 MiB, and the layers that
+    are gathered and freed in turn leave so many holes that sharding saves nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**20)
+
+
+def _piece(full: Tensor, dim: int, count: int, index: int) -> Tensor:
+    """The piece of torch.chunk, empty where there is nothing left."""
+    size = -(-full.shape[dim] // count)
+    start = min(index * size, full.shape[dim])
+    return full.narrow(dim, start, min(size, full.shape[dim] - start))

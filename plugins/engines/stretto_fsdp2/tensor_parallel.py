@@ -1,0 +1,73 @@
+"""Tensor parallelism for decoders of the Llama type: which module is split which way.
+
+Queries, keys, values and the way into the feed-forward part are split by output, the ways back by input, and
+embedding and head by vocabulary. Logits and all hidden states between modules are whole in every rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from stretto.errors import EngineError
+from stretto.hf_model import layers_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+__all__ = ["check_splits", "split_by_tensor"]
+
+_BY_OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def split_by_tensor(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split a model over a mesh of one dimension, in place.
+
+    Raises:
+        EngineError: if the model is not of that type, or does not divide.
+    """
+    check_splits(model, mesh.size())
+    layer_plan: dict[str, Any] = {name: ColwiseParallel() for name in _BY_OUTPUT}
+    layer_plan |= {name: RowwiseParallel() for name in _BY_INPUT}
+    for layer in layers_of(model):
+        parallelize_module(layer, mesh, layer_plan)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+    if isinstance(head, nn.Module):
+        parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
+        if tied:  # parallelize_module gives each its own
+            head.weight = embedding.weight
+
+
+def check_splits(model: PreTrainedModel, ranks: int) -> None:
+    """Raise EngineError if a model cannot be split over so many ranks."""
+    kind = type(model).__name__
+    layers = layers_of(model)
+    if not layers:
+        raise EngineError(f"training.tensor_parallel: the layers of {kind} are not known")
+    for layer in layers:
+        found = {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+        wanted = {*_BY_OUTPUT, *_BY_INPUT}
+        if found != wanted:
+            raise EngineError(
+                f"training.tensor_parallel does not know how to split {kind}: its layers have the linear "
+                f"modules {', '.join(sorted(found))}; expected {', '.join(sorted(wanted))}"
+            )
+        within = {name.rpartition(".")[2] for name, _ in layer.named_modules()}
+        if strange := sorted(within & {"q_norm", "k_norm"}):
+            raise EngineError(
+                f"training.tensor_parallel does not know how to split {kind}: its attention has "
+                f"{' and '.join(strange)}, whose gradients no rank would have whole"
+            )
+    config: Any = model.config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, key) % ranks:
+            raise EngineError(
+                f"training.tensor_parallel is {ranks}; it must divide {key}, {getattr(config, key)}"
+            )

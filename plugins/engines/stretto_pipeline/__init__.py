@@ -1,0 +1,75 @@
+"""The training engine `pipeline`: a model cut by layers into stages, each in a process of its own.
+
+Importing this module does not import torch; the factory does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from stretto.component import Component, Context, PositiveInt, Problem
+from stretto.engine import TrainingEngine
+from stretto.hooks import hookimpl
+from stretto.images import is_vision_language, known_config
+from stretto.training import GroupTrainingConfig, check_training, local_model_config
+
+if TYPE_CHECKING:
+    from stretto.config import RunConfig
+
+__all__ = ["PipelineTrainingConfig"]
+
+
+class PipelineTrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Stages one after the other (1F1B), and data parallel over `processes // stages` of such lines."""
+
+    processes: PositiveInt = 2
+    """Ranks of the worker group; rank r is stage r % stages of its line."""
+    stages: PositiveInt = 2
+    """Stages that the layers are cut into, as equal as they can be; must divide `processes`. More
+    micro-batches keep them busier: of m, all stages compute in m - stages + 1."""
+
+    def __post_init__(self) -> None:
+        """Relations between fields."""
+        super().__post_init__()
+        if self.processes % self.stages:
+            raise ValueError(f"processes ({self.processes}) must be a multiple of stages ({self.stages})")
+
+    @property
+    def data_parallel(self) -> int:
+        """Parts of a batch."""
+        return self.processes // self.stages
+
+
+def _make(config: PipelineTrainingConfig, context: Context) -> TrainingEngine:
+    from stretto.hf_training import HFTraining
+    from stretto_pipeline.pipeline import PipelineLayout
+
+    return HFTraining(config, context, PipelineLayout(config, context))
+
+
+def _check(config: PipelineTrainingConfig, run: RunConfig) -> Iterator[Problem]:
+    yield from check_training(config, run)
+    if is_vision_language(known_config(run.model)):
+        yield Problem(
+            "training.use",
+            f"'pipeline' cannot cut {run.model!r}, which reads images; 'torch' and 'fsdp2' train it",
+        )
+    layers = local_model_config(run.model).get("num_hidden_layers")
+    if isinstance(layers, int) and layers < config.stages:
+        yield Problem(
+            "training.stages", f"is {config.stages}, and the model has {layers} layers; at most {layers}"
+        )
+
+
+@hookimpl
+def stretto_training() -> Iterable[Component[PipelineTrainingConfig]]:
+    """The training engine `pipeline`."""
+    yield Component(
+        name="pipeline",
+        factory=_make,
+        config=PipelineTrainingConfig,
+        summary="several processes, each with some of the layers: 1F1B, combined with data parallel",
+        check=_check,
+        requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
+    )

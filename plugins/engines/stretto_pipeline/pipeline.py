@@ -1,0 +1,126 @@
+"""The layout of `pipeline`: lines of stages, run by a 1F1B schedule of its own.
+
+Micro-batches may be of any shape: every stage has the batch, and so knows the shape of what comes. Only
+hidden states and their gradients travel. Each data-parallel part has a line of its own; equal stages add up
+their gradients at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.rank_layout import RankLayout
+from stretto_pipeline.schedule import Neighbours, run_backward, run_forward
+from stretto_pipeline.stage import Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from stretto import Context
+    from stretto.packing import Rows
+    from stretto_pipeline import PipelineTrainingConfig
+
+__all__ = ["PipelineLayout"]
+
+
+class PipelineLayout(RankLayout):
+    """`width` is the number of stages."""
+
+    def __init__(self, config: PipelineTrainingConfig, context: Context) -> None:
+        super().__init__(config, context, width=config.stages, inner="stage")
+        self._index = context.rank % config.stages
+        self._aliases: dict[str, str] = {}
+
+    def connect(self) -> None:
+        """Besides the mesh: a group of each line for what goes forwards and one for what goes backwards, as
+        neither may wait for the other; and one of its ends."""
+        if self._mesh is not None:
+            return
+        super().connect()
+        width = self.width
+        for part in range(self.parts):
+            line = list(range(part * width, (part + 1) * width))
+            groups: list[Any] = [dist.new_group(ranks) for ranks in (line, line, sorted({line[0], line[-1]}))]
+            if self.rank in line:
+                self._line, self._group, self._ends = line, groups[0], groups[2]
+                self._neighbours = Neighbours(line, self._index, *groups[:2])
+
+    # ------------------------------------------------------------------------------- the model
+
+    def distribute(self, model: PreTrainedModel) -> None:
+        """Cut the model down to this rank's stage."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._stage = Stage(model, self._index, self.width)
+        self._tied = self._stage.tied if self.width > 1 else None
+        if self._tied is not None:
+            own = next(name for name, parameter in model.named_parameters() if parameter is self._tied)
+            self._aliases = {own: names[id(self._tied)]}
+        cast("nn.Module", model).to(self.device)
+
+    def name(self, own: str) -> str:
+        """The last stage's copy of a tied embedding goes by the embedding's name."""
+        return self._aliases.get(own, own)
+
+    def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The first stage's tensors, then the second's: each broadcast along the line."""
+        own = {name: tensor.detach() for name, tensor in tensors}
+        listed = {name: (list(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in own.items()}
+        sent: set[str] = set()
+        for stage, names in enumerate(self.everyone(listed)[: self.width]):
+            for name, (shape, dtype) in names.items():
+                if name in sent:  # the copy of a tied one
+                    continue
+                sent.add(name)
+                if stage == self._index:
+                    tensor = own[name].to(self.device).contiguous()
+                else:
+                    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                dist.broadcast(tensor, self._line[stage], group=self._group)
+                yield name, tensor
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """See `RankLayout`."""
+        return tensor
+
+    def counts(self, name: str, parameter: Tensor) -> bool:
+        """On the first line, and not the copy of a tied parameter."""
+        del parameter
+        return self.rank < self.width and self.name(name) == name
+
+    # --------------------------------------------------------------------------------- computing
+
+    def share(self, output: Tensor) -> Tensor:
+        """From the last stage to the others."""
+        dist.broadcast(output, self._line[-1], group=self._group)
+        return output
+
+    def forward(self, model: nn.Module, rows: Sequence[Rows], take: Callable[[int, Tensor], object]) -> None:
+        """Through this stage."""
+        del model
+        run_forward(self._neighbours, self._shapes(rows), self.device, self._computing(rows), take)
+
+    def backward(
+        self, model: nn.Module, rows: Sequence[Rows], loss_of: Callable[[int, Tensor], Tensor]
+    ) -> None:
+        """1F1B; then equal stages add up their gradients, and the ends those of a tied embedding."""
+        run_backward(self._neighbours, self._shapes(rows), self.device, self._computing(rows), loss_of)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if self.parts > 1 and gradients:
+            self.add_up(gradients, self.mesh.get_group("dp"))
+        if self._tied is not None and self._tied.grad is not None:
+            self.add_up([self._tied.grad], self._ends)
+
+    def _shapes(self, rows: Sequence[Rows]) -> list[tuple[int, ...]]:
+        return [self._stage.shape(row.arguments) for row in rows]
+
+    def _computing(self, rows: Sequence[Rows]) -> Callable[[int, Tensor | None], Tensor]:
+        def compute(index: int, hidden: Tensor | None) -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self._low):
+                return self._stage.compute(rows[index].arguments, hidden)
+
+        return compute

@@ -1,0 +1,138 @@
+"""1F1B: what a stage computes, receives and sends, in which order, for any number of micro-batches.
+
+A stage goes as many micro-batches ahead as there are stages after it; then each forward is followed by the
+backward of the oldest, so that no stage holds more than `stages` micro-batches' activations.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Neighbours", "run_backward", "run_forward"]
+
+# What was sent earlier has been received, or will be without anything more from here; see `_Channel`.
+_UNDER_WAY = 2
+
+
+@dataclass
+class _Channel:
+    """To or from one other stage, in one direction, with a process group of its own."""
+
+    rank: int
+    group: Any
+    _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque[tuple[Any, Tensor]])
+
+    def send(self, tensor: Tensor) -> None:
+        """Returns at once. The tensor is kept until it has gone; of those before the last few that is
+        waited for, which is safe: their receiver is past them, or waits for nothing else."""
+        self._sent.append((dist.isend(tensor, dst=self.rank, group=self.group), tensor))
+        self.flush(_UNDER_WAY)
+
+    def receive(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        tensor = torch.empty(*shape, device=device)
+        dist.recv(tensor, src=self.rank, group=self.group)
+        return tensor
+
+    def flush(self, left: int = 0) -> None:
+        while len(self._sent) > left:
+            self._sent.popleft()[0].wait()
+
+
+class Neighbours:
+    """The stages before and after this one, if there are any."""
+
+    def __init__(self, line: Sequence[int], index: int, forwards: Any, backwards: Any) -> None:
+        self.after = len(line) - index - 1
+        """Stages after this one."""
+        has_before, has_next = index > 0, self.after > 0
+        self.hidden_in = _Channel(line[index - 1], forwards) if has_before else None
+        self.gradient_out = _Channel(line[index - 1], backwards) if has_before else None
+        self.hidden_out = _Channel(line[index + 1], forwards) if has_next else None
+        self.gradient_in = _Channel(line[index + 1], backwards) if has_next else None
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
+        for channel in (self.hidden_out, self.gradient_out):
+            if channel is not None:
+                channel.flush()
+
+
+# Number of a micro-batch and hidden states from the stage before, None in the first -> the stage's output.
+Compute = Callable[[int, "Tensor | None"], Tensor]
+
+
+def run_forward(
+    neighbours: Neighbours,
+    shapes: Sequence[Sequence[int]],
+    device: torch.device,
+    compute: Compute,
+    take: Callable[[int, Tensor], object],
+) -> None:
+    """All micro-batches through this stage, without gradients.
+
+    Args:
+        shapes: of each micro-batch's hidden states.
+        take: what is done with the last stage's outputs.
+    """
+    for index, shape in enumerate(shapes):
+        hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape, device)
+        output = compute(index, hidden)
+        if neighbours.hidden_out is None:
+            take(index, output)
+        else:
+            neighbours.hidden_out.send(output.float().contiguous())
+    neighbours.flush()
+
+
+def run_backward(
+    neighbours: Neighbours,
+    shapes: Sequence[Sequence[int]],
+    device: torch.device,
+    compute: Compute,
+    loss_of: Callable[[int, Tensor], Tensor],
+) -> None:
+    """All micro-batches forwards and backwards; gradients add up in the parameters.
+
+    Args:
+        shapes: of each micro-batch's hidden states.
+        loss_of: the last stage's output -> a scalar.
+    """
+    held: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    def go_forward(index: int) -> None:
+        hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shapes[index], device).requires_grad_()
+        output = compute(index, hidden)
+        if neighbours.hidden_out is None:
+            output = loss_of(index, output)
+        else:
+            output = output.float()
+            neighbours.hidden_out.send(output.detach().contiguous())
+        held[index] = hidden, output
+
+    def go_backward(index: int) -> None:
+        hidden, output = held.pop(index)
+        gradient = neighbours.gradient_in and neighbours.gradient_in.receive(shapes[index], device)
+        if output.requires_grad:  # not where a first stage has nothing to train
+            output.backward(gradient)
+        if neighbours.gradient_out is not None:
+            assert hidden is not None
+            assert hidden.grad is not None
+            neighbours.gradient_out.send(hidden.grad.contiguous())
+
+    count = len(shapes)
+    ahead = min(count, neighbours.after)
+    for index in range(ahead):
+        go_forward(index)
+    for index in range(count - ahead):
+        go_forward(index + ahead)
+        go_backward(index)
+    for index in range(count - ahead, count):
+        go_backward(index)
+    neighbours.flush()

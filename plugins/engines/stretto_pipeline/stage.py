@@ -1,0 +1,115 @@
+"""One stage of a model: the Hugging Face model itself, without what the other stages hold.
+
+Layers of other stages become stand-ins that hand on what they are given, so every module keeps its name, and
+each layer its number, by which the model chooses its mask.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Stage"]
+
+
+class _Elsewhere(nn.Module):
+    """A layer that another stage holds."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """As it came."""
+        return hidden_states
+
+
+class Stage:
+    """What stage `index` of `count` computes, and holds.
+
+    Args:
+        model: whole; it is cut in place.
+
+    Raises:
+        EngineError: if it has fewer layers than stages, or computes anything outside of embedding, layers,
+            norm and head.
+    """
+
+    def __init__(self, model: PreTrainedModel, index: int, count: int) -> None:
+        self.is_first = index == 0
+        self.is_last = index == count - 1
+        self._base: Any = model.base_model
+        missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(self._base, name)]
+        if missing:
+            raise EngineError(
+                f"pipeline does not know how to cut {type(model).__name__}: it has no {', '.join(missing)}"
+            )
+        self._model: Any = model
+        self.hidden_size: int = model.config.get_text_config().hidden_size
+        tied = _tied(model)
+        self.tied = tied if self.is_first or self.is_last else None
+        """The weight that first and last stage both have, in either."""
+        layers = len(self._base.layers)
+        if layers < count:
+            raise EngineError(f"training.stages is {count}; it must be at most the model's layers, {layers}")
+        held = range(index * layers // count, (index + 1) * layers // count)
+        self._cut(held)
+
+    def _cut(self, held: range) -> None:
+        base, model = self._base, self._model
+        kept = {number: base.layers[number] for number in held}
+        norm = base.norm
+        base.layers = nn.ModuleList([_Elsewhere() for _ in range(len(base.layers))])
+        base.norm = nn.Identity()
+        _check_nothing_else(model)
+        for number, layer in kept.items():
+            base.layers[number] = layer
+        if self.is_last:
+            base.norm = norm
+        else:
+            for name, _ in list(model.named_children()):
+                if name != model.base_model_prefix:
+                    setattr(model, name, nn.Identity())
+        if not self.is_first:
+            base.embed_tokens = nn.Identity()
+
+    def shape(self, arguments: dict[str, Any]) -> tuple[int, ...]:
+        """Shape of the hidden states of a micro-batch."""
+        return (*arguments["input_ids"].shape, self.hidden_size)
+
+    def compute(self, arguments: dict[str, Any], hidden: Tensor | None) -> Tensor:
+        """Hidden states for the next stage, or the output of the head; `hidden` comes from the one before."""
+        own = dict(arguments)
+        if hidden is not None:
+            del own["input_ids"]
+            own["inputs_embeds"] = hidden
+        if self.is_last:
+            return self._model(**own).logits
+        own.pop("logits_to_keep", None)
+        return self._base(**own).last_hidden_state
+
+
+def _tied(model: PreTrainedModel) -> nn.Parameter | None:
+    embedding, head = cast("Any", model.get_input_embeddings()), cast("Any", model.get_output_embeddings())
+    return head.weight if head is not None and head.weight is embedding.weight else None
+
+
+@torch.no_grad()
+def _check_nothing_else(model: Any) -> None:
+    """With no layer and no norm, what goes in must come out: else each stage would do it once more."""
+    base = model.base_model
+    ids = torch.arange(4, device=model.device)[None]
+    embedded = base.embed_tokens(ids)
+    for arguments in ({"input_ids": ids}, {"inputs_embeds": embedded}):
+        try:
+            passed = base(**arguments, use_cache=False).last_hidden_state
+        except (AttributeError, TypeError, ValueError) as error:
+            raise EngineError(f"pipeline does not know how to cut {type(model).__name__}: {error}") from error
+        if not torch.equal(passed, embedded):
+            raise EngineError(
+                f"pipeline does not know how to cut {type(model).__name__}: it computes something "
+                "between its embedding, layers and norm"
+            )

@@ -1,0 +1,92 @@
+"""Reward `model`: what a reward model says of an answer, such as one trained with the algorithm
+`reward_model`.
+
+The model reads text, with a tokenizer of its own: prompt (chat messages by its template), answer, and the end
+of the text. Its score at the last token is the reward. So its vocabulary need not be the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stretto import Component, Context, Problem, RewardConfig, hookimpl
+from stretto.component import ModelSource
+
+if TYPE_CHECKING:
+    from stretto.config import RunConfig
+
+__all__ = ["RewardModelConfig"]
+
+
+class RewardModelConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the reward `model`."""
+
+    path: ModelSource
+    """Folder or hub id of a model with one score a token (`…ForTokenClassification` of one label), such as
+    `checkpoints/step-000100/model` of a run of the algorithm `reward_model`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes a GPU if the process can see one."""
+    scale: float = 1.0
+    """The score is multiplied by it."""
+
+
+def make(config: RewardModelConfig, context: Context) -> Callable[..., list[float]]:
+    """The scoring function, for all answers of a group at once."""
+    del context
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    from stretto.tokenizer import load_tokenizer
+
+    use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    tokenizer = load_tokenizer(config.path)
+    model: Any = AutoModelForTokenClassification.from_pretrained(
+        config.path, dtype=torch.float32, use_safetensors=True
+    )
+    if model.config.num_labels != 1:
+        raise ValueError(f"{config.path!r} gives {model.config.num_labels} numbers a token; expected one")
+    model = model.to("cuda" if use_gpu else "cpu").eval()
+
+    @torch.no_grad()
+    def score(completions: list[Any], prompts: list[Any], **columns: Any) -> list[float]:
+        del columns
+        texts = [
+            [*tokenizer.encode_prompt(prompt), *tokenizer.encode_answer(completion)]
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        longest = max(map(len, texts))
+        ids = torch.zeros(len(texts), longest, dtype=torch.long)  # (S, L), padded on the right
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.tensor(text)
+        lengths = torch.tensor([len(text) for text in texts])
+        mask = torch.arange(longest)[None] < lengths[:, None]
+        scores = model(
+            input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device), use_cache=False
+        ).logits  # (S, L, 1)
+        last = scores[torch.arange(len(texts)), lengths - 1, 0]
+        return (config.scale * last.float()).tolist()
+
+    return score
+
+
+def check(config: RewardModelConfig, run: RunConfig) -> Iterable[Problem]:
+    """Where it comes from."""
+    del run
+    path = Path(config.path)
+    if path.is_dir() and not (path / "config.json").exists():
+        yield Problem("reward.path", f"{config.path!r} is not a model: the folder has no config.json")
+
+
+@hookimpl
+def stretto_reward() -> Iterator[Component[RewardModelConfig]]:
+    """The component of this package."""
+    yield Component(
+        "model",
+        make,
+        RewardModelConfig,
+        "the score of a reward model",
+        check,
+        requires={"torch": "stretto[torch]"},
+    )

@@ -1,0 +1,445 @@
+"""Training over several processes gives the numbers of one: FSDP2, copies, tensor parallel, pipeline."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stretto.algorithm import AlgorithmConfig
+from stretto.config import RunConfig
+from stretto.dataset import DatasetConfig
+from stretto.errors import EngineError
+from stretto_fsdp2.tensor_parallel import check_splits
+
+TinyModels = Callable[[str], Path]
+
+PROGRAM = Path(__file__).with_name("layout_ranks.py")
+
+
+def _program() -> Any:
+    """The program of a rank as a module, to measure a single process with."""
+    spec = importlib.util.spec_from_file_location("layout_ranks", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+layout_ranks = _program()
+SGD = {"optimizer": "sgd", "lr": 0.1}
+ADAM = {"lr": 1e-3, "eps": 1e-6}
+SIZES = {
+    "vocab_size": layout_ranks.VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.08,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+TIED = {"qwen2": True, "llama": False, "gemma": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline": {"use": "pipeline", "processes": 2, "stages": 2},
+    "fsdp2": {"use": "fsdp2", "processes": 2},
+    "copies": {"use": "fsdp2", "processes": 2, "shard": False},
+    "tensor_parallel": {"use": "fsdp2", "processes": 2, "tensor_parallel": 2},
+}
+
+
+@dataclass
+class Measured:
+    """What `layout_ranks.measure` left, of all ranks."""
+
+    folder: Path
+    ranks: int
+    width: int
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads((self.folder / f"{name}-{rank}.json").read_text()) for rank in range(self.ranks)]
+
+    def said(self, name: str) -> Tensor:
+        """What the head says of all parts."""
+        return torch.tensor([number for rank in self.of(name)[:: self.width] for number in rank["said"]])
+
+    def steps(self, name: str) -> list[dict[str, float]]:
+        """The statistics, which must be the same in all ranks."""
+        found = self.of(name)
+        assert all(rank["steps"] == found[0]["steps"] for rank in found)
+        return found[0]["steps"]
+
+    def update(self, name: str) -> dict[str, Tensor]:
+        tensors = load_file(self.folder / f"{name}.safetensors")
+        names = sorted(key.removeprefix("after.") for key in tensors if key.startswith("after."))
+        return {key: tensors[f"after.{key}"] - tensors[f"before.{key}"] for key in names}
+
+
+def run_ranks(folder: Path, options: Mapping[str, Any], runs: list[dict[str, Any]], **more: Any) -> Measured:
+    """Run a case in processes of its own, all ended after two minutes."""
+    folder.mkdir()
+    (folder / "case.json").write_text(json.dumps({"options": options, "runs": runs, **more}))
+    ranks = int(options["processes"])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + 110
+    try:
+        for rank in range(ranks):
+            with (folder / f"{rank}.txt").open("wb") as output:
+                command = [sys.executable, str(PROGRAM), str(folder), str(rank)]
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                )
+        for process in processes:
+            process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    told = "\n".join((folder / f"{rank}.txt").read_text()[-3000:] for rank in range(ranks))
+    assert [process.returncode for process in processes] == [0] * ranks, told
+    return Measured(folder, ranks, ranks // layout_ranks.config_of(options).data_parallel)
+
+
+# ------------------------------------------------------------------------------- what is measured
+
+
+def runs_of(models: Mapping[str, Path], saved: Path, loads: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """The measurements of each layout; those with `loads` begin from checkpoints of others."""
+    runs: list[dict[str, Any]] = []
+    for model, folder in models.items():
+        common = {"model": str(folder)}
+        runs.append({**common, "name": f"{model}-sgd", "options": SGD})
+        adam = {"seeds": [0, 1], "save": str(saved / model), "more": [2]}
+        runs.append({**common, "name": f"{model}-adam", "options": ADAM, **adam})
+    qwen2, llama = str(models["qwen2"]), str(models["llama"])
+    clipped = {**SGD, "lr": 10.0, "clip_norm": 0.1}
+    runs.append({"name": "clipped", "model": qwen2, "options": clipped})
+    runs.append({"name": "value", "model": qwen2, "options": SGD, "head": "value", "seeds": [0, 1]})
+    padded = {**SGD, "packing": "padded"}
+    runs.append({"name": "reward", "model": llama, "options": padded, "head": "reward", "seeds": [0, 1]})
+    runs.append({"name": "frozen", "model": qwen2, "options": {}, "trainable": False, "seeds": []})
+    for name, folder in loads.items():
+        model = folder.name
+        load = {"load": str(folder), "seeds": [2]}
+        runs.append({"name": name, "model": str(models[model]), "options": ADAM, **load})
+    return runs
+
+
+LORA: dict[str, Any] = {
+    "name": "lora",
+    "options": {**ADAM, "lr": 1e-2, "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}},
+}
+
+
+@pytest.fixture(scope="session")
+def models(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random models of three architectures, tied and not, with a tokenizer each."""
+    folders: dict[str, Path] = {}
+    for architecture, tied in TIED.items():
+        folders[architecture] = tmp_path_factory.mktemp("models") / architecture
+        shutil.copytree(tiny_models("qwen2"), folders[architecture])
+        torch.manual_seed(3)
+        config = AutoConfig.for_model(architecture, **SIZES, tie_word_embeddings=tied)
+        AutoModelForCausalLM.from_config(config).float().save_pretrained(folders[architecture])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all layouts put what they find, and their checkpoints under `saved/<layout>/<model>`."""
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="session")
+def single(models: dict[str, Path], work: Path) -> Measured:
+    """The engine `torch` in this process."""
+    folder = work / "torch"
+    folder.mkdir()
+    runs = runs_of(models, work / "saved/torch", {})
+    runs.append({**LORA, "model": str(models["qwen2"])})
+    for run in runs:
+        layout_ranks.measure(folder, **{**run, "options": {"use": "torch", **run["options"]}})
+    return Measured(folder, 1, 1)
+
+
+@pytest.fixture(scope="session")
+def measured(single: Measured, models: dict[str, Path], work: Path) -> Callable[[str], Measured]:
+    """`measured("fsdp2")`: that layout's figures; each layout is run once."""
+    found: dict[str, Measured] = {}
+    # Who begins from whose checkpoints.
+    loads = {
+        "pipeline": {"from-torch": work / "saved/torch/qwen2"},
+        "fsdp2": {"from-torch": work / "saved/torch/llama", "from-pipeline": work / "saved/pipeline/qwen2"},
+        "copies": {},
+        "tensor_parallel": {"from-fsdp2": work / "saved/fsdp2/qwen2"},
+    }
+
+    def of(layout: str) -> Measured:
+        for needed in {"fsdp2": ["pipeline"], "tensor_parallel": ["fsdp2"]}.get(layout, []):
+            of(needed)
+        if layout not in found:
+            runs = runs_of(models, work / "saved" / layout, loads[layout])
+            if layout in ("fsdp2", "pipeline"):
+                runs.append(
+                    {**LORA, "model": str(models["qwen2"]), "save": str(work / "saved" / layout / "lora")}
+                )
+            found[layout] = run_ranks(work / layout, LAYOUTS[layout], runs)
+        return found[layout]
+
+    return of
+
+
+def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Norm of the difference of two updates, relative to the expected one's."""
+    assert found.keys() == expected.keys()
+    difference = torch.cat([(found[name] - expected[name]).flatten() for name in expected])
+    return float(difference.norm() / torch.cat([each.flatten() for each in expected.values()]).norm())
+
+
+# ------------------------------------------------------------------------------------------ tests
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_gives_the_numbers_of_one_process(
+    layout: str, single: Measured, measured: Callable[[str], Measured]
+) -> None:
+    found = measured(layout)
+    for model in TIED:
+        sgd, adam = f"{model}-sgd", f"{model}-adam"
+        assert float((found.said(sgd) - single.said(sgd)).abs().max()) < 1e-4
+        for name, value in single.steps(sgd)[0].items():
+            if name != "micro_batches":
+                assert found.steps(sgd)[0][name] == pytest.approx(value, rel=1e-5), name
+        assert off(found.update(sgd), single.update(sgd)) < 1e-5
+        assert found.steps(adam)[2]["loss"] == pytest.approx(single.steps(adam)[2]["loss"], rel=1e-3)
+        assert off(found.update(adam), single.update(adam)) < 1e-2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads_and_clipping_are_those_of_one_process(
+    layout: str, single: Measured, measured: Callable[[str], Measured]
+) -> None:
+    found = measured(layout)
+    for name in ("value", "reward", "clipped"):
+        for mine, theirs in zip(found.steps(name), single.steps(name), strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), name
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5), name
+        assert off(found.update(name), single.update(name)) < 1e-5, name
+    assert float((found.said("frozen") - single.said("frozen")).abs().max()) < 1e-4
+    assert found.update("frozen").keys() == single.update("qwen2-sgd").keys()
+    assert single.steps("clipped")[0]["grad_norm"] > 0.1
+    assert "entropy" not in single.steps("value")[0]
+
+
+def test_checkpoints_go_from_any_layout_to_any_other(
+    single: Measured, models: dict[str, Path], measured: Callable[[str], Measured], work: Path
+) -> None:
+    for layout, name, source, model in (
+        ("pipeline", "from-torch", "torch", "qwen2"),
+        ("fsdp2", "from-torch", "torch", "llama"),
+        ("fsdp2", "from-pipeline", "pipeline", "qwen2"),
+        ("tensor_parallel", "from-fsdp2", "fsdp2", "qwen2"),
+    ):
+        saver = single if source == "torch" else measured(source)
+        expected = saver.steps(f"{model}-adam")[2]
+        assert measured(layout).steps(name)[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert measured(layout).steps(name)[0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    for source in ("fsdp2", "pipeline", "tensor_parallel"):
+        layout_ranks.measure(
+            single.folder,
+            f"from-{source}",
+            str(models["gemma"]),
+            {"use": "torch", **ADAM},
+            seeds=[2],
+            load=str(work / "saved" / source / "gemma"),
+        )
+        expected = measured(source).steps("gemma-adam")[2]
+        assert single.steps(f"from-{source}")[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+@pytest.mark.parametrize("layout", ["fsdp2", "pipeline"])
+def test_adapters_train_alike_and_can_be_loaded_by_peft(
+    layout: str, single: Measured, models: dict[str, Path], measured: Callable[[str], Measured], work: Path
+) -> None:
+    found = measured(layout)
+    assert found.steps("lora")[0]["loss"] == pytest.approx(single.steps("lora")[0]["loss"], rel=1e-5)
+    changed = {name for name, update in found.update("lora").items() if update.abs().max() > 0}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+    assert off(found.update("lora"), single.update("lora")) < 1e-2
+
+    folder = work / "saved" / layout / "lora"
+    tokens = torch.arange(2, 12)[None]
+    base = AutoModelForCausalLM.from_pretrained(models["qwen2"])
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(base, folder / "adapter")(input_ids=tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(folder / "model")(input_ids=tokens).logits
+        plain = AutoModelForCausalLM.from_pretrained(models["qwen2"])(input_ids=tokens).logits
+    torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-5)
+    assert float((adapted - plain).abs().max()) > 1e-3
+
+
+# ------------------------------------------------------------------------------------ slow: more ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use": "fsdp2", "processes": 4, "tensor_parallel": 2},
+        {"use": "fsdp2", "processes": 4, "tensor_parallel": 2, "shard": False},
+        {"use": "pipeline", "processes": 4, "stages": 2},
+        {"use": "pipeline", "processes": 3, "stages": 3},
+        {"use": "fsdp2", "processes": 2, "cpu_offload": True},
+        {"use": "fsdp2", "processes": 2, "gradient_checkpointing": True},
+        {"use": "pipeline", "processes": 2, "gradient_checkpointing": True},
+        {"use": "fsdp2", "processes": 2, "compile": True},
+    ],
+    ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
+)
+def test_other_layouts_give_the_numbers_of_one_process(
+    options: dict[str, Any], single: Measured, models: dict[str, Path], tmp_path: Path
+) -> None:
+    every = runs_of(models, tmp_path / "saved", {})
+    runs = [run for run in every if run["name"] in ("qwen2-adam", "llama-sgd", "value")]
+    found = run_ranks(tmp_path / "ranks", options, runs)
+    assert float((found.said("llama-sgd") - single.said("llama-sgd")).abs().max()) < 1e-4
+    for name in ("llama-sgd", "value"):
+        assert found.steps(name)[0]["grad_norm"] == pytest.approx(
+            single.steps(name)[0]["grad_norm"], rel=1e-5
+        )
+        assert off(found.update(name), single.update(name)) < 1e-5, name
+    assert off(found.update("qwen2-adam"), single.update("qwen2-adam")) < 1e-2
+
+
+@pytest.mark.slow
+def test_gradients_in_bfloat16_are_close(single: Measured, models: dict[str, Path], tmp_path: Path) -> None:
+    run = {"name": "low", "model": str(models["llama"]), "options": SGD}
+    for shard in (True, False):
+        options = {"use": "fsdp2", "processes": 2, "shard": shard, "reduce_dtype": "bfloat16"}
+        found = run_ranks(tmp_path / f"{shard}", options, [run])
+        assert 1e-6 < off(found.update("low"), single.update("llama-sgd")) < 1e-2
+
+
+@pytest.mark.slow
+def test_two_ranks_need_less_memory_each(models: dict[str, Path], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 20, "head_dim": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config = AutoConfig.for_model("llama", **{**SIZES, **sizes, **heads})
+    model = AutoModelForCausalLM.from_config(config).float()
+    assert model.num_parameters() >= 60e6
+    model.save_pretrained(tmp_path / "large")
+    del model
+    weigh = {"tiny": str(models["llama"]), "large": str(tmp_path / "large")}
+    figures: dict[str, list[dict[str, float]]] = {}
+    for use, ranks in (("torch", 1), ("fsdp2", 2)):
+        run_ranks(tmp_path / use, {"use": use, "processes": ranks, "micro_batch_tokens": 64}, [], weigh=weigh)
+        figures[use] = [
+            json.loads((tmp_path / use / f"memory-{rank}.json").read_text()) for rank in range(ranks)
+        ]
+    [alone] = figures["torch"]
+    for shared in figures["fsdp2"]:
+        for name in ("after", "peak"):
+            assert shared[name] < 0.65 * alone[name], (name, figures)
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+
+def refusals(options: dict[str, Any], model: Path) -> list[str]:
+    """What an engine's check says of a section and a model, before any process starts."""
+    check = layout_ranks.ENGINES[options["use"]].check
+    run = RunConfig(
+        name="n",
+        steps=1,
+        algorithm=AlgorithmConfig(use="grpo"),
+        dataset=DatasetConfig(use="jsonl"),
+        model=str(model),
+    )
+    return [f"{problem.path} {problem.message}" for problem in check(layout_ranks.config_of(options), run)]
+
+
+def test_layouts_that_the_processes_do_not_fill_are_refused() -> None:
+    for options, message in (
+        ({"use": "fsdp2", "processes": 3, "tensor_parallel": 2}, r"processes \(3\) must be a multiple"),
+        ({"use": "pipeline", "processes": 3}, r"processes \(3\) must be a multiple of stages \(2\)"),
+        ({"use": "fsdp2", "processes": 2, "tensor_parallel": 2, "lora": {}}, "lora does not go with"),
+        ({"use": "fsdp2", "shard": False, "cpu_offload": True}, "cpu_offload needs shard"),
+    ):
+        with pytest.raises(msgspec.ValidationError, match=message):
+            layout_ranks.config_of(options)
+
+
+def test_layouts_that_a_model_does_not_divide_into_are_refused(models: dict[str, Path]) -> None:
+    three = {"use": "fsdp2", "processes": 3, "tensor_parallel": 3}
+    assert refusals(three, models["llama"]) == [
+        "training.tensor_parallel is 3; it must divide the model's num_attention_heads, 4",
+        "training.tensor_parallel is 3; it must divide the model's num_key_value_heads, 2",
+    ]
+    [refusal] = refusals({"use": "pipeline", "processes": 4, "stages": 4}, models["llama"])
+    assert refusal == "training.stages is 4, and the model has 3 layers; at most 3"
+    assert refusals({"use": "fsdp2", "processes": 2, "tensor_parallel": 2}, models["llama"]) == []
+    assert refusals({"use": "torch", "processes": 2}, models["llama"])[0].startswith(
+        "training.processes is 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "architecture", "message"),
+    [
+        (
+            {"use": "fsdp2", "tensor_parallel": 1, "lora": {"targets": ["to_q"]}},
+            "qwen2",
+            "'to_q' is no linear",
+        ),
+        ({"use": "torch", "lora": {"targets": ["lm_head"]}}, "qwen2", "'lm_head' is no linear"),  # tied
+        ({"use": "pipeline", "processes": 1, "stages": 1}, "gpt2", "it has no embed_tokens, layers, norm"),
+        ({"use": "torch", "compile": True}, "mamba", "has no layers with a module 'mlp'"),
+    ],
+    ids=["lora", "tied", "pipeline", "compile"],
+)
+def test_models_that_an_engine_cannot_train_are_refused(
+    options: dict[str, Any], architecture: str, message: str, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    if architecture == "mamba":
+        config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=20)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = tmp_path if architecture == "mamba" else tiny_models(architecture)
+    engine = layout_ranks.engine_of(tmp_path, str(model), options)
+    try:
+        with pytest.raises(EngineError, match=message):
+            engine.load(None)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_a_model_that_cannot_be_split_by_tensor_is_refused(
+    architecture: str, tiny_models: TinyModels
+) -> None:
+    config = AutoConfig.for_model(architecture, **(SIZES if architecture == "qwen3" else {"n_layer": 1}))
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(EngineError, match="does not know how to split"):
+        check_splits(model, 2)

@@ -1,0 +1,560 @@
+"""Rows with images, from the dataset to the training engine: the processors, the numbers, whole runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from stretto import Context
+from stretto.algorithm import Loss
+from stretto.batch import Batch
+from stretto.config import compose_mapping
+from stretto.errors import ConfigError, EngineError
+from stretto.hf_training import HFTraining
+from stretto.images import Vision, images_of
+from stretto.plan import problems
+from stretto_hf import HFConfig, HFDataset
+from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
+from stretto_torch.model import load_model
+from stretto_torch.training import TorchTraining
+
+Models = Callable[[str], Path]
+Start = Callable[..., Any]
+
+ARCHITECTURES = ["llava", "qwen2_5_vl"]
+_PLACE = {"llava": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+_IMAGE = {"llava": "<image>", "qwen2_5_vl": "<|image_pad|>"}
+_TEXTS = 97
+"""Ids below are characters, those from here on stand for images."""
+
+
+@pytest.fixture(scope="session")
+def vision_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """`vision_models("llava")`: folder of a random vision-language model with tokenizer and processor."""
+    made: dict[str, Path] = {}
+
+    def folder(architecture: str) -> Path:
+        if architecture not in made:
+            made[architecture] = tmp_path_factory.mktemp(architecture)
+            _make_model(architecture, made[architecture])
+        return made[architecture]
+
+    return folder
+
+
+def _make_model(architecture: str, folder: Path) -> None:
+    """About 0.03 M parameters; an image is four tokens, or for Qwen as many as its size makes."""
+    from transformers import AutoConfig
+
+    vocabulary = _save_tokenizer(architecture, folder)
+    text = {
+        "vocab_size": len(vocabulary),
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "initializer_range": 0.08,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+    }
+    sees = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.3}
+    if architecture == "llava":
+        options: dict[str, Any] = {
+            "text_config": {"model_type": "qwen2", **text},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                **sees,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 8,
+            },
+            "vision_feature_layer": -1,
+        }
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        options = {
+            "text_config": {**text, "rope_parameters": rope},
+            "vision_config": {
+                **sees,
+                "depth": 2,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "patch_size": 4,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            "vision_start_token_id": vocabulary["<|vision_start|>"],
+        }
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(architecture, image_token_id=vocabulary[_IMAGE[architecture]], **options)
+    AutoModelForImageTextToText.from_config(config).float().save_pretrained(folder)
+
+
+def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
+    """Printable ASCII and what stands for images, a chat template, and the processor; the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        CLIPImageProcessorPil,
+        LlavaProcessor,
+        PreTrainedTokenizerFast,
+        Qwen2VLImageProcessorPil,
+    )
+
+    characters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
+    special = [_IMAGE[architecture]]
+    if architecture != "llava":
+        special += ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    vocabulary = {token: id for id, token in enumerate(["<pad>", "<|im_end|>", *characters, *special])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        unk_token="<pad>",
+        additional_special_tokens=special,
+    )
+    fast.chat_template = (
+        "{% for turn in messages %}{{ turn.role }}:{% for part in turn.content %}"
+        "{% if part.type == 'image' %}" + _PLACE[architecture] + "{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    if architecture == "llava":
+        square = {"height": 16, "width": 16}
+        LlavaProcessor(
+            image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square),
+            tokenizer=fast,
+            patch_size=8,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=fast.chat_template,
+        ).save_pretrained(folder)
+    else:
+        sizes = {"shortest_edge": 64, "longest_edge": 1024}
+        Qwen2VLImageProcessorPil(patch_size=4, size=sizes).save_pretrained(folder)
+    return vocabulary
+
+
+def picture(seed: int, width: int = 20, height: int = 14) -> Image.Image:
+    """Noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def sequence_of(vision: Vision, seed: int, *sizes: tuple[int, int]) -> Batch:
+    """One prompt with images of these sizes, and a random answer to be trained on."""
+    generator = torch.Generator().manual_seed(seed)
+    content = "<image>and " * len(sizes) + "how many?"
+    images = [picture(seed, *size) for size in sizes]
+    seen = vision.see([{"role": "user", "content": content}], images)
+    answer = torch.randint(2, _TEXTS, (9,), generator=generator)
+    tokens = torch.cat([torch.from_numpy(seen.ids).long(), answer])
+    return Batch(
+        [len(tokens)],
+        {
+            "tokens": tokens,
+            "loss_mask": torch.arange(len(tokens)) >= len(seen.ids),
+            "advantages": torch.randn(len(tokens), generator=generator),
+        },
+        {"group": torch.tensor([seed])},
+        [{name: torch.from_numpy(array) for name, array in seen.media.items()}],
+    )
+
+
+def batch_of(vision: Vision) -> Batch:
+    """Sequences with one image, another, none, and two."""
+    sizes = [[(20, 14)], [(50, 30)], [], [(16, 40), (30, 30)]]
+    return Batch.concat([sequence_of(vision, seed, *each) for seed, each in enumerate(sizes)])
+
+
+def engine_of(model: Path, **options: Any) -> TorchTraining:
+    """AdamW made nearly linear in the gradient, so that updates tell it."""
+    config = TorchTrainingConfig(use="torch", lr=0.1, eps=1.0, clip_norm=None, **options)
+    engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    engine.load(None)
+    return engine
+
+
+def plain_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return -batch["advantages"] * logprobs, {}
+
+
+# ------------------------------------------------------------------------------ images and prompts
+
+
+def test_images_come_from_paths_bytes_and_pillow(tmp_path: Path) -> None:
+    image = picture(0)
+    image.save(tmp_path / "a.png")
+    held = (tmp_path / "a.png").read_bytes()
+    forms: list[Any] = [
+        str(tmp_path / "a.png"),
+        {"bytes": held, "path": "a.png"},
+        {"bytes": None, "path": str(tmp_path / "a.png")},
+        image,
+        image.convert("RGBA"),
+    ]
+    for found in [*images_of({"images": forms}), *images_of({"image": forms[0]})]:
+        assert found.mode == "RGB"
+        assert found.tobytes() == image.tobytes()
+    assert images_of({"prompt": "x", "images": []}) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": ["/no/a.png"], "id": "r1"}, "column 'images' of row 'r1': no such file: '/no/a.png'"),
+        ({"images": "a.png"}, "column 'images': expected a list of images, found str 'a.png'"),
+        ({"images": [3]}, r"column 'images': expected a path, or \{'bytes'.*found int '3'"),
+        ({"image": {"bytes": b"no", "path": ""}}, "column 'image': what its bytes hold is no image"),
+        ({"image": "a", "images": ["b"]}, "and the column 'image' both hold images"),
+    ],
+)
+def test_what_is_no_image_is_one_clear_error(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        images_of(row)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_prompt_has_as_many_image_tokens_as_the_model_features(
+    vision_models: Models, architecture: str
+) -> None:
+    vision = Vision(str(vision_models(architecture)))
+    image = picture(0, 32, 24)
+    tokens = 4 if architecture == "llava" else (24 // 8) * (32 // 8)  # 16 × 16 at 8; Qwen: 2 × 2 patches of 4
+    parts = [{"type": "text", "text": "see "}, {"type": "image"}]
+    messages = vision.see([{"role": "user", "content": parts}], [image])
+    marked = vision.see([{"role": "user", "content": "see <image>"}], [image])
+    text = vision.see(f"see {_PLACE[architecture]}", [image])
+    assert messages.ids.tolist() == marked.ids.tolist()
+    assert [int((seen.ids == vision.image_token).sum()) for seen in (messages, text)] == [tokens] * 2
+    np.testing.assert_array_equal(messages.media["pixel_values"], text.media["pixel_values"])
+    assert messages.media["pixel_values"].dtype == np.float32
+    assert vision.see("see", []).media == {}
+    for wrong in (0, 2):
+        with pytest.raises(ConfigError, match=f"does not go with its {wrong} images"):
+            vision.see(f"see {_PLACE[architecture]}", [image] * wrong)
+
+
+def test_media_stay_with_their_sequences() -> None:
+    lengths = [2, 3, 1]
+    media = [{"pixels": torch.full((count, 2), float(count))} for count in (1, 2)] + [{}]
+    batch = Batch(lengths, {"tokens": torch.arange(6)}, {"group": torch.tensor([0, 0, 1])}, media)
+    assert batch.select([2, 1]).joined_media()["pixels"].tolist() == [[2, 2], [2, 2]]
+    assert [len(part.media) for part in batch.split([1, 2])] == [1, 2]
+    again = Batch.concat(batch.with_columns({"rewards": torch.zeros(3)}).micro_batches(3)).to("cpu")
+    assert again.joined_media()["pixels"].tolist() == [[1, 1], [2, 2], [2, 2]]
+    assert Batch([1], {"tokens": torch.zeros(1)}, {}).joined_media() == {}
+    wide = Batch([1, 1], {"tokens": torch.zeros(2)}, {}, [{"p": torch.ones(1, 1)}, {"p": torch.ones(1, 3)}])
+    assert wide.joined_media()["p"].tolist() == [[1, 0, 0], [1, 1, 1]]
+    with pytest.raises(ValueError, match="media of 1 sequences for 2 sequences"):
+        Batch([1, 1], {}, {}, [{}])
+
+
+# ---------------------------------------------------------------------------------- the torch engine
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_depend_on_the_images_and_not_on_the_batch(vision_models: Models, architecture: str) -> None:
+    model = vision_models(architecture)
+    engine = engine_of(model)
+    batch = batch_of(Vision(str(model)))
+    together = engine.forward(batch, temperature=1.0)
+    alone = [engine.forward(part, temperature=1.0) for part in batch.split([1] * len(batch))]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=0)
+
+    [first, *_] = batch.split([1] * len(batch))
+    media = dict(first.media[0])
+    shuffle = torch.randperm(media["pixel_values"].shape[-1], generator=torch.Generator().manual_seed(1))
+    media["pixel_values"] = media["pixel_values"][..., shuffle]
+    shuffled = engine.forward(Batch(first.lengths, first.tokens, {}, [media]), temperature=1.0)
+    assert (shuffled - alone[0])[first["loss_mask"]].abs().max() > 0.01
+
+
+def test_logprobs_equal_the_model_s_own_with_its_processor(vision_models: Models) -> None:
+    # By the model's own processor and forward, M-RoPE positions and all.
+    folder = vision_models("qwen2_5_vl")
+    vision = Vision(str(folder))
+    batch = sequence_of(vision, 3, (50, 30))
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    ids = batch["tokens"][None]
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == vision.image_token).long(),
+            **batch.media[0],
+        ).logits[0]
+    expected = torch.log_softmax(logits[:-1], -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+    found = engine_of(folder).forward(batch, temperature=1.0)
+    torch.testing.assert_close(found[1:], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_step_trains_the_vision_tower_the_same_however_split(
+    vision_models: Models, architecture: str
+) -> None:
+    batch = batch_of(Vision(str(vision_models(architecture))))
+    updates: list[dict[str, Tensor]] = []
+    for tokens in (4096, 40, 1):
+        engine = engine_of(vision_models(architecture), micro_batch_tokens=tokens)
+        before = {name: tensor.clone() for name, tensor in engine.weights()}
+        engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
+        updates.append({name: tensor - before[name] for name, tensor in engine.weights()})
+    largest = max(float(update.abs().max()) for update in updates[0].values())
+    for other in updates[1:]:
+        off = max(float((other[name] - update).abs().max()) for name, update in updates[0].items())
+        assert off / largest < 1e-5
+    towers = [
+        name for name in updates[0] if "vision_tower" in name or "visual" in name or "projector" in name
+    ]
+    unused = [name for name in towers if "post_layernorm" in name]  # LLaVA reads what is before it
+    assert all(updates[0][name].abs().max() > 0 for name in {*towers} - {*unused})
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_checkpoint_is_what_transformers_and_the_engine_load(
+    vision_models: Models, architecture: str, tmp_path: Path
+) -> None:
+    folder = vision_models(architecture)
+    batch = batch_of(Vision(str(folder)))
+    engine = engine_of(folder)
+    engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
+    engine.save(tmp_path)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    state = loaded.state_dict()
+    for name, tensor in engine.weights():
+        torch.testing.assert_close(state[name], tensor, atol=0, rtol=0)
+    again = engine_of(folder)
+    again.load(tmp_path)
+    one = engine.forward(batch, temperature=1.0)
+    assert torch.equal(again.forward(batch, temperature=1.0), one)
+    # The folder is a whole model, processor included.
+    torch.testing.assert_close(engine_of(tmp_path / "model").forward(batch, temperature=1.0), one)
+    assert batch_of(Vision(str(tmp_path / "model"))).lengths == batch.lengths
+
+
+def test_what_cannot_be_is_one_clear_error(vision_models: Models, tiny_models: Models) -> None:
+    folder = vision_models("llava")
+    with pytest.raises(EngineError, match="reads images; leave it 'auto'"):
+        engine_of(folder, packing="packed")
+    context = Context(run="r", name="n", seed=1, model=str(folder), head="value")
+    with pytest.raises(EngineError, match="a value head on one is not supported"):
+        TorchTraining(TorchTrainingConfig(use="torch"), context).load(None)
+    with pytest.raises(EngineError, match="is a vision-language model; the torch engine samples from text"):
+        load_model(str(folder), TorchInferenceConfig(use="torch"))
+    with pytest.raises(EngineError, match=r"the batch carries images, and model .* reads none"):
+        engine_of(tiny_models("qwen2")).forward(sequence_of(Vision(str(folder)), 0, (9, 9)), temperature=1.0)
+
+
+def train_as_rank(model: Path, folder: Path, rank: int) -> None:
+    """One of two ranks of fsdp2, a process: the first has text alone, and fewer micro-batches."""
+    from stretto_fsdp2 import Fsdp2TrainingConfig
+    from stretto_fsdp2.sharded import ShardedLayout
+
+    config = Fsdp2TrainingConfig(
+        use="fsdp2", processes=2, lr=0.1, eps=1.0, clip_norm=None, micro_batch_tokens=30, timeout_s=60
+    )
+    meeting = str(folder / "rendezvous")
+    context = Context(run="r", name="n", seed=1, model=str(model), rank=rank, rendezvous=meeting)
+    engine = HFTraining(config, context, ShardedLayout(config, context))
+    engine.load(None)
+    own = batch_of(Vision(str(model))).select([[2], [0, 1, 3]][rank])
+    engine.train(own, Loss(plain_loss, "token"), temperature=1.0)
+    weights = dict(engine.weights())
+    if rank == 0:
+        save_file(weights, folder / "weights.safetensors")
+    engine.stop()
+
+
+def test_a_rank_without_images_goes_along(vision_models: Models, tmp_path: Path) -> None:
+    model = vision_models("llava")
+    ranks = [subprocess.Popen([sys.executable, __file__, model, tmp_path, str(rank)]) for rank in range(2)]
+    engine = engine_of(model)
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    engine.train(batch_of(Vision(str(model))), Loss(plain_loss, "token"), temperature=1.0)
+    assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    found = load_file(tmp_path / "weights.safetensors")
+    largest = max(float((tensor - before[name]).abs().max()) for name, tensor in engine.weights())
+    for name, tensor in engine.weights():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5 * largest, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------- datasets
+
+
+def test_hf_gives_images_as_files_and_digests_what_is_in_them(tmp_path: Path) -> None:
+    picture(0).save(tmp_path / "a.png")
+    (tmp_path / "elsewhere").mkdir()
+    picture(0).save(tmp_path / "elsewhere" / "b.png")
+    prints: list[str] = []
+    for number, path in enumerate(("a.png", "elsewhere/b.png")):
+        features = datasets.Features(
+            {"images": datasets.List(datasets.Image()), "prompt": datasets.Value("string")}
+        )
+        rows = {"images": [[str(tmp_path / path)]], "prompt": ["<image>how many?"]}
+        datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / f"{number}")
+        config = HFConfig(use="hf", path=str(tmp_path / f"{number}"), chat=True)
+        dataset = HFDataset(config, Context(run="r", name="n", seed=1))
+        prints.append(dataset.fingerprint)
+        [image] = images_of(dataset[0])
+        assert image.tobytes() == picture(0).tobytes()
+        assert dataset[0]["prompt"] == [{"role": "user", "content": "<image>how many?"}]
+    assert prints[0] == prints[1]
+
+
+# -------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A jsonl of chat prompts with one image, with two, and with none, beside a folder of PNGs."""
+    folder = tmp_path / "data"
+    (folder / "pictures").mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for number in range(6):
+        names = [f"pictures/{number}-{index}.png" for index in range((1, 2, 0)[number % 3])]
+        for index, name in enumerate(names):
+            picture(10 * number + index).save(folder / name)
+        prompt = [{"role": "user", "content": "<image>" * len(names) + "how many?"}]
+        lines.append({"prompt": prompt, "images": names, "answer": str(number), "target": str(number)})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "rows.jsonl"
+
+
+def run_of(model: Path, rows: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "name": "v",
+        "model": str(model),
+        "algorithm": {"use": "grpo", "group_size": 2},
+        "training": {"use": "torch"},
+        "inference": {"use": "mock"},
+        "reward": "exact",
+        "dataset": {"use": "jsonl", "path": str(rows)},
+        "queue": {"batch_size": 3},
+        "steps": 2,
+        **sections,
+    }
+
+
+def errors_of(run: dict[str, Any]) -> list[str]:
+    found = problems(compose_mapping(run))
+    return [f"{each.path}: {each.message}" for each in found if each.severity != "warning"]
+
+
+def test_a_whole_run_of_grpo(start: Start, vision_models: Models, rows: Path, tmp_path: Path) -> None:
+    folder = vision_models("qwen2_5_vl")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, completion, **columns):\n"
+        "    assert columns.keys() == {'answer', 'target'}, columns  # and no images\n"
+        "    return sum(map(ord, completion)) % 7\n"
+    )
+    run = start(
+        f"model={folder}",
+        f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
+        f"dataset.path={rows}",
+        "training=torch",
+        "training.lr=0.01",
+        f"inference.vocab_size={_TEXTS}",
+        "inference.mean_tokens=6",
+        "algorithm.group_size=2",
+        "queue.batch_size=3",
+        "queue.max_staleness=0",
+        "algorithm.correction.use=none",
+        "algorithm.kl.coef=0.1",  # with a reference model, which reads the images too
+        "steps=2",
+    )
+    rollout = run.until(lambda: run.worker("rollout-0"))
+    run.until_step(1)
+    maps = Path(f"/proc/{rollout.pid}/maps")
+    libraries = maps.read_text() if maps.exists() else ""
+    run.assert_completed(2, batch_size=3, bound=0)
+    assert "libtorch" not in libraries
+    model = tmp_path / "out" / "checkpoints" / "step-000002" / "model"
+    trained = AutoModelForImageTextToText.from_pretrained(model).state_dict()
+    first = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+    assert trained.keys() == first.keys()
+    assert any(not torch.equal(trained[name], first[name]) for name in trained)
+    assert run.summary()["ledger"]["failed"] == 0
+
+
+def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Path) -> None:
+    run = start(
+        f"model={vision_models('llava')}",
+        f"dataset.path={rows}",
+        "algorithm=sft",
+        "algorithm.completion_column=target",
+        "training=torch",
+        "training.lr=0.01",
+        "queue.batch_size=3",
+        "queue.max_staleness=0",
+        "steps=2",
+    )
+    run.assert_completed(2, batch_size=3, bound=0)
+
+
+def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from stretto.roles import rollout\nfrom stretto.roles.first_row import fault_of_first_row\n"
+        f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r})\n"
+        f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
+        "assert (rollout._seen(vision, row) == vision.image_token).sum() > 1\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_check_refuses_what_cannot_work(vision_models: Models, tiny_models: Models, rows: Path) -> None:
+    folder = vision_models("llava")
+    tensor = {"use": "fsdp2", "processes": 2, "tensor_parallel": 2}
+    errors = errors_of(run_of(folder, rows, inference={"use": "torch"}, training=tensor))
+    assert any("reads images: it cannot be split" in each for each in errors)
+    assert any("'torch' samples from text alone" in each for each in errors)
+    [error] = errors_of(run_of(folder, rows, training={"use": "pipeline"}, queue={"batch_size": 4}))
+    assert error.startswith("training.use: 'pipeline' cannot cut")
+    [error] = errors_of(run_of(tiny_models("qwen2"), rows))
+    assert error.startswith("dataset: the first row has images, and the model")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "<image>?", "images": ["no.png"]}, "column 'images': no such file: '/.*/data/no.png'"),
+        ({"prompt": "<image>?", "images": 7}, "column 'images': expected a list of images, found int '7'"),
+        (
+            {"prompt": "<image><image>?", "images": ["pictures/0-0.png"]},
+            "does not go with its 1 images: .* 2 ",
+        ),
+    ],
+)
+def test_check_reads_the_first_row(
+    vision_models: Models, rows: Path, row: dict[str, Any], message: str
+) -> None:
+    import re
+
+    rows.write_text(json.dumps({**row, "answer": "1"}) + "\n")
+    [error] = errors_of(run_of(vision_models("llava"), rows))
+    assert re.match(f"dataset: the first row: .*{message}", error), error
+
+
+if __name__ == "__main__":
+    train_as_rank(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
