@@ -1,4 +1,11 @@
-"""python make_model.py [--out DIR] [--slip P] [--seed N]: remake the quickstart's rows and its model.
+"""python make_model.py [--out DIR] [--slip P] [--seed N]: what the quickstart's model is made of.
+
+Writes the rows, a tokenizer with an untrained model, and demonstrations; supervised training by stretto
+itself then makes the model of them, in a few minutes:
+
+    python examples/quickstart/make_model.py
+    stretto run examples/quickstart/sft.yaml out=runs/sft
+    cp runs/sft/checkpoints/step-005000/model/{config.json,model.safetensors} examples/quickstart/model/
 
 The task is running sums: `3+5+9=` is answered by `8 17`, each partial sum from the second term on, then the
 end token. Two to ten terms of one digit, long sums ever rarer, so answers take 2 to 27 tokens, 13 on average.
@@ -9,8 +16,7 @@ goes on from there. So the model knows every sum (its most likely answer is near
 a slip as often as its teacher made one: about half its answers are right at temperature 1. Reinforcement
 learning can repair exactly this: nothing is to be discovered, one habit is to be unlearned.
 
-Held-out rows are in neither train.jsonl nor the demonstrations. One thread and a fixed seed: the same
-versions of torch and transformers write the same bytes on the same kind of machine. Takes a few minutes.
+Held-out rows are in neither train.jsonl nor the demonstrations.
 """
 
 from __future__ import annotations
@@ -20,17 +26,14 @@ import json
 import random
 import string
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 TERMS = range(2, 11)
 TERM_WEIGHTS = [0.75**n for n in TERMS]
-NUM_TRAIN, NUM_HELDOUT = 6144, 1024
-MAX_ANSWER_TOKENS = 32
+NUM_TRAIN, NUM_HELDOUT, NUM_PAIRS = 6144, 1024, 4096
 MAX_POSITIONS = 512
 
 PAD, UNKNOWN, TURN, END = SPECIAL = ["<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -126,118 +129,58 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return model
 
 
-def pretrain(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    heldout: set[str],
-    *,
-    slip: float,
-    steps: int,
-    batch_size: int,
-    seed: int,
-) -> None:
-    """Next-token training on the careless teacher's answers; the learning rate falls to 0."""
+def make_demonstrations(heldout: set[str], *, slip: float, count: int, seed: int) -> list[dict[str, str]]:
+    """Rows with the careless teacher's answers; a prompt may come again, with another answer."""
     rng = random.Random(f"demonstrations {seed}")
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    # Muon learns this from a few times fewer demonstrations than AdamW alone.
-    optimizers = [
-        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 50, 1 - i / steps))
-        for optimizer in optimizers
-    ]
-    for step in range(1, steps + 1):
-        pairs: list[tuple[list[int], list[int]]] = []  # the tokens of prompt and answer
-        while len(pairs) < batch_size:
-            terms = draw_terms(rng)
-            if (prompt := prompt_of(terms)) not in heldout:
-                answer = answer_of(terms, rng, slip) + END
-                pairs.append((tokenizer.encode(prompt), tokenizer.encode(answer)))
-        width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-        ids = torch.full((batch_size, width), PAD_ID)  # (B, T), padded on the right
-        labels = torch.full((batch_size, width), -100)
-        for row, (prompt, answer) in enumerate(pairs):
-            ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-        logits = model(input_ids=ids, use_cache=False).logits  # (B, T, V)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        if step % 100 == 0:
-            print(f"step {step}/{steps}  loss {loss.item():.3f}", flush=True)
+    rows: list[dict[str, str]] = []
+    while len(rows) < count:
+        terms = draw_terms(rng)
+        if (prompt := prompt_of(terms)) not in heldout:
+            rows.append({"prompt": prompt, "completion": answer_of(terms, rng, slip)})
+    return rows
 
 
-@torch.no_grad()
-def accuracy(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: list[dict[str, str]],
-    *,
-    sample: bool = True,
-) -> float:
-    """The share of rows answered exactly: sampled at temperature 1, or greedily."""
-    choice = {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}  # top_k is 50 unless said
-    right = 0
-    for start in range(0, len(rows), 256):
-        chunk = rows[start : start + 256]
-        prompts = tokenizer(
-            [row["prompt"] for row in chunk], padding=True, padding_side="left", return_tensors="pt"
-        )
-        ids = prompts["input_ids"]
-        output: torch.Tensor = cast("Any", model).generate(  # its stub refuses the model
-            input_ids=ids,
-            attention_mask=prompts["attention_mask"],
-            max_new_tokens=MAX_ANSWER_TOKENS,
-            **choice,
-        )
-        for row, tokens in zip(chunk, output[:, ids.shape[1] :].tolist(), strict=True):
-            end = tokens.index(END_ID) if END_ID in tokens else None
-            right += end is not None and tokenizer.decode(tokens[:end]) == row["answer"]
-    return right / len(rows)
+def make_pairs(heldout: set[str], *, slip: float, count: int, seed: int) -> list[dict[str, str]]:
+    """Preferences: the right answer over one of the careless teacher's that is wrong."""
+    rng = random.Random(f"pairs {seed}")
+    rows: list[dict[str, str]] = []
+    while len(rows) < count:
+        terms = draw_terms(rng)
+        prompt, chosen, rejected = prompt_of(terms), answer_of(terms), answer_of(terms, rng, slip)
+        if prompt not in heldout and rejected != chosen:
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Remake the quickstart's rows and its model.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where rows and model/ go")
+    parser = argparse.ArgumentParser(description="Make what the quickstart's model is trained from.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where everything goes")
     parser.add_argument("--slip", type=float, default=0.15, help="how often the teacher forgets to add")
-    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of pre-training")
-    parser.add_argument("--batch-size", type=int, default=64, help="demonstrations a step")
+    parser.add_argument("--demonstrations", type=int, default=128_000, help="rows of demonstrations")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # more would add numbers up in another order
     torch.manual_seed(args.seed)
-
-    train, heldout = make_rows(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("heldout", heldout)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (args.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
-
+    train, heldout = make_rows(args.seed)
+    demonstrations = make_demonstrations(
+        {row["prompt"] for row in heldout}, slip=args.slip, count=args.demonstrations, seed=args.seed
+    )
+    pairs = make_pairs({row["prompt"] for row in heldout}, slip=args.slip, count=NUM_PAIRS, seed=args.seed)
+    write_rows(args.out / "pairs.jsonl", pairs)
+    write_rows(args.out / "train.jsonl", train)
+    write_rows(args.out / "heldout.jsonl", heldout)
+    write_rows(args.out / "demonstrations.jsonl", demonstrations)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    pretrain(
-        model,
-        tokenizer,
-        {row["prompt"] for row in heldout},
-        slip=args.slip,
-        steps=args.steps,
-        batch_size=args.batch_size,
-        seed=args.seed,
-    )
-    model.eval()
-    model.save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model")
+    model.save_pretrained(args.out / "untrained")
+    tokenizer.save_pretrained(args.out / "untrained")
     print(
-        f"{args.out / 'model'}: {model.num_parameters():,} parameters; held-out accuracy"
-        f" {accuracy(model, tokenizer, heldout):.3f} sampled at temperature 1,"
-        f" {accuracy(model, tokenizer, heldout, sample=False):.3f} greedily"
+        f"{args.out / 'untrained'}: {model.num_parameters():,} parameters; "
+        f"{len(demonstrations):,} demonstrations"
     )
 
 
