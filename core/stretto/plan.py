@@ -255,7 +255,8 @@ def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
         if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
             yield Problem(
                 "inference.use",
-                f"{inference.name!r} samples from text alone, and {config.model!r} is a vision-language model",
+                f"{inference.name!r} samples from text alone, and {config.model!r} is a vision-language "
+                "model",
             )
     else:
         paths = [group.path for group in placed.groups.values()]
