@@ -796,4 +796,8 @@ def test_rows_that_cannot_be_trained_on_are_refused_or_end_the_run(start: Start,
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = start(*supervised, out="later")
     assert run.end() == 1
-    assert "row 1 of the dataset: column 'solution': is not there" in run.summary()["reason"]
+    reason = run.summary()["reason"]
+    assert "row 1 of the dataset: column 'solution'" in reason
+    assert "once it is mended there, the run can be resumed" in reason
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "solution": "3"}) + "\n" for row in rows))
+    start(resume=run).assert_completed(8, bound=0)

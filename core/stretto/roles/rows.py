@@ -250,7 +250,8 @@ def _of_row(place: int) -> Generator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"row {place} of the dataset: {error}", path="dataset") from error
+        message = f"row {place} of the dataset: {error}; once it is mended there, the run can be resumed"
+        raise ConfigError(message, path="dataset") from error
 
 
 def _of_trajectory(trajectory: WireTrajectory, group: int) -> Mapping[str, Tensor]:
