@@ -629,7 +629,7 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
 
 def test_a_ticket_that_is_delivered_twice_is_worked_on_once(start: Start) -> None:
     """As a server does that was killed before it had stored who has what."""
-    run = start("steps=12", "rollout.concurrency=64", "inference.tokens_per_s=1500")
+    run = start("steps=20", "rollout.concurrency=64", "inference.tokens_per_s=800")
     run.until_step(2)
     code = """
 import asyncio, json, sys, nats
@@ -653,7 +653,7 @@ asyncio.run(main())
     login = str(run.folder / "bus" / "kernel.json")
     output = subprocess.run([sys.executable, "-c", code, login], check=True, capture_output=True, text=True)
     assert int(output.stdout) > 0
-    summary = run.assert_completed(12)
+    summary = run.assert_completed(20)
     assert summary["restarts"] == 0
     assert summary["reasons"] == {}
     assert "KeyError" not in (run.folder / "logs" / "rollout-0.jsonl").read_text()
@@ -764,7 +764,7 @@ def test_a_run_of_many_groups_is_resumed(start: Start, several: list[str]) -> No
 
 def test_supervised_runs_start_trainers_only(start: Start) -> None:
     supervised = ["algorithm=sft", "algorithm.completion_column=answer", "training.calls_loss=true"]
-    run = start(*supervised, "training.processes=2", "steps=20", "checkpoint.every=5")
+    run = start(*supervised, "training.processes=2", "steps=40", "checkpoint.every=5")
     run.until_step(7)
     roles = {arguments[-1] for process in run.look() if "--id" in (arguments := process.cmdline())}
     assert roles == {"trainer-0", "trainer-1"}
@@ -772,9 +772,9 @@ def test_supervised_runs_start_trainers_only(start: Start) -> None:
     run.process.wait()
     run.assert_nothing_is_left(within_s=15)
     again = start(resume=run)
-    summary = again.assert_completed(20, bound=0)
+    summary = again.assert_completed(40, bound=0)
     assert summary["tokens"] == {"generated": 0, "trained": sum(line["tokens"] for line in again.metrics())}
-    assert summary["tokens"]["trained"] >= 20 * 4
+    assert summary["tokens"]["trained"] >= 40 * 4
     assert "reward" not in again.metrics()[0]
 
 
