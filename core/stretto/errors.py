@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -178,6 +178,12 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in leaves(part)]
     return [error]
+
+
+def column_error(row: Mapping[str, Any], column: str, message: str) -> ConfigError:
+    """What is wrong with a column of one row of the dataset."""
+    name = f" of row {row['id']!r}" if "id" in row else ""
+    return ConfigError(f"column {column!r}{name}: {message}", path="dataset", value=row.get(column))
 
 
 @contextmanager

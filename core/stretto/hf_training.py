@@ -215,7 +215,7 @@ class HFTraining:
 
         def take(index: int, output: Tensor) -> None:
             if index < len(work):
-                result[index] = self._said(work[index], output, temperature).cpu()
+                result[index] = self._said(work[index], work[index].rows.pick(output), temperature).cpu()
 
         most = max(self._layout.gather(len(work)))
         self._layout.forward(self._model, self._rows(work, most), take)
@@ -270,7 +270,8 @@ class HFTraining:
         Args:
             count: the denominator, of the whole batch.
         """
-        said = self._said(work, output, temperature)
+        picked = work.rows.pick(output)
+        said = self._said(work, picked, temperature)
         batch = work.batch
         mask = batch["loss_mask"]
         losses, figures = loss.function(said, batch)
@@ -284,7 +285,7 @@ class HFTraining:
         # Not a product alone: 0 x inf of a token that does not count would be NaN.
         total = (torch.where(mask, losses, 0.0) * weights).sum()
         statistics.add(
-            mask, float(total.detach()), {**self._own_figures(work, output, temperature), **figures}
+            mask, float(total.detach()), {**self._own_figures(work, picked, temperature), **figures}
         )
         return total
 
@@ -320,9 +321,12 @@ class HFTraining:
         filling = self._work(blank, torch.tensor([False, True])).rows
         return [item.rows for item in work] + [filling] * (most - len(work))
 
-    def _said(self, work: _Work, output: Tensor, temperature: float) -> Tensor:
-        """What the head says of the wanted tokens, 0 elsewhere: (T,) float32."""
-        picked = work.rows.pick(output)  # (N, V) or (N, 1)
+    def _said(self, work: _Work, picked: Tensor, temperature: float) -> Tensor:
+        """What the head says of the wanted tokens, 0 elsewhere: (T,) float32.
+
+        Args:
+            picked: (N, V) or (N, 1), the head's output for them.
+        """
         if self._head == "policy":
             said = logprobs_of(picked, work.batch["tokens"][work.places], temperature)
         else:
@@ -330,11 +334,11 @@ class HFTraining:
         return _spread(said, work)
 
     @torch.no_grad()
-    def _own_figures(self, work: _Work, output: Tensor, temperature: float) -> dict[str, Tensor]:
+    def _own_figures(self, work: _Work, picked: Tensor, temperature: float) -> dict[str, Tensor]:
         """(T,) figures of the engine's own, beside the loss's."""
         if self._head != "policy":
             return {}
-        return {"entropy": _spread(entropy_of(work.rows.pick(output.detach()), temperature), work)}
+        return {"entropy": _spread(entropy_of(picked.detach(), temperature), work)}
 
 
 @dataclass(frozen=True)

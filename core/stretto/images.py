@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, column_error
 from stretto.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def images_of(row: Mapping[str, Any]) -> list[Image]:
     """
     found = [column for column in IMAGE_COLUMNS if row.get(column)]
     if len(found) > 1:
-        raise _error(row, found[0], "and the column 'image' both hold images; expected one of them")
+        raise column_error(row, found[0], "and the column 'image' both hold images; expected one of them")
     if not found:
         return []
     [column] = found
@@ -134,7 +134,7 @@ def images_of(row: Mapping[str, Any]) -> list[Image]:
     if column == "image":
         return [_opened(row, column, value)]
     if not isinstance(value, list | tuple):
-        raise _error(row, column, f"expected a list of images, found {_shown(value)}")
+        raise column_error(row, column, f"expected a list of images, found {_shown(value)}")
     return [_opened(row, column, each) for each in cast("Sequence[Any]", value)]
 
 
@@ -150,24 +150,21 @@ def _opened(row: Mapping[str, Any], column: str, value: Any) -> Image:
         held = cast("Mapping[str, Any]", value)
         source = io.BytesIO(held["bytes"]) if held.get("bytes") else held.get("path")
     if not isinstance(source, str | io.BytesIO):
-        raise _error(row, column, f"expected a path, or {{'bytes': …, 'path': …}}, found {_shown(value)}")
+        raise column_error(
+            row, column, f"expected a path, or {{'bytes': …, 'path': …}}, found {_shown(value)}"
+        )
     try:
         with Image.open(source) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         what = repr(source) if isinstance(source, str) else "what its bytes hold"
         if isinstance(error, FileNotFoundError):
-            raise _error(row, column, f"no such file: {what}") from error
-        raise _error(row, column, f"{what} is no image that can be read: {error}") from error
+            raise column_error(row, column, f"no such file: {what}") from error
+        raise column_error(row, column, f"{what} is no image that can be read: {error}") from error
 
 
 def _shown(value: Any) -> str:
     return f"{type(value).__name__} {str(value)[:60]!r}"
-
-
-def _error(row: Mapping[str, Any], column: str, message: str) -> ConfigError:
-    name = f" of row {row['id']!r}" if "id" in row else ""
-    return ConfigError(f"column {column!r}{name}: {message}", path="dataset")
 
 
 # --------------------------------------------------------------------------------------- processors

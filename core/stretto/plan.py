@@ -7,7 +7,6 @@ of single keys; `describe` is the text of `stretto check`.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -294,13 +293,7 @@ def _vocabulary_problems(path: str, model: str, of_run: str | None) -> Iterator[
 
 def _vocabulary(model: str | None) -> int | None:
     """Size of a model's vocabulary, where its config can be read here."""
-    file = Path(model or "", "config.json")
-    if model is None or not file.is_file():
-        return None
-    try:
-        config = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}", path="model") from error
+    config = known_config(model)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from stretto.algorithm import Encoded
+from stretto.algorithm import AlgorithmConfig, Encoded
 from stretto.component import Problem
-from stretto.errors import ConfigError, nearest
+from stretto.errors import column_error, nearest
 from stretto.tokenizer import fault_of
 
 if TYPE_CHECKING:
@@ -15,7 +15,27 @@ if TYPE_CHECKING:
     from stretto.dataset import Row
     from stretto.tokenizer import Tokenizer
 
-__all__ = ["check_temperature", "prompt_and_answer"]
+__all__ = ["PairConfig", "check_pair", "check_temperature", "prompt_and_answer"]
+
+
+class PairConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections of algorithms that learn from pairs of answers."""
+
+    chosen_column: str = "chosen"
+    """Column with the better answer: text, or chat messages of the assistant."""
+    rejected_column: str = "rejected"
+    """Column with the worse answer."""
+
+    @property
+    def columns(self) -> tuple[str, str]:
+        """Of the first sequence of a pair, the chosen one, and of the second."""
+        return self.chosen_column, self.rejected_column
+
+
+def check_pair(config: PairConfig) -> Iterator[Problem]:
+    """Two columns."""
+    if config.chosen_column == config.rejected_column:
+        yield Problem("algorithm.rejected_column", f"{config.rejected_column!r} is the chosen column too")
 
 
 def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
@@ -31,14 +51,14 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
     answer = _text_of(row, column)
     for turn in () if isinstance(answer, str) else answer:
         if turn["role"] in ("user", "system"):
-            raise _error(row, column, f"has a turn of the {turn['role']}; expected the answer alone")
+            raise column_error(row, column, f"has a turn of the {turn['role']}; expected the answer alone")
     before = tokenizer.encode_prompt(prompt).tolist()
     after = tokenizer.encode_answer(answer).tolist()
     # The first token of a sequence follows nothing: there is no logprob of it.
     mask = [index >= max(1, len(before)) for index in range(len(before) + len(after))]
     if not any(mask):
         found = "is one token, and the prompt is empty" if after else "is empty"
-        raise _error(row, column, f"{found}: no token to train on")
+        raise column_error(row, column, f"{found}: no token to train on")
     return Encoded([*before, *after], mask)
 
 
@@ -55,13 +75,8 @@ def check_temperature(run: RunConfig) -> Iterator[Problem]:
 def _text_of(row: Row, column: str) -> str | Sequence[dict[str, Any]]:
     if column not in row:
         known = ", ".join(row) or "none"
-        raise _error(row, column, f"is not there{nearest(column, row)}; the row's columns: {known}")
+        raise column_error(row, column, f"is not there{nearest(column, row)}; the row's columns: {known}")
     # An empty text is one; what it leaves to train on is judged from the tokens.
     if fault := fault_of(row[column]):
-        raise _error(row, column, fault)
+        raise column_error(row, column, fault)
     return cast("str | Sequence[dict[str, Any]]", row[column])
-
-
-def _error(row: Mapping[str, Any], column: str, message: str) -> ConfigError:
-    name = f" of row {row['id']!r}" if "id" in row else ""
-    return ConfigError(f"column {column!r}{name}: {message}", path="dataset", value=row.get(column))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
+import msgspec
 
 from stretto.bus.client import Bus
 from stretto.bus.messages import (
@@ -163,13 +164,7 @@ class _Step:
             if call.op == "train" and call.model == graph.lead and self._ahead:
                 await self._trainers.prefetch((*self._request.rows, *self._ahead))
             start_s = time.monotonic() - self._began
-            request = Call(
-                self._request.fence,
-                self._request.incarnation,
-                self._request.version,
-                call.name,
-                self._request.rows,
-            )
+            request = msgspec.structs.replace(self._request, name=call.name)
             done = await self._trainers.ask(group, "call", request, CallDone)
             prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
             self.statistics |= {f"{prefix}{name}": value for name, value in done.statistics.items()}

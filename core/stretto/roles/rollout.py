@@ -75,7 +75,11 @@ class RolloutWork:
         """Take tickets until cancelled."""
         setting, config = self._setting, self._setting.composed.config
         self._vision = await anyio.to_thread.run_sync(_vision_of, setting.context.model)
-        self._tokenizer: Tokenizer = await anyio.to_thread.run_sync(load_tokenizer, setting.context.model)
+        self._tokenizer: Tokenizer = (
+            await anyio.to_thread.run_sync(load_tokenizer, setting.context.model)
+            if self._vision is None
+            else self._vision.tokenizer
+        )
         self._workflow: Workflow = setting.make("workflow")
         self._datasets: dict[Purpose, Dataset] = {"train": await self._dataset("dataset")}
         if config.evaluation is not None:

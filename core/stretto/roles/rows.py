@@ -62,7 +62,7 @@ class Rows:
         if model is not None and is_vision_language(await anyio.to_thread.run_sync(fetched_config, model)):
             self._vision = await anyio.to_thread.run_sync(Vision, model)
         if not self._placement.graph.samples or self._vision is not None:
-            self._tokenizer: Tokenizer = load_tokenizer(model)
+            self._tokenizer: Tokenizer = self._vision.tokenizer if self._vision else load_tokenizer(model)
             self._dataset: Dataset = await anyio.to_thread.run_sync(setting.make, "dataset")
             if self._dataset.fingerprint != setting.fingerprints["dataset"]:
                 raise ConfigError("dataset: its rows here are not those that the kernel has", path="dataset")
@@ -130,7 +130,9 @@ class Rows:
         columns |= {key: [self._written[key][row] for row in rows] for key in written}
         lengths = [self._lengths[row] for row in rows]
         tokens, sequences = _joined(columns)
-        seen = await anyio.to_thread.run_sync(self._media_of, rows) if media else None
+        seen = None
+        if media and self._vision is not None:
+            seen = await anyio.to_thread.run_sync(self._media_of, self._vision, rows)
         return Batch(lengths, tokens, sequences, seen)
 
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
@@ -194,16 +196,14 @@ class Rows:
             assert ref.id == trajectory.id, "the log does not hold what the ledger says"
             self._read[row] = _of_trajectory(trajectory, ref.group)
 
-    def _media_of(self, rows: Sequence[int]) -> list[Mapping[str, Tensor]]:
+    def _media_of(self, vision: Vision, rows: Sequence[int]) -> list[Mapping[str, Tensor]]:
         """What the model reads of the images of these rows."""
         import torch
 
         places = [self._row_of_dataset(row) for row in rows]
         for place in {*places} - self._media.keys():
-            found: Mapping[str, Any] = {}
-            if self._vision is not None:
-                with _of_row(place):
-                    found = self._vision.media(self._dataset[place])
+            with _of_row(place):
+                found = vision.media(self._dataset[place])
             self._media[place] = {name: torch.from_numpy(array) for name, array in found.items()}
         return [self._media[place] for place in places]
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from stretto import AlgorithmConfig, Component, Context, Problem, hookimpl
+from stretto import Component, Context, Problem, hookimpl
 from stretto.algorithm import Call, Encoded, Group, Loss, Model, forward, function, read, train
 from stretto.component import PositiveFloat
-from stretto.supervised import check_temperature, prompt_and_answer
+from stretto.supervised import PairConfig, check_pair, check_temperature, prompt_and_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,13 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["DPO", "DPOConfig"]
 
 
-class DPOConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DPOConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `dpo`."""
 
-    chosen_column: str = "chosen"
-    """Column with the better answer: text, or chat messages of the assistant."""
-    rejected_column: str = "rejected"
-    """Column with the worse answer."""
     variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair; see above."""
     beta: PositiveFloat = 0.1
@@ -86,8 +82,7 @@ class DPO:
 
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
         """Prompt and answer, first of the chosen and then of the rejected one."""
-        column = (self.config.chosen_column, self.config.rejected_column)[index]
-        return prompt_and_answer(row, column, tokenizer)
+        return prompt_and_answer(row, self.config.columns[index], tokenizer)
 
     def share(self, batch: Batch) -> Mapping[str, Tensor]:
         """(T,) float32, trained tokens of a mean sequence by those of this one: the factor that makes a mean
@@ -124,8 +119,7 @@ class DPO:
 def check(config: DPOConfig, run: RunConfig) -> Iterator[Problem]:
     """Two columns, and logprobs that are the model's own."""
     yield from check_temperature(run)
-    if config.chosen_column == config.rejected_column:
-        yield Problem("algorithm.rejected_column", f"{config.rejected_column!r} is the chosen column too")
+    yield from check_pair(config)
 
 
 @hookimpl

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stretto import AlgorithmConfig, Component, Context, Problem, hookimpl
+from stretto import Component, Context, Problem, hookimpl
 from stretto.algorithm import Call, Encoded, Group, Loss, Model, read, train
 from stretto.component import NonNegativeFloat
-from stretto.supervised import prompt_and_answer
+from stretto.supervised import PairConfig, check_pair, prompt_and_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["RewardModel", "RewardModelConfig"]
 
 
-class RewardModelConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewardModelConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `reward_model`."""
 
-    chosen_column: str = "chosen"
-    """Column with the better answer: text, or chat messages of the assistant."""
-    rejected_column: str = "rejected"
-    """Column with the worse answer."""
     margin: NonNegativeFloat = 0.0
     """By how much the chosen answer's score is to be above the other's before the loss is small."""
     centering: NonNegativeFloat = 0.0
@@ -68,8 +64,7 @@ class RewardModel:
 
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
         """Prompt and answer, first of the chosen and then of the rejected one, the last token trained on."""
-        column = (self.config.chosen_column, self.config.rejected_column)[index]
-        tokens, mask = prompt_and_answer(row, column, tokenizer)
+        tokens, mask = prompt_and_answer(row, self.config.columns[index], tokenizer)
         return Encoded(tokens, [False] * (len(mask) - 1) + [True])
 
     def loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -95,8 +90,7 @@ class RewardModel:
 def check(config: RewardModelConfig, run: RunConfig) -> Iterator[Problem]:
     """Two columns."""
     del run
-    if config.chosen_column == config.rejected_column:
-        yield Problem("algorithm.rejected_column", f"{config.rejected_column!r} is the chosen column too")
+    yield from check_pair(config)
 
 
 @hookimpl
