@@ -1,4 +1,4 @@
-"""Smaller parts by themselves: rewards, scoring, datasets, tokenizers, placement, weights, checkpoints."""
+"""Smaller parts by themselves: rewards, scoring, datasets, tokenizers, placement, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from stretto import Context
-from stretto.errors import ConfigError, LaunchError, WeightsError, nearest
+from stretto.errors import ConfigError, LaunchError, nearest
 from stretto.kernel.checkpoint import KernelState, newest_intact, prune, writing
 from stretto.kernel.scheduler import Ledger, Snapshot
 from stretto.launcher import Job, Resources
 from stretto.roles.scoring import score_group
 from stretto.tokenizer import ByteTokenizer, load_tokenizer
-from stretto.weights import WeightsNote
 from stretto_exact import ExactConfig
 from stretto_exact import make as make_exact
-from stretto_file import FileTransport, FileTransportConfig
 from stretto_jsonl import JsonLines, JsonLinesConfig
 from stretto_local import place, visible_gpus
 from stretto_math import MathConfig
@@ -104,13 +101,13 @@ ROW = {"prompt": "p", "answer": "ab", "extra": 3}
     ],
 )
 def test_rewards_are_called_in_their_own_form(reward: Callable[..., Any], expected: Any) -> None:
-    assert score_group(reward, ROW, ("ab", "c")) == expected
+    assert score_group(reward, ROW, ("ab", "c"), {}) == expected
 
 
 def test_a_rows_columns_do_not_stand_for_what_was_sampled() -> None:
     """A dataset made for supervised training has the right answer in the column `completion`."""
-    assert score_group(plain, {**ROW, "completion": "ab"}, ("ab", "c")) == [(1.0, {}), (0.0, {})]
-    assert score_group(trl, {**ROW, "completions": "ab"}, ("ab", "c")) == [(1.0, {}), (0.0, {})]
+    assert score_group(plain, {**ROW, "completion": "ab"}, ("ab", "c"), {}) == [(1.0, {}), (0.0, {})]
+    assert score_group(trl, {**ROW, "completions": "ab"}, ("ab", "c"), {}) == [(1.0, {}), (0.0, {})]
 
 
 def test_trl_rewards_of_chat_rows_get_messages() -> None:
@@ -118,7 +115,7 @@ def test_trl_rewards_of_chat_rows_get_messages() -> None:
         assert completions == [[{"role": "assistant", "content": "hi"}]]
         return [1.0]
 
-    score_group(chat, {"prompt": [{"role": "user", "content": "?"}]}, ("hi",))
+    score_group(chat, {"prompt": [{"role": "user", "content": "?"}]}, ("hi",), {})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +134,7 @@ def test_what_is_no_number_is_a_failure(value: Any, words: str) -> None:
         return value
 
     with pytest.raises(ValueError, match=words):
-        score_group(reward, ROW, ("ab",))
+        score_group(reward, ROW, ("ab",), {})
 
 
 def test_a_reward_of_groups_gives_a_value_for_each() -> None:
@@ -145,7 +142,7 @@ def test_a_reward_of_groups_gives_a_value_for_each() -> None:
         return [1.0]
 
     with pytest.raises(ValueError, match="gave 1 values for 2 completions"):
-        score_group(reward, ROW, ("a", "b"))
+        score_group(reward, ROW, ("a", "b"), {})
 
 
 # --------------------------------------------------------------------------------------- datasets
@@ -223,64 +220,6 @@ def test_gpus_are_shared_only_where_the_shares_allow_it() -> None:
 def test_visible_gpus_are_those_of_the_environment() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 5"}) == ["2", "5"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-
-
-# ---------------------------------------------------------------------------------------- weights
-
-
-def tensors(value: float) -> list[tuple[str, torch.Tensor]]:
-    return [("a", torch.full((3, 2), value)), ("b.c", torch.arange(4).bfloat16()), ("d", torch.tensor([1]))]
-
-
-def transport(folder: Path, **options: Any) -> FileTransport:
-    return FileTransport(FileTransportConfig(folder=str(folder), **options), CONTEXT)
-
-
-async def test_weights_arrive_as_they_were_published(tmp_path: Path) -> None:
-    ends = transport(tmp_path, shard_gb=1e-8)  # a file for each tensor
-    publisher, subscriber = ends.publisher(), ends.subscriber()
-    note = publisher.publish(3, iter(tensors(1.5)))
-    update = await subscriber.receive(note)
-    assert len(list(Path(note.address).glob("*.safetensors"))) == 3
-    for name, tensor in tensors(1.5):
-        assert torch.equal(update.tensors()[name], tensor)
-    assert publisher.publish(4, iter(tensors(1.5))).digest == note.digest
-    assert publisher.publish(5, iter(tensors(1.25))).digest != note.digest
-
-
-async def test_old_versions_go_and_say_so(tmp_path: Path) -> None:
-    ends = transport(tmp_path, keep=2)
-    publisher = ends.publisher()
-    notes = [publisher.publish(version, iter(tensors(version))) for version in range(4)]
-    opened = await ends.subscriber().receive(notes[3])
-    held = opened.tensors()["a"]
-    with pytest.raises(WeightsError, match=r"version 1 at .* cannot be read") as caught:
-        await ends.subscriber().receive(notes[1])
-    assert caught.value.version == 1
-    publisher.close()
-    assert torch.equal(held, torch.full((3, 2), 3.0))  # a reader keeps what it has opened
-    ends.clean()
-    assert list(tmp_path.iterdir()) == []
-
-
-async def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
-    ends = transport(tmp_path)
-    note = ends.publisher().publish(7, iter(tensors(1.0)))
-    file = Path(note.address) / "model-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(WeightsError, match=r"version 7 .* is not the announced one: \['.+'\] differ"):
-        await ends.subscriber().receive(note)
-    other = WeightsNote(7, note.address, "0" * 64)
-    with pytest.raises(WeightsError, match="not the announced one"):
-        await ends.subscriber().receive(other)
-
-
-def test_weights_that_cannot_be_written_say_why(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WeightsError, match="version 0 cannot be written"):
-        transport(tmp_path / "file").publisher().publish(0, iter(tensors(1.0)))
 
 
 # ------------------------------------------------------------------------------------ checkpoints

@@ -30,7 +30,7 @@ from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import Chunk, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError, WeightsError
-from stretto.weights import WeightsNote, digest_of
+from stretto.weights import WeightsNote, digest_of, tensor_hash
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
 
@@ -152,6 +152,9 @@ class Update:
     @property
     def note(self) -> WeightsNote:
         return WeightsNote(self.version, "memory", "")
+
+    def hashes(self) -> Mapping[str, str]:
+        return {name: tensor_hash(tensor) for name, tensor in self.weights.items()}
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.weights
@@ -376,7 +379,15 @@ async def test_greedy_answers_are_those_of_generate(folders: Folders) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.8, "temperature": 1.5}],
+    [
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"top_k": 20, "top_p": 0.8, "temperature": 1.5},
+        {"min_p": 0.3},
+        {"logit_bias": {5: -100.0, 7: 1.5, 50: 0.7}},
+        {"min_p": 0.1, "top_p": 0.9, "temperature": 1.3, "logit_bias": {9: 2.0, 60: -1.0}},
+    ],
     ids=str,
 )
 async def test_tokens_are_drawn_with_the_probability_they_say(
@@ -388,6 +399,8 @@ async def test_tokens_are_drawn_with_the_probability_they_say(
         samples = (await served.answers(asked))[0]
 
     logits = load(folders["qwen2"])(torch.tensor([asked.prompt_ids.numpy().tolist()])).logits[0, -1]
+    for token, bias in asked.sampling.logit_bias.items():
+        logits[token] += bias
     exact = kept_probabilities(logits / asked.sampling.temperature, asked.sampling)
     tokens = np.array([sample.tokens[0] for sample in samples])
     assert exact[tokens].min() > 0, "a token was drawn that is not kept"
@@ -405,8 +418,10 @@ async def test_tokens_are_drawn_with_the_probability_they_say(
 
 def kept_probabilities(logits: Tensor, sampling: Sampling) -> NDArray[np.float64]:
     """What each token's probability must be, token by token in the order of likelihood."""
-    order = logits.argsort(descending=True).tolist()[: sampling.top_k or None]
     probabilities = logits.double().softmax(-1)
+    least = sampling.min_p * probabilities.max()
+    order = [token for token in logits.argsort(descending=True).tolist() if probabilities[token] >= least]
+    order = order[: sampling.top_k or None]
     total = sum(float(probabilities[token]) for token in order)
     kept: list[int] = []
     for token in order:
@@ -416,6 +431,21 @@ def kept_probabilities(logits: Tensor, sampling: Sampling) -> NDArray[np.float64
     exact = np.zeros(VOCABULARY)
     exact[kept] = probabilities[kept].numpy()
     return exact / exact.sum()
+
+
+async def test_a_bias_is_part_of_greedy_answers_and_of_their_logprobs(folders: Folders) -> None:
+    asked = request(prompt=20, max_tokens=30, temperature=0.0, logit_bias={31: 6.0, 40: -100.0})
+    async with serving(folders["qwen2"]) as served:
+        sample = await served.answer(asked)
+
+    text = asked.prompt_ids.numpy().tolist() + sample.tokens
+    logits = load(folders["qwen2"])(torch.tensor([text])).logits[0, 19:-1]
+    logits[:, 31] += 6
+    logits[:, 40] -= 100
+    assert sample.tokens == logits.argmax(-1).tolist()
+    assert 31 in sample.tokens
+    expected = logits.log_softmax(-1).amax(-1).numpy()
+    np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
 
 
 async def test_the_seed_alone_decides_what_is_drawn(folders: Folders) -> None:
@@ -593,6 +623,225 @@ async def test_nothing_goes_on_under_older_weights_than_it_needs(folders: Folder
     assert (other.finish, set(other.versions)) == ("length", {7, 3})
 
 
+# ------------------------------------------------------------------- beginnings that are known
+
+
+def turn(id: str, before: GenerateRequest, answer: Result, more: int, **options: Any) -> GenerateRequest:
+    """The next turn: all of the one before, and what the environment says to it."""
+    said = np.random.default_rng(more).integers(4, VOCABULARY, more)
+    return request(id, np.concatenate([before.prompt_ids.numpy(), answer.tokens, said]), **options)
+
+
+def assert_own(model: Any, asked: GenerateRequest, samples: list[Result]) -> None:
+    for sample in samples:
+        np.testing.assert_allclose(sample.logprobs, own_logprobs(model, asked, sample.tokens), atol=1e-4)
+
+
+def totals(logs: Any) -> dict[str, int]:
+    """What the engine says of itself when it stops."""
+    (entry,) = [entry for entry in logs if entry["event"] == "torch inference engine stops"]
+    return entry
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2", "gemma2"])
+async def test_turns_go_on_from_what_is_computed(folders: Folders, name: str) -> None:
+    model = load(folders[name])
+    with capture_logs() as logs:
+        async with serving(folders[name], slots=16) as served:
+            asked = request("0", prompt=70, n=3, max_tokens=50)
+            samples = (await served.answers(asked))[0]
+            for number in range(1, 4):
+                # Each sample has a history of its own; together they need more than one prefill.
+                nexts = [
+                    turn(f"{number}/{i}", asked, sample, more=5 + 17 * i, n=1 + i, max_tokens=20)
+                    for i, sample in enumerate(samples)
+                ]
+                answers = await served.answers(*nexts)
+                for each, its_samples in zip(nexts, answers, strict=True):
+                    assert_own(model, each, its_samples)
+                asked, samples = nexts[2], answers[2]
+            # Another text that forks off in the middle, and one that was begun elsewhere.
+            fork = request("fork", np.append(asked.prompt_ids.numpy()[:100], [5, 6, 7]))
+            begun = request(
+                "begun", asked.prompt_ids.numpy()[:90], begun=(Array.of(asked.prompt_ids.numpy()[90:99]),)
+            )
+            (forked,), (resumed,) = await served.answers(fork, begun)
+
+    assert_own(model, fork, [forked])
+    whole = [*asked.prompt_ids.numpy()[90:99].tolist(), *resumed.tokens]
+    np.testing.assert_allclose(resumed.logprobs, own_logprobs(model, begun, whole)[9:], atol=1e-4)
+    found = totals(logs)
+    assert found["prefix_hits"] == 3 * 3 + 2
+    assert found["prefix_tokens"] >= 3 * 3 * 119 + 100 + 98
+
+
+async def test_what_older_weights_computed_is_never_gone_on_from(folders: Folders) -> None:
+    models = [load(folders["slow"])]
+    models += [perturbed(models[0], seed) for seed in (1, 2)]
+    first = request("0", prompt=80, max_tokens=20)
+    with capture_logs() as logs:
+        async with serving(folders["slow"], slots=4) as served:
+            one = await served.answer(first)
+            long = request("long", prompt=80, max_tokens=300)
+            served.engine.generate(long)
+            await served.until(("long", 0), tokens=5)
+            await served.engine.swap(Update(weights_of(models[1]), 1))
+            second = turn("1", first, one, more=8)
+            two = await served.answer(second)
+            # Its slot began under the first weights and ended under the second: of no use to any.
+            (crossed,) = await served.until(("long", 0))
+            third = turn("2", long, crossed, more=8)
+            three = await served.answer(third)
+            await served.engine.swap(Update(weights_of(models[2]), 1))
+            four = await served.answer(msgspec.structs.replace(third, id="3"))
+
+    assert set(crossed.versions) == {0, 1}
+    assert_own(models[1], second, [two])
+    assert_own(models[1], third, [three])
+    assert_own(models[2], third, [four])
+    assert totals(logs)["prefix_hits"] == 0
+
+
+async def test_what_was_computed_anew_may_be_gone_on_from(folders: Folders) -> None:
+    models = [load(folders["slow"])]
+    models += [perturbed(models[0], 1)]
+    long = request("long", prompt=80, max_tokens=200)
+    with capture_logs() as logs:
+        async with serving(folders["slow"], on_swap="recompute") as served:
+            served.engine.generate(long)
+            await served.until(("long", 0), tokens=5)
+            await served.engine.swap(Update(weights_of(models[1]), 1))
+            (crossed,) = await served.until(("long", 0))
+            again = turn("again", long, crossed, more=8)
+            sample = await served.answer(again)
+
+    assert set(crossed.versions) == {0, 1}
+    assert_own(models[1], again, [sample])
+    assert (totals(logs)["prefix_hits"], totals(logs)["prefix_tokens"]) == (1, 279)
+
+
+async def test_a_prompt_begins_like_one_that_is_still_running(folders: Folders) -> None:
+    first = request("running", prompt=120, max_tokens=300)
+    second = request("second", np.append(first.prompt_ids.numpy()[:110], [4, 5]))
+    with capture_logs() as logs:
+        async with serving(folders["slow"]) as served:
+            served.engine.generate(first)
+            await served.until(("running", 0), tokens=1)
+            sample = await served.answer(second)
+            assert not served.results[("running", 0)].finish
+            served.engine.abort("running")
+            await served.until(("running", 0))
+
+    assert_own(load(folders["slow"]), second, [sample])
+    assert totals(logs)["prefix_tokens"] == 110
+
+
+# -------------------------------------------------------------------------------- memory for them
+
+# Of one token of the model `qwen2`: 3 layers, one head of 32, keys and values, 4 bytes.
+TOKEN_GB = 3 * 2 * 32 * 4 / 2**30
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("qwen2", 1024), ("qwen2", 512), ("gpt2", 2 * 8 * 512)])
+async def test_a_small_cache_makes_samples_wait_and_loses_none(
+    folders: Folders, name: str, tokens: int
+) -> None:
+    # A token of `gpt2` takes twice the memory: the last budget is 8 rows at full length.
+    model = load(folders[name])
+    requests = [
+        request(f"{i}", prompt=1 + 12 * i, n=1 + i % 3, max_tokens=20 + 50 * i, temperature=0.8)
+        for i in range(7)
+    ]
+    with capture_logs() as logs:
+        async with serving(folders[name], slots=32, cache_gb=tokens * TOKEN_GB) as served:
+            results = await served.answers(*requests)
+            figures = served.engine.load()
+
+    for asked, samples in zip(requests, results, strict=True):
+        for sample in samples:
+            assert (sample.finish, sample.start) == ("length", 0)
+            assert len(sample.tokens) == asked.sampling.max_tokens
+        assert_own(model, asked, samples)
+    assert figures.generated_tokens == sum(len(s.tokens) for samples in results for s in samples)
+    assert totals(logs)["preemptions"] > 0
+
+
+async def test_who_comes_last_gives_way_and_may_be_aborted_meanwhile(folders: Folders) -> None:
+    with capture_logs() as logs:
+        # The model has 16 layers instead of 3.
+        async with serving(folders["slow"], slots=4, cache_gb=1024 * TOKEN_GB * 16 / 3) as served:
+            for i in range(4):
+                served.engine.generate(request(f"{i}", prompt=30, max_tokens=300))
+            await served.until(("0", 0), tokens=150)  # of so long ones the cache holds two
+            served.engine.abort("3")
+            results = await served.until(*((f"{i}", 0) for i in range(4)))
+
+    assert [result.finish for result in results] == ["length"] * 3 + ["abort"]
+    assert 0 < len(results[3].tokens) < 300
+    assert totals(logs)["preemptions"] == 2
+
+
+async def test_a_small_cache_changes_no_bit_of_deterministic_answers(folders: Folders) -> None:
+    requests = [request(f"{i}", prompt=20 + 7 * i, n=2, max_tokens=60 + 30 * i) for i in range(6)]
+
+    async def bits(**config: Any) -> list[list[tuple[list[int], list[float]]]]:
+        async with serving(folders["qwen2"], slots=16, deterministic=True, **config) as served:
+            results = await served.answers(*requests)
+        return [[(sample.tokens, sample.logprobs) for sample in samples] for samples in results]
+
+    with capture_logs() as logs:
+        small = await bits(cache_gb=1024 * TOKEN_GB)
+    assert small == await bits()
+    assert (totals(logs)["preemptions"], totals(logs)["prefix_hits"]) == (0, 0)
+
+
+# ------------------------------------------------------------------------------------- given text
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+async def test_given_text_is_scored_by_the_weights_of_now_beside_what_runs(
+    folders: Folders, name: str
+) -> None:
+    models = [load(folders[name])]
+    models += [perturbed(models[0], 1)]
+    texts = [np.random.default_rng(i).integers(4, VOCABULARY, 2 + 90 * i, np.int32) for i in range(5)]
+    asked = request("runs", n=3, max_tokens=400)
+    async with serving(folders[name]) as served:
+        served.engine.generate(asked)
+        await served.until(("runs", 0), tokens=1)
+        before = await served.engine.logprobs(texts)
+        assert not served.results[("runs", 0)].finish
+        samples = await served.until(*(("runs", i) for i in range(3)))
+        await served.engine.swap(Update(weights_of(models[1]), 1))
+        after = await served.engine.logprobs(texts)
+
+    assert_own(models[0], asked, samples)
+    for model, found in zip(models, (before, after), strict=True):
+        for text, its in zip(texts, found, strict=True):
+            own = model(torch.from_numpy(text)[None].long()).logits[0, :-1].log_softmax(-1)
+            assert its.dtype == np.float32
+            np.testing.assert_allclose(its, own[range(len(text) - 1), text[1:].tolist()], atol=1e-4)
+
+
+async def test_text_that_cannot_be_scored_is_refused_with_the_reason(folders: Folders) -> None:
+    text = np.arange(4, 20, dtype=np.int32)
+    async with serving(folders["qwen2"], version=None) as served:
+        with pytest.raises(EngineError, match="no weights are served yet"):
+            await served.engine.logprobs([text])
+        await served.engine.swap(Update(weights_of(load(folders["qwen2"])), 0))
+        for wrong, why in (
+            (text[:1], "of 1 tokens"),
+            (np.tile(text, 40), "2 to 512"),
+            (text + 90, "vocabulary"),
+        ):
+            with pytest.raises(EngineError, match=why):
+                await served.engine.logprobs([text, wrong])
+        assert len((await served.engine.logprobs([text]))[0]) == 15
+        await served.engine.stop()
+        with pytest.raises(EngineError, match="was stopped"):
+            await served.engine.logprobs([text])
+
+
 # ----------------------------------------------------------------------------------- determinism
 
 
@@ -681,6 +930,29 @@ async def test_end_of_text_is_the_last_token(folders: Folders) -> None:
         assert sample.finish == "stop" or len(sample.tokens) == 300
 
 
+async def test_stop_tokens_end_beside_the_models_own_or_instead_of_them(folders: Folders) -> None:
+    async with serving(folders["qwen2_eos"]) as served:
+        own, also, instead, neither = await served.answers(
+            request("a", prompt=np.arange(4, 30), n=20, max_tokens=200),
+            request("b", prompt=np.arange(4, 30), n=20, max_tokens=200, stop_token_ids=(9, 30)),
+            request(
+                "c", prompt=np.arange(4, 30), n=20, max_tokens=200, stop_token_ids=(9, 30), ignore_eos=True
+            ),
+            request("d", prompt=np.arange(4, 30), n=20, max_tokens=200, ignore_eos=True),
+        )
+        begun = (Array.of([5, 3], np.int32), Array.of([5, 9], np.int32))
+        asked = request("e", n=2, max_tokens=2, stop_token_ids=(9,), ignore_eos=True, begun=begun)
+        complete = (await served.answers(asked))[0]
+
+    assert [sample.finish for sample in complete] == ["length", "stop"]
+    for samples, ends in ((own, {3, 1}), (also, {3, 1, 9, 30}), (instead, {9, 30}), (neither, set[int]())):
+        for sample, whole in zip(samples, neither, strict=True):
+            # The seeds are the same, so each is as long a part of the last as its first end says.
+            stops = [i for i, token in enumerate(whole.tokens) if token in ends][:1]
+            assert sample.tokens == whole.tokens[: stops[0] + 1 if stops else None]
+            assert sample.finish == ("stop" if stops else "length")
+
+
 async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(folders: Folders) -> None:
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folders["qwen2"])
     async with serving(folders["qwen2"]) as served:
@@ -749,6 +1021,8 @@ async def test_a_deadline_ends_what_runs_and_what_waits(folders: Folders) -> Non
         (request(n=2, have=(1,)), "'have' is for 1 samples, the request has 2"),
         (request(begun=(Array.of([5.0]),)), "'begun' is float64"),
         (request(max_tokens=2, begun=(Array.of([5, 5, 5]),)), "more than max_tokens 2"),
+        (request(logit_bias={VOCABULARY: 1.0}), "'logit_bias' has tokens outside the vocabulary of 101"),
+        (request(stop_token_ids=(3, 999)), "'stop_token_ids' has tokens outside the vocabulary of 101"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -778,10 +1052,12 @@ async def test_first_tokens_come_early_and_messages_are_few(folders: Folders) ->
         started = monotonic()
         served.engine.generate(request("long", n=8, max_tokens=480))
         await served.until(("long", 0), tokens=1)
+        first = monotonic() - started
         early = [len(served.results[("long", i)].tokens) for i in range(8)]
         await served.until(*(("long", i) for i in range(8)))
         took = monotonic() - started
 
+    assert first < took / 10
     assert all(0 < tokens < 240 for tokens in early)
     assert served.messages <= took / 0.02 + 2
 
@@ -848,15 +1124,17 @@ async def test_an_error_in_the_compute_thread_reaches_everyone_concerned(folders
     assert isinstance(failure.__cause__, OSError)
     assert [entry["log_level"] for entry in logs] == ["error"]
     for sample in (*unfinished, later):
-        assert sample.finish == "error"
-        assert "the disk is gone" in sample.error
+        assert sample.finish == "abort"  # another engine may finish it
 
 
-async def test_weights_that_are_not_finite_end_answers_and_leave_no_trace(folders: Folders) -> None:
+@pytest.mark.parametrize("on_swap", ["keep_cache", "recompute"])
+async def test_weights_that_are_not_finite_end_answers_and_leave_no_trace(
+    folders: Folders, on_swap: str
+) -> None:
     model = load(folders["slow"])
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights_of(model).items()}
-    asked = request("after", n=3, max_tokens=30)
-    async with serving(folders["slow"]) as served:
+    asked = request("after", n=3, prompt=30, max_tokens=30)
+    async with serving(folders["slow"], slots=3, on_swap=on_swap) as served:
         served.engine.generate(request("running", n=3, max_tokens=480))
         await served.until(("running", 0), tokens=1)
         await served.engine.swap(Update(broken, 1))
@@ -877,6 +1155,8 @@ async def test_weights_that_are_not_finite_end_answers_and_leave_no_trace(folder
         ("nowhere", {}, "cannot load the model"),
         ("mamba", {}, "keep keys and values of every layer"),
         ("qwen2", {"context_length": 513}, "the model has 512 positions"),
+        ("qwen2", {"cache_gb": 0.0003}, "419 tokens of 768 bytes; it must hold 512"),
+        ("gpt2", {"cache_gb": 0.0003}, "must hold 4096, by inference.context_length 512"),
     ],
 )
 async def test_start_fails_with_the_reason(

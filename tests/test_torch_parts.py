@@ -4,13 +4,14 @@ of a decoder."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor
@@ -22,10 +23,13 @@ from stretto.errors import EngineError
 from stretto_torch.batcher import Batcher
 from stretto_torch.decoder_fast import FastDecoder
 from stretto_torch.determinism import stable_shapes
+from stretto_torch.kv import Block, LayerShape, Move, SlotCache
 from stretto_torch.model import Model, difference
+from stretto_torch.prefixes import Prefixes
 from stretto_torch.requests import Job, open_job
-from stretto_torch.sampling import Settings, draw, uniforms
+from stretto_torch.sampling import Bias, Settings, draw, uniforms
 from stretto_torch.shapes import Shapes, Span
+from stretto_torch.shelves import Shelves
 from stretto_torch.waiting import WaitingLine
 
 # ----------------------------------------------------------------------------------------- order
@@ -42,7 +46,7 @@ def line(delay_s: float, *arrivals: tuple[str, float, int]) -> WaitingLine:
 
 def job(name: str, *, priority: int = 0, min_version: int = 0) -> Job:
     request = GenerateRequest(name, Array.of([5]), (0,), Sampling(), min_version, priority=priority)
-    return open_job(request, 0.0, vocabulary=10, context=512, deterministic=False)
+    return open_job(request, 0.0, vocabulary=10, context=512, eos=(), deterministic=False)
 
 
 def order(waiting: WaitingLine) -> list[str]:
@@ -87,33 +91,143 @@ def test_who_needs_newer_weights_keeps_the_place_of_arrival() -> None:
     assert (len(waiting), order(waiting)) == (3, ["a", "c", "d"])
 
 
-# ---------------------------------------------------------------------------------------- shapes
+def test_who_gave_up_a_slot_waits_at_the_place_it_had() -> None:
+    waiting = line(2.0, ("a", 0.0, 0), ("eval", 0.0, 1), ("b", 1.0, 0), ("c", 3.0, 0))
+    first, second = waiting.pop(), waiting.pop()
+    waiting.put_back(second)
+
+    assert (len(waiting), waiting.first) == (3, second)
+    assert first.place < second.place
+    assert order(waiting) == ["b", "eval", "c"]
 
 
-@given(
-    positions=st.lists(st.integers(1, 2000), min_size=1, max_size=64),
-    classes=st.lists(st.integers(32, 1024), max_size=3, unique=True).map(sorted),
-)
-def test_spans_cover_every_row_as_far_as_it_reaches(positions: list[int], classes: list[int]) -> None:
-    ordered = np.array(sorted(positions, reverse=True))
-    shapes = Shapes(slots=64, context=2048)
-    spans = shapes.spans(ordered, tuple(classes))
-
-    assert [row for span in spans for row in range(span.start, span.stop)] == list(range(len(ordered)))
-    for span in spans:
-        longest = ordered[span.start : span.stop].max()
-        assert longest < span.length <= longest + 32
-        assert span.length % 32 == 0
-    assert len(spans) <= len(classes) + 1
-    assert len(ordered) <= shapes.rows(len(ordered)) < len(ordered) + 8
+# ------------------------------------------------------------------------- shapes, shelves, the pool
 
 
 def test_fixed_shapes_do_not_depend_on_who_is_there() -> None:
     shapes = Shapes(slots=20, context=500, fixed=True)
     for positions in (np.array([3]), np.array([400, 3, 2])):
-        (span,) = shapes.spans(positions, (128,))
+        (span,) = shapes.spans(positions, [(0, len(positions))])
         assert (span.start, span.stop, span.length) == (0, 24, 512)
         assert shapes.rows(len(positions)) == 24
+
+
+@dataclass(eq=False)
+class Row:
+    """A running sample."""
+
+    block: Any
+    text: int
+    had: int
+    """Tokens in the pool."""
+    need: int
+    """And so many soon."""
+
+
+class Pool:
+    """A pool whose every position holds the text that was written there, and what should be in it."""
+
+    def __init__(self, tokens: int) -> None:
+        shape = LayerShape(kv_heads=2, head_dim=1)
+        self.cache = SlotCache([shape], 64, tokens, torch.device("cpu"), torch.float32)
+
+    def write(self, block: Block, text: int, start: int, stop: int) -> None:
+        """Keys and values of both heads say which text they are of, and which position."""
+        for head in range(4):
+            at = self._at(block, head) + start
+            values = torch.arange(start, stop) + 1000 * text + 0.125 * head
+            self.cache.layers[0][at : at + stop - start, 0] = values
+
+    def holds(self, block: Block, text: int, length: int) -> bool:
+        found = [self.cache.layers[0][self._at(block, head) :][:length, 0] for head in range(4)]
+        return all(
+            torch.equal(part, torch.arange(length) + 1000 * text + 0.125 * head)
+            for head, part in enumerate(found)
+        )
+
+    def _at(self, block: Block, head: int) -> int:
+        half = 2 * (self.cache.tokens + 1) * (head >= 2)
+        return half + block.start * 2 + (head % 2) * block.capacity
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 2**32), length=st.sampled_from([96, 512, 608, 2080]), together=st.booleans())
+def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int, together: bool) -> None:
+    random, slots = np.random.default_rng(seed), 24
+    tokens = int(random.integers(8 * length, 28 * length))
+    shelves = Shelves(Shapes(slots, context=length), tokens, together=together)
+    pool, prefixes = Pool(tokens), Prefixes(tokens)
+    running: list[Row] = []
+    for text in range(1, 13):
+        for row in running:
+            row.need = min(row.had + int(random.integers(length // 2)), length)
+        left = [row for row in running if random.random() < 0.3]
+        new = [Row(None, 100 * text + i, 0, int(random.integers(1, length))) for i in range(slots)]
+        running = [row for row in running if row not in left] + new[: random.integers(slots)]
+        while len(running) > slots or not shelves.fits([row.need for row in running]):
+            running.pop()
+
+        plan = shelves.plan([row.need for row in running], [row.block for row in running])
+        assert sorted(plan.order) == list(range(len(running)))
+        running = [running[i] for i in plan.order]
+        moves = [
+            Move(row.block, target, row.had)
+            for row, target in zip(running, plan.blocks, strict=False)
+            if row.block not in (None, target)
+        ]
+        prefixes.free(plan.free)
+        moves += prefixes.keep([(row.block, np.full(row.had, row.text, np.int32)) for row in left])
+        if moves:
+            pool.cache.copy(moves)
+
+        assert_disjoint(plan.blocks, plan.free, tokens)
+        assert [row for shelf in plan.shelves for row in range(*shelf)] == list(range(len(running)))
+        for start, stop in plan.shelves:
+            first, capacity = plan.blocks[start]
+            assert plan.blocks[start:stop] == [
+                Block(first + i * capacity, capacity) for i in range(stop - start)
+            ]
+        for row, block in zip(running, plan.blocks, strict=False):
+            assert row.need <= block.capacity
+            assert pool.holds(block, row.text, row.had)
+            pool.write(block, row.text, row.had, row.need)
+            row.block, row.had = block, row.need
+        for row in left:
+            found = prefixes.find(np.full(row.had + 1, row.text, np.int32))
+            if found is not None:
+                block, shared = found
+                assert isinstance(block, Block)
+                assert plan.free[0] <= block.start <= sum(block) <= plan.free[1]
+                assert shared == row.had
+                assert pool.holds(block, row.text, shared)
+
+
+def assert_disjoint(blocks: list[Block], free: tuple[int, int], tokens: int) -> None:
+    """Blocks and what is free are the pool and do not overlap."""
+    ends = sorted([(block.start, sum(block)) for block in blocks] + [free])
+    assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
+    assert ends[-1][1] == tokens
+
+
+def test_the_longest_beginning_is_found_and_the_oldest_text_goes_first() -> None:
+    prefixes, text = Prefixes(300), np.arange(1000, dtype=np.int32)
+    fork = np.concatenate([text[:70], text[500:570]])
+    block = Block(0, 512)
+    prefixes.keep([(block, text[:98])])
+    prefixes.keep([(block, fork)])
+
+    assert prefixes.find(text[:200]) == (Block(0, 98), 98)
+    assert prefixes.find(fork) == (Block(98, 140), 139)  # something is left to compute
+    assert prefixes.find(np.append(fork[:100], text[:50])) == (Block(98, 140), 100)
+    assert prefixes.find(text[:64]) is None
+    assert prefixes.find(text[1:200]) is None
+
+    prefixes.keep([(block, text[300:400])])  # no room after the others: from the beginning again
+    assert prefixes.find(text[300:500]) == (Block(0, 100), 100)
+    assert prefixes.find(text[:71]) is None
+    assert prefixes.keep([(block, text[:63]), (block, text[:301])]) == []
+    prefixes.clear()
+    assert prefixes.find(text[300:500]) is None
 
 
 # -------------------------------------------------------------------------------------- sampling
@@ -154,12 +268,49 @@ def test_a_flat_distribution_keeps_more_tokens_than_are_looked_at_first() -> Non
     logits = torch.zeros(1, vocabulary).repeat(400, 1)
     logits[::2] = torch.linspace(20, 0, vocabulary)
     uniform = np.linspace(0, 0.999, 400, dtype=np.float32)
-    settings = Settings(np.ones(400, np.float32), np.zeros(400, np.int64), np.full(400, 0.5, np.float32))
+    settings = Settings(
+        np.ones(400, np.float32),
+        np.zeros(400, np.int64),
+        np.full(400, 0.5, np.float32),
+        np.zeros(400, np.float32),
+    )
     tokens, logprobs = draw(logits, uniform, settings)
 
     np.testing.assert_allclose(logprobs[1::2], np.log(1 / 500), atol=1e-5)
     assert len(set(tokens[1::2].tolist())) > 180
     assert tokens[::2].max() < 40
+
+
+def test_bias_comes_first_then_temperature_then_min_p_then_top_p() -> None:
+    # Row 0: softmax([0, 1, 2, 1] / 0.5) = e^[0, 2, 4, 2]; min_p 0.1 keeps what is over e^4 / 10 = 5.46, which
+    # leaves tokens 1, 2, 3; of their 69.4 the likeliest has 0.787, so top_p 0.8 keeps one more.
+    # Row 1 is greedy: bias alone counts, token 3, with the logprob of the plain distribution.
+    # Row 2 is as if nothing were asked of it.
+    logits = torch.tensor([[0.0, 3.0, 0.0, 1.0], [0.0, 1.0, 2.0, 0.0], [0.0, 1.0, 2.0, 1.0]])
+    bias = Bias(rows=np.array([0, 0, 1]), tokens=np.array([1, 2, 3]), values=np.array([-2, 2, 4], np.float32))
+    settings = Settings(
+        temperature=np.array([0.5, 0, 1], np.float32),
+        top_k=np.array([0, 2, 0]),
+        top_p=np.array([0.8, 0.5, 1], np.float32),
+        min_p=np.array([0.1, 0.9, 0], np.float32),
+        bias=bias,
+    )
+    seen: list[set[int]] = [set(), set(), set()]
+    for uniform in np.linspace(0, 0.999, 50, dtype=np.float32):
+        tokens, logprobs = draw(logits.clone(), np.full(3, uniform), settings)
+        for row, token in enumerate(tokens.tolist()):
+            seen[row].add(token)
+        weights = np.exp([2.0, 4.0])
+        if tokens[0] == 2:
+            np.testing.assert_allclose(logprobs[0], np.log(weights[1] / weights.sum()), rtol=1e-5)
+        np.testing.assert_allclose(logprobs[1], 4 - np.log(np.exp([0, 1, 2, 4]).sum()), rtol=1e-5)
+        np.testing.assert_allclose(
+            logprobs[2], logits[2, tokens[2]] - np.log(np.exp([0, 1, 2, 1]).sum()), rtol=1e-5
+        )
+
+    assert seen[0] - {1, 3} == {2}
+    assert len(seen[0]) == 2
+    assert seen[1:] == [{3}, {0, 1, 2, 3}]
 
 
 # --------------------------------------------------------------------------------------- decoders
@@ -184,7 +335,7 @@ def tiny_model() -> Any:
 
 def test_a_decoder_that_computes_something_else_is_seen() -> None:
     model = tiny_model()
-    decoder = FastDecoder(model, rows=8, length=64, onednn=False)
+    decoder = FastDecoder(model, rows=8, length=64, tokens=512, onednn=False)
     right = difference(decoder, model)
     model.model.rotary_emb.inv_freq *= 1.1
     wrong = difference(decoder, model)
@@ -197,7 +348,7 @@ class Leaking(FastDecoder):
     """A decoder whose rows know something of each other, as bad kernels would have it."""
 
     def __init__(self, leak: Callable[[Tensor, Sequence[Span]], Tensor | float]) -> None:
-        super().__init__(tiny_model(), rows=24, length=160, onednn=False)
+        super().__init__(tiny_model(), rows=24, length=160, tokens=24 * 160, onednn=False)
         self._leak = leak
 
     def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
@@ -221,17 +372,43 @@ def test_bits_that_depend_on_the_neighbours_themselves_are_refused() -> None:
         stable_shapes(Leaking(lambda tokens, spans: 1e-6 * tokens.sum()), Shapes(slots=20, context=160))
 
 
+def make_batcher(model: Any, *, slots: int, fixed: bool = False, deterministic: bool = False) -> Batcher:
+    rows = -(-slots // 8) * 8
+    decoder = FastDecoder(model, rows=rows, length=160, tokens=rows * 160, onednn=False)
+    batcher = Batcher(
+        Model(decoder, Shapes(slots=slots, context=160, fixed=fixed), eos=()),
+        tokenizer=lambda: None,
+        deterministic=deterministic,
+        recompute_on_swap=False,
+        evaluation_delay_s=0.0,
+    )
+    batcher.swap(dict(model.named_parameters()), 0)
+    return batcher
+
+
+def test_abort_frees_the_slot_before_the_next_decode_step() -> None:
+    with torch.inference_mode():
+        batcher = make_batcher(tiny_model(), slots=2)
+        for name in ("a", "b", "next"):
+            request = GenerateRequest(name, Array.of(range(8)), (0,), Sampling(max_tokens=100), 0)
+            batcher.take(request, monotonic())
+        for _ in range(3):
+            batcher.step()
+        batcher.collect()
+        batcher.step()
+        batcher.abort("a")
+        freed = (batcher.running, batcher.waiting)
+        batcher.step()
+        ended, *others = batcher.collect()
+
+    assert freed == (1, 1)
+    assert (ended.request, ended.finish, len(ended.tokens)) == ("a", "abort", 1)
+    assert [(chunk.request, len(chunk.tokens)) for chunk in others] == [("b", 2), ("next", 2)]
+
+
 def test_fixed_shapes_give_the_same_answers() -> None:
     def answers(*, fixed: bool) -> dict[str, list[int]]:
-        decoder = FastDecoder(model, rows=24, length=160, onednn=False)
-        batcher = Batcher(
-            Model(decoder, Shapes(slots=20, context=160, fixed=fixed), eos=()),
-            tokenizer=lambda: None,
-            deterministic=True,
-            recompute_on_swap=False,
-            evaluation_delay_s=0.0,
-        )
-        batcher.swap(dict(model.named_parameters()), 0)
+        batcher = make_batcher(model, slots=20, fixed=fixed, deterministic=True)
         for i in range(30):
             prompt, sampling = Array.of(range(1 + i)), Sampling(max_tokens=5 + 4 * i)
             batcher.take(GenerateRequest(f"{i}", prompt, (i,), sampling, 0), monotonic())

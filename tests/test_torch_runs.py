@@ -24,7 +24,8 @@ from stretto.engine import Chunk, GenerateRequest
 from stretto.kernel.scheduler import Issue, Scheduler, Settings
 from stretto.roles.rollout import sample_seed
 from stretto.tokenizer import load_tokenizer
-from stretto_file import FileTransport, FileTransportConfig
+from stretto.weight_files import VersionFolders
+from stretto_file import FilePublisher, FileSubscriber
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
 from stretto_torch.inference import TorchInferenceEngine
@@ -77,8 +78,7 @@ async def test_logprobs_are_those_of_each_tokens_own_version(
     model = tiny_models("qwen2")
     trainer = TorchTraining(TorchTrainingConfig(lr=3e-3), context(model, tmp_path))
     trainer.load(None)
-    transport = FileTransport(FileTransportConfig(folder=str(tmp_path)), context(model, tmp_path))
-    publisher, subscriber = transport.publisher(), transport.subscriber()
+    publisher, subscriber = FilePublisher(VersionFolders(tmp_path / "weights", 3, 2.0)), FileSubscriber()
     config = TorchInferenceConfig(
         on_swap="recompute" if on_swap == "recompute" else "keep_cache", slots=64, context_length=128
     )
@@ -179,8 +179,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
     train = algorithm.calls()[-1]
     assert train.loss is not None
     tokenizer = load_tokenizer(str(model))
-    transport = FileTransport(FileTransportConfig(folder=str(folder)), where)
-    publisher, subscriber = transport.publisher(), transport.subscriber()
+    publisher, subscriber = FilePublisher(VersionFolders(folder / "weights", 3, 2.0)), FileSubscriber()
     engine = TorchInferenceEngine(TorchInferenceConfig(deterministic=True), where)
     order = Scheduler(Settings(STEPS, BATCH, max_staleness=STEPS - 1, rows=len(rows), seed=5))
     order.start()
@@ -195,7 +194,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
             for ticket in tickets[BATCH * step : BATCH * (step + 1)]:
                 row = rows[ticket.row]
                 prompt = tokenizer.encode_prompt(row["prompt"])
-                seeds = tuple(sample_seed(f"5/train/{ticket.id}", 1, sample) for sample in range(GROUP))
+                seeds = tuple(sample_seed(f"5/train/{ticket.id}", "1", sample) for sample in range(GROUP))
                 request = GenerateRequest(
                     f"{ticket.id}", Array.of(prompt), seeds, Sampling(max_tokens=24), step
                 )

@@ -23,7 +23,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of(cls, values: Any, dtype: DTypeLike | None = None) -> Self:
-        """Wrap `values` (anything numpy takes), made contiguous and little-endian.
+        """Copy `values` (anything numpy takes), contiguous and little-endian.
 
         Raises:
             TypeError: for a dtype that is not boolean, integer or floating point.
@@ -31,8 +31,8 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
         array = np.asarray(values, dtype=dtype)
         if array.dtype.kind not in _KINDS:
             raise TypeError(f"arrays of {array.dtype} do not travel; expected numbers or booleans")
-        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        return cls(array.dtype.str, array.shape, array.reshape(-1).view(np.uint8).data)
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        return cls(array.dtype.str, array.shape, memoryview(array.tobytes()))
 
     def numpy(self) -> NDArray[Any]:
         """The array, a view of the message's own bytes.

@@ -6,7 +6,7 @@ the token it is the probability of, so the first token of a sequence has none (0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
 
 __all__ = [
+    "CanaryConfig",
     "Chunk",
     "Emit",
     "Finish",
@@ -51,13 +52,43 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Keep the smallest set of tokens with at least this probability; 1 keeps all."""
     top_k: NonNegativeInt = 0
     """Keep the k most likely tokens; 0 keeps all."""
+    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    """Keep tokens at least so likely, as a part of the most likely one's probability; 0 keeps all."""
+    logit_bias: dict[int, Annotated[float, msgspec.Meta(ge=-100, le=100)]] = {}
+    """Added to the logits of these token ids, before anything else; -100 as good as forbids a token."""
     max_tokens: PositiveInt = 256
     """Longest answer, in tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer; the token that completes one is the answer's last."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Tokens that end an answer, beside the model's own; the answer's last token is the one met."""
+    ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence tokens: answers end by `stop`, `stop_token_ids` or length."""
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether tokens are drawn from another distribution than `softmax(logits / temperature)`."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(self.logit_bias)
 
 
 # ------------------------------------------------------------------------------------- inference
+
+
+class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fixed text that trainer and engine score at every swap of weights: do both see the same model?
+
+    The text is drawn at random, from the run's seed, over the whole vocabulary."""
+
+    sequences: PositiveInt = 4
+    """Sequences of it."""
+    tokens: Annotated[int, msgspec.Meta(ge=2)] = 32
+    """Tokens of each; the engine's context must hold them."""
+    bound: PositiveFloat = 0.1
+    """Largest mean difference between both sides' logprobs of a token. In float32 it is about 1e-5; engines
+    that compute in bfloat16 drift by some hundredths."""
+    on_drift: Literal["warn", "stop"] = "warn"
+    """Beyond the bound: say so, or end the run before a sample of that version trains. With `stop`, an engine
+    that cannot be compared is refused."""
 
 
 class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +103,8 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     or it is computed anew, so that every logprob is exactly its version's own."""
     deterministic: bool = False
     """The same answers bit for bit, whatever else the engine is doing; costs some speed."""
+    canary: CanaryConfig | None = CanaryConfig()
+    """Scored on both sides at every swap; null for none."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -131,6 +164,9 @@ class SwapReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Digest of the weights now served, computed from the tensors that were loaded."""
     pause_s: float
     """How long no token could be sampled."""
+    hashes: Mapping[str, str] = {}
+    """Tensor name -> SHA-256 in hex of the bytes that were really loaded, under the names of the update.
+    Empty where an engine cannot say; then the digest alone is compared."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -174,7 +210,9 @@ class InferenceEngine(Protocol):
 
     def generate(self, request: GenerateRequest) -> None:
         """Take a request; returns at once. The last chunk of each sample carries its `finish`.
-        A request that cannot be served at all is answered by `error` chunks."""
+        A request that no engine could serve is answered by `error` chunks, which fail its ticket. One that
+        this engine cannot go on with for reasons of its own is ended by `abort` chunks, as if asked for:
+        another engine then goes on after the tokens emitted."""
         ...
 
     def abort(self, request: str) -> None:
@@ -186,6 +224,16 @@ class InferenceEngine(Protocol):
 
         Raises:
             WeightsError: if they do not fit the model; the engine then still serves the old ones.
+        """
+        ...
+
+    async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """What the weights served now say of given text, at temperature 1: for each sequence of L >= 2
+        tokens, (L - 1,) log-probabilities of its tokens after the first. For the comparison with the
+        trainer's.
+
+        Raises:
+            EngineError: if the engine cannot say.
         """
         ...
 

@@ -8,7 +8,7 @@
     │   ├── Refused       another process answered with a refusal: `who`, `reason`
     │   └── Malformed     bytes that are not the message they should be: `subject`, `expected`
     ├── EngineError       an engine that cannot do what it was asked
-    ├── RewardError       a reward that raised, took too long, or gave no number
+    ├── RewardError       a reward, or an environment, that raised, took too long, or gave no number
     ├── WeightsError      weights that are missing, damaged or not the announced ones: `version`
     ├── LaunchError       a worker that could not be started: `worker`
     └── RunError          a run that cannot go on: `reason`
@@ -115,7 +115,7 @@ class EngineError(StrettoError):
 
 
 class RewardError(StrettoError):
-    """A reward raised, took too long, or gave no number."""
+    """A reward, or an environment, raised, took too long, or gave no number."""
 
 
 class WeightsError(StrettoError):

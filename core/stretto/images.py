@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError, column_error
-from stretto.tokenizer import Tokenizer, load_tokenizer
+from stretto.tokenizer import Message, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -246,7 +246,7 @@ class Vision:
         images = images_of(row)
         return self.see(row["prompt"], images).media if images else {}
 
-    def see(self, prompt: str | Sequence[dict[str, Any]], images: Sequence[Image]) -> Seen:
+    def see(self, prompt: str | Sequence[Message], images: Sequence[Image]) -> Seen:
         """A prompt with its images. Each has its place: in text the model's own placeholder; in chat messages
         a part `{"type": "image"}`, or `<image>` in a text.
 
@@ -269,7 +269,7 @@ class Vision:
         media = {name: np.asarray(value) for name, value in found.items() if name not in _OF_TOKENS}
         return Seen(np.asarray(found["input_ids"][0], np.int32), media)
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], *, wanted: bool) -> str:
+    def _rendered(self, messages: Sequence[Message], *, wanted: bool) -> str:
         if self._processor.chat_template is None:
             raise ConfigError(f"the prompt is chat messages, and model {self._model!r} has no chat template")
         turns = [{**turn, "content": _parts(turn["content"], wanted=wanted)} for turn in messages]
@@ -283,17 +283,30 @@ class RowTokenizer:
         self._vision = vision
         self._images = images
 
-    def encode_prompt(self, prompt: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
         """See `Vision.see`."""
         return self._vision.see(prompt, self._images).ids
 
-    def encode_answer(self, answer: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
         """As of a row without images."""
         return self._vision.tokenizer.encode_answer(answer)
 
-    def decode(self, ids: NDArray[np.int32]) -> str:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """As of a row without images."""
-        return self._vision.tokenizer.decode(ids)
+        return self._vision.tokenizer.render(messages, tools=tools)
+
+    def encode_text(self, text: str) -> NDArray[np.int32]:
+        """As of a row without images."""
+        return self._vision.tokenizer.encode_text(text)
+
+    @property
+    def end(self) -> str:
+        """As of a row without images."""
+        return self._vision.tokenizer.end
+
+    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
+        """As of a row without images."""
+        return self._vision.tokenizer.decode(ids, special=special)
 
 
 def _parts(content: Any, *, wanted: bool) -> Any:

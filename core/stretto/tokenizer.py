@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -10,13 +10,16 @@ from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
 
-__all__ = ["ByteTokenizer", "Tokenizer", "fault_of", "load_tokenizer"]
+__all__ = ["ByteTokenizer", "Message", "Tokenizer", "fault_of", "load_tokenizer"]
+
+Message = Mapping[str, Any]
+"""One chat message: `role`, `content`, and whatever else a template knows, such as `tool_calls`."""
 
 
 class Tokenizer(Protocol):
     """What rollout workers and engines need of a tokenizer."""
 
-    def encode_prompt(self, prompt: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
         """(P,) ids of a prompt: text, or chat messages to which the template is applied once, with the
         opening of the assistant's turn.
 
@@ -25,13 +28,34 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_answer(self, answer: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
         """(A,) ids of what follows a prompt: text as it stands, or chat messages, the contents one after the
         other, and the end of the text, if there is a token for it."""
         ...
 
-    def decode(self, ids: NDArray[np.int32]) -> str:
-        """The text of tokens, without special tokens."""
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Chat messages as the template writes them, with the opening of the assistant's turn.
+
+        Args:
+            tools: JSON schemas of functions, for templates that show them to the model.
+
+        Raises:
+            ConfigError: if there is no chat template, or it refuses the messages.
+        """
+        ...
+
+    def encode_text(self, text: str) -> NDArray[np.int32]:
+        """(L,) ids of a part of a text: nothing is put before or after it; special tokens are read as
+        such."""
+        ...
+
+    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
+        """The text of tokens, without special tokens unless these are asked for."""
+        ...
+
+    @property
+    def end(self) -> str:
+        """The end-of-sequence token as text; empty if there is none."""
         ...
 
 
@@ -65,17 +89,29 @@ def fault_of(prompt: Any) -> str:
 class ByteTokenizer:
     """Token = byte, for runs of mock engines without a model."""
 
-    def encode_prompt(self, prompt: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
         """UTF-8 of the text, or of the messages' contents one after the other."""
         text = prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def encode_answer(self, answer: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
         """The same as of a prompt."""
         return self.encode_prompt(answer)
 
-    def decode(self, ids: NDArray[np.int32]) -> str:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The contents, each on a line of its own."""
+        del tools
+        return "".join(f"{message['content']}\n" for message in messages)
+
+    def encode_text(self, text: str) -> NDArray[np.int32]:
+        """UTF-8."""
+        return self.encode_prompt(text)
+
+    end = ""
+
+    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
         """The bytes as text; what is not UTF-8 is replaced."""
+        del special
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -86,24 +122,41 @@ class _Fast:
         self._tokenizer = tokenizer
         self._model = model
 
-    def encode_prompt(self, prompt: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt)
-        elif self._tokenizer.chat_template is None:
-            raise ConfigError(f"the prompt is chat messages, and model {self._model!r} has no chat template")
-        else:
-            text = self._tokenizer.apply_chat_template(
-                list(prompt), tokenize=False, add_generation_prompt=True
-            )
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.asarray(ids, np.int32)
+            return np.asarray(self._tokenizer.encode(prompt), np.int32)
+        return self.encode_text(self.render(prompt))
 
-    def encode_answer(self, answer: str | Sequence[dict[str, Any]]) -> NDArray[np.int32]:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        from jinja2 import TemplateError
+
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(f"the prompt is chat messages, and model {self._model!r} has no chat template")
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template of {self._model!r} refuses the messages: {error}"
+            ) from error
+
+    def encode_text(self, text: str) -> NDArray[np.int32]:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    @property
+    def end(self) -> str:
+        return self._tokenizer.eos_token or ""
+
+    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
         text = answer if isinstance(answer, str) else "".join(str(turn["content"]) for turn in answer)
         ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         if (end := self._tokenizer.eos_token_id) is not None:
             ids.append(end)
         return np.asarray(ids, np.int32)
 
-    def decode(self, ids: NDArray[np.int32]) -> str:
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=not special)

@@ -1,28 +1,37 @@
 """The contract of weight transports: a publisher beside the trainer, a subscriber beside each engine.
 
 A publisher never waits for a subscriber. Versions are announced by the kernel; a subscriber that is
-late asks for the newest one only, and old ones may be gone by then.
+late asks for the newest one only, and old ones may be gone by then. Versions that lie in a folder are the
+business of `stretto.weight_files`.
+
+What an engine serves is compared with what was announced, tensor by tensor, before anything that it samples
+leaves its worker; that is the worker's business, not the transport's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from stretto.array import Array
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "Canary",
     "Publisher",
     "Subscriber",
     "WeightUpdate",
     "WeightsConfig",
     "WeightsNote",
     "WeightsTransport",
+    "Wire",
+    "differing",
     "digest_of",
     "tensor_hash",
 ]
@@ -35,6 +44,15 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name of the weight transport."""
 
 
+class Canary(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the trainer's model says of a fixed text, for engines to be compared with. S sequences of L."""
+
+    tokens: Array
+    """(S, L) int32, L >= 2."""
+    logprobs: Array
+    """(S, L - 1) float32, of every token but the first of a sequence, at temperature 1."""
+
+
 class WeightsNote(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The announcement of one version, small enough for any message."""
 
@@ -43,6 +61,9 @@ class WeightsNote(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where it lies, in the transport's own words."""
     digest: str
     """`digest_of` its tensors."""
+    canary: Canary | str = ""
+    """Added by the trainer: what the version says of the run's canary, or why it has none; empty where none
+    is wanted."""
 
 
 class WeightUpdate(Protocol):
@@ -51,6 +72,11 @@ class WeightUpdate(Protocol):
     @property
     def note(self) -> WeightsNote:
         """What was announced of it."""
+        ...
+
+    def hashes(self) -> Mapping[str, str]:
+        """Tensor name -> SHA-256 in hex of its little-endian bytes, as published: `digest_of` them is the
+        digest of the note."""
         ...
 
     @property
@@ -96,18 +122,47 @@ class Subscriber(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more will be received."""
+        """Nothing more will be received; give back what is held."""
+        ...
+
+
+class Wire(Protocol):
+    """The run's bus, as far as a weight transport may use it: subscribers ask, the publisher answers, in
+    bytes of the transport's own. Used on the event loop only."""
+
+    @property
+    def address(self) -> str:
+        """Of this end: what `ask` wants to be given of a publisher. A process started again has another."""
+        ...
+
+    @property
+    def limit(self) -> int:
+        """Bytes of the longest answer that travels in one message; a longer one travels in parts."""
+        ...
+
+    def answer(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
+        """Publisher's end: have `handler` answer every question, several at once, from now on. It may be
+        asked the same again, where an answer was lost. A `StrettoError` that it raises goes to the asker."""
+        ...
+
+    async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
+        """Subscriber's end: put a question to a publisher, again and again until there is an answer.
+
+        Raises:
+            NoAnswer: after `deadline_s`.
+            Refused: with the reason of the handler; or if the publisher there is another one by now.
+        """
         ...
 
 
 class WeightsTransport(Protocol):
     """Both ends of a transport."""
 
-    def publisher(self) -> Publisher:
+    def publisher(self, wire: Wire) -> Publisher:
         """The end beside a trainer."""
         ...
 
-    def subscriber(self) -> Subscriber:
+    def subscriber(self, wire: Wire) -> Subscriber:
         """The end beside an engine."""
         ...
 
@@ -130,3 +185,9 @@ def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
     for name, tensor_hash in sorted(hashes):
         whole.update(f"{name} {tensor_hash}\n".encode())
     return whole.hexdigest()
+
+
+def differing(loaded: Mapping[str, str], published: Mapping[str, str]) -> list[str]:
+    """Names of the tensors whose hashes differ, or that are on one side only, sorted."""
+    names = loaded.keys() | published.keys()
+    return sorted(name for name in names if loaded.get(name) != published.get(name))

@@ -6,29 +6,43 @@ and holds no state between prompts. It reaches the engines and the rewards throu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import anyio
 import msgspec
 import numpy as np
 
 from stretto.component import PositiveFloat
+from stretto.errors import one_error
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from stretto.conversation import Conversation
     from stretto.engine import Finish, Sampling
+    from stretto.environment import Feedback
+    from stretto.tokenizer import Message, Tokenizer
+    from stretto.tools import ToolAnswer
 
 __all__ = [
     "Answer",
+    "Heard",
     "Prompt",
     "Score",
     "Session",
     "Trajectory",
     "Workflow",
     "WorkflowConfig",
+    "group_of",
+    "parts_of_sample",
 ]
+
+T = TypeVar("T")
+
+# The index of a sample, and tokens (int32) of it that are new.
+Heard = Callable[[int, "NDArray[np.int32]"], None]
 
 
 class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +104,8 @@ class Trajectory:
     finish: Finish
     engine: str
     """Who made it."""
+    part: bool = False
+    """Whether it is of the same sample as the trajectory before it: evaluations count the sample once."""
 
     @classmethod
     def of(cls, prompt_ids: NDArray[np.int32], answer: Answer, score: Score) -> Trajectory:
@@ -106,6 +122,11 @@ class Trajectory:
         )
 
 
+def parts_of_sample(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories that one sample became, marked as such."""
+    return [replace(trajectory, part=index > 0) for index, trajectory in enumerate(trajectories)]
+
+
 class Session(Protocol):
     """A ticket's access to the run. Valid until the workflow returns."""
 
@@ -119,21 +140,99 @@ class Session(Protocol):
         """How the run samples, unless `generate` is told otherwise."""
         ...
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's."""
+        ...
+
     async def generate(
-        self, prompt_ids: NDArray[np.int32], *, n: int = 1, sampling: Sampling | None = None
+        self,
+        prompt_ids: NDArray[np.int32],
+        *,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        line: str = "",
+        heard: Heard | None = None,
     ) -> list[Answer]:
         """Sample n answers to a prompt.
+
+        Args:
+            line: of a workflow that asks for several things at once, which of them: seeds are numbered apart
+                in each line, so that they do not depend on who asks first, and the requests of a line go to
+                the replica that has their prefix.
+            heard: called with (sample, new tokens) as they arrive, each position of an answer once.
 
         Raises:
             EngineError: if the engine cannot serve the request at all.
         """
         ...
 
-    async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Score]:
-        """Score answers to one prompt with the run's reward.
+    def conversation(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        limit: int | None = None,
+        heard: Heard | None = None,
+    ) -> Conversation:
+        """Begin a chat (see `stretto.conversation`), a line of its own.
+
+        Args:
+            prompt: messages, or plain text.
+            tools: JSON schemas of functions for the chat template to show.
+            limit: most tokens of the whole.
+            heard: as of `generate`.
+        """
+        ...
+
+    async def score(
+        self,
+        prompt: Prompt,
+        answers: Sequence[Answer | str],
+        *,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[Score]:
+        """Score answers to one prompt, or texts, with the run's reward.
+
+        Args:
+            columns: more that the reward gets by name, one value (plain data) for each answer.
 
         Raises:
             RewardError: if the reward raised, took too long, or gave no number.
+        """
+        ...
+
+    async def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools there are, for a workflow whose section is a `stretto.tools.ToolsConfig`.
+
+        Raises:
+            ConfigError: if it is not.
+        """
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call a tool, in the sandbox. Whatever goes wrong in it stands in the answer.
+
+        Args:
+            arguments: as the policy gave them.
+
+        Raises:
+            ConfigError: as of `tools`.
+        """
+        ...
+
+    async def feedback(
+        self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
+    ) -> Feedback:
+        """What the environment says of a conversation's last answer, for a workflow whose section is a
+        `stretto.environment.EnvironmentConfig`.
+
+        Args:
+            state: what the feedback before had; at first, nothing.
+
+        Raises:
+            ConfigError: if it is not.
+            RewardError: if the environment raised, took too long, or returned what none may.
         """
         ...
 
@@ -144,3 +243,17 @@ class Workflow(Protocol):
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
         """Answer one prompt. Any exception fails the ticket, with its text as the reason."""
         ...
+
+
+async def group_of(session: Session, sample: Callable[[], Awaitable[T]]) -> list[T]:
+    """One group: `sample` is called `session.group_size` times, all at once. An error ends them all."""
+    made: list[T] = []
+
+    async def one() -> None:
+        made.append(await sample())
+
+    with one_error():
+        async with anyio.create_task_group() as tasks:
+            for _ in range(session.group_size):
+                tasks.start_soon(one)
+    return made

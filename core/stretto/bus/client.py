@@ -170,6 +170,11 @@ class Bus:
         """Whether the connection is up at this moment."""
         return self._nats.is_connected
 
+    @property
+    def limit(self) -> int:
+        """Bytes of the largest payload that travels in one piece."""
+        return self._nats.max_payload - 1024  # room for headers
+
     # ---------------------------------------------------------------------- publish and subscribe
 
     async def publish(self, subject: str, message: Message, *, reply: str = "") -> None:
@@ -321,9 +326,9 @@ class Bus:
             BusError: if it cannot store, such as on a full disk.
         """
         data = _encode(message)
-        if len(data) > self._limit:
+        if len(data) > self.limit:
             # The parts lie beside, and the message itself says where.
-            parts = _split(data, self._limit)
+            parts = _split(data, self.limit)
             sequences = [
                 await self._store(f"{subject}.part", part, f"{id}.{index}")
                 for index, part in enumerate(parts)
@@ -471,17 +476,13 @@ class Bus:
         for queue in self._pulling:
             queue.put_nowait(None)
 
-    @property
-    def _limit(self) -> int:
-        return self._nats.max_payload - 1024  # room for headers
-
     async def _send(self, subject: str, data: bytes, reply: str) -> None:
         if not self._up.is_set():
             await self._up.wait()
-        if len(data) <= self._limit:
+        if len(data) <= self.limit:
             await self._nats.publish(subject, data, reply)
             return
-        for part in _split(data, self._limit):
+        for part in _split(data, self.limit):
             await self._nats.publish(subject, part, reply)
 
     def _whole(self, msg: Msg) -> bytes | None:

@@ -13,14 +13,19 @@ import msgspec
 
 from stretto.array import Array
 from stretto.engine import Finish, GenerateRequest, Load, SwapReport
+from stretto.environment import Feedback
 from stretto.launcher import Role
+from stretto.tools import ToolAnswer
 from stretto.weights import WeightsNote
 
 __all__ = [
     "Abort",
     "AbortTicket",
+    "Answers",
     "AskColumn",
     "AskLoad",
+    "AskTools",
+    "AskWeights",
     "Beacon",
     "Call",
     "CallDone",
@@ -28,7 +33,9 @@ __all__ = [
     "ChunkHead",
     "Column",
     "Confirm",
+    "Drift",
     "EndStep",
+    "EnvironmentSaid",
     "Evaluation",
     "Generate",
     "GroupDone",
@@ -59,9 +66,14 @@ __all__ = [
     "Subjects",
     "Swap",
     "SwapDone",
+    "TellEnvironment",
     "Ticket",
     "TicketStarted",
+    "ToolCall",
+    "ToolDone",
+    "ToolList",
     "TrajectoryBundle",
+    "WeightsAnswer",
     "Welcome",
     "WireTrajectory",
 ]
@@ -85,6 +97,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     worker: str
     role: Role
+    load: Load | None = None
+    """Of inference workers: the figures of the latest heartbeat."""
 
 
 class Beacon(Message, frozen=True):
@@ -219,6 +233,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reward: float
     metrics: dict[str, float]
     finish: Finish
+    part: bool = False
+    """Whether it is of the same sample as the member before it."""
 
 
 class GroupDone(Message, frozen=True):
@@ -230,7 +246,8 @@ class GroupDone(Message, frozen=True):
     attempt: int
     worker: str
     members: tuple[Member, ...]
-    """Of a training ticket; empty places of evaluation tickets hold no data in the log."""
+    """The data of evaluation tickets is not in the log; where answers are kept, `sequence` is that of their
+    `Answers`."""
     seconds: float
     """From the start of the ticket."""
 
@@ -272,6 +289,14 @@ class TrajectoryBundle(Message, frozen=True):
     attempt: int
     row: int
     trajectories: tuple[WireTrajectory, ...]
+
+
+class Answers(Message, frozen=True):
+    """Rollout worker to the log: what an evaluation ticket came to, for people. The kernel copies it to a
+    file and does not look into it."""
+
+    lines: bytes
+    """A JSON object a line, one for each trajectory."""
 
 
 # -------------------------------------------------------------------------------------- inference
@@ -326,10 +351,30 @@ class Swap(Message, frozen=True):
     note: WeightsNote
 
 
+class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How far an engine's logprobs of the canary are from the trainer's, of the same version."""
+
+    mean: float
+    """Mean |Δ| over its tokens; infinite where a side gave what is no number."""
+    max: float
+
+    def within(self, bound: float) -> bool:
+        """Whether the mean is."""
+        return self.mean <= bound
+
+
 class SwapDone(Message, frozen=True):
     """What is served now; newer than asked for where a later swap overtook."""
 
     report: SwapReport
+    """Without the hashes."""
+    fault: str = ""
+    """Why it is not what was announced, by tensor names where tensors differ; empty if it is. With a fault,
+    no token of that version leaves the worker."""
+    drift: Drift | None = None
+    """Of the canary, if it was compared."""
+    unscored: str = ""
+    """Why it was not, if there was to be one."""
 
 
 class AskLoad(Message, frozen=True):
@@ -342,6 +387,21 @@ class LoadReport(Message, frozen=True):
     load: Load
 
 
+class AskWeights(Message, frozen=True):
+    """Inference worker to the trainer that publishes, answered by `WeightsAnswer`: a weight transport's own
+    question."""
+
+    nonce: str
+    """Of the process that is meant."""
+    question: bytes
+
+
+class WeightsAnswer(Message, frozen=True):
+    """The transport's own answer."""
+
+    data: bytes
+
+
 # --------------------------------------------------------------------------------------- scoring
 
 
@@ -351,12 +411,53 @@ class Score(Message, frozen=True):
     row: bytes
     """The dataset row, msgpack."""
     completions: tuple[str, ...]
+    columns: bytes
+    """More that the reward gets by name: a msgpack map of lists, one value a completion."""
 
 
 class Scored(Message, frozen=True):
     """Reward and metrics of each completion, or why there are none."""
 
     scores: tuple[tuple[float, dict[str, float]], ...]
+    error: str = ""
+
+
+class AskTools(Message, frozen=True):
+    """Rollout worker to verifier worker, answered by `ToolList`: which tools are there?"""
+
+
+class ToolList(Message, frozen=True):
+    """All tools of the run."""
+
+    schemas: bytes
+    """A msgpack list of their JSON schemas."""
+
+
+class ToolCall(Message, frozen=True):
+    """Rollout worker to verifier worker, answered by `ToolDone`: the policy calls a tool."""
+
+    name: str
+    arguments: bytes
+    """A JSON object, as the policy gave it."""
+
+
+class ToolDone(Message, frozen=True):
+    """What the policy is told of it."""
+
+    answer: ToolAnswer
+
+
+class TellEnvironment(Message, frozen=True):
+    """Rollout worker to verifier worker, answered by `EnvironmentSaid`: the policy has answered."""
+
+    offered: bytes
+    """What the environment is called with, by name: a msgpack map."""
+
+
+class EnvironmentSaid(Message, frozen=True):
+    """What it said of the answer, or why nothing."""
+
+    feedback: Feedback = Feedback()
     error: str = ""
 
 
@@ -533,6 +634,7 @@ class Subjects:
         self.log = f"{self.root}.log"
         self.trajectories = f"{self.log}.trajectories"
         self.groups = f"{self.log}.groups"
+        self.kept_answers = f"{self.log}.answers"
         self.tickets = f"{self.root}.tickets"
         self.journal = f"{self.root}.journal"
         self.tickets_stream = f"TICKETS_{run}"

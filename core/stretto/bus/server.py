@@ -256,13 +256,18 @@ def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
                 *to_kernel["trainer"],
                 f"{names.root}.worker.trainer.>",
                 names.answers("trainer", "trainer"),
+                names.answers("inference", "trainer"),
                 f"$JS.API.DIRECT.GET.{names.log_stream}",
                 f"$JS.API.STREAM.MSG.GET.{names.log_stream}",
             ],
             "subscribe": own["trainer"],
         },
         "inference": {
-            "publish": [*to_kernel["inference"], names.answers("rollout", "inference")],
+            "publish": [
+                *to_kernel["inference"],
+                names.answers("rollout", "inference"),
+                names.worker("trainer", "*", "weights"),
+            ],
             "subscribe": own["inference"],
         },
         "rollout": {

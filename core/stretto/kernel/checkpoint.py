@@ -20,7 +20,7 @@ import structlog
 
 from stretto.kernel.scheduler import Ledger, Snapshot
 
-__all__ = ["KernelState", "newest_intact", "prune", "writing"]
+__all__ = ["KernelState", "damage_of", "newest_intact", "prune", "writing"]
 
 log = structlog.get_logger()
 
@@ -76,12 +76,23 @@ def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
     """The newest checkpoint whose every file is what its manifest says. Damaged ones are passed over, and
     said."""
     for folder in sorted(root.glob(f"{_PREFIX}*"), reverse=True):
-        damage = _damage(folder)
+        damage = damage_of(folder)
         if damage:
             log.warning("checkpoint is damaged", folder=str(folder), damage=damage)
             continue
         return folder, _state_in(folder)
     return None
+
+
+def damage_of(folder: Path) -> str:
+    """What is wrong with a checkpoint, or an empty string."""
+    try:
+        hashes = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=dict[str, str])
+        wrong = [name for name, value in hashes.items() if _hash(folder / name) != value]
+        _state_in(folder)
+    except (OSError, msgspec.DecodeError) as error:
+        return str(error)
+    return f"{wrong[0]} is not what was written" if wrong else ""
 
 
 def prune(root: Path, keep: int, version: int) -> int:
@@ -130,17 +141,6 @@ def _seal(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
     for path in (*_files(folder), folder):
         _sync(path)
-
-
-def _damage(folder: Path) -> str:
-    """What is wrong with a checkpoint, or an empty string."""
-    try:
-        hashes = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=dict[str, str])
-        wrong = [name for name, value in hashes.items() if _hash(folder / name) != value]
-        _state_in(folder)
-    except (OSError, msgspec.DecodeError) as error:
-        return str(error)
-    return f"{wrong[0]} is not what was written" if wrong else ""
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -1,7 +1,7 @@
 """The inference workers, as the kernel speaks to them: each is kept at the newest weights.
 
-An engine is named to rollout workers only once it serves the weights it must. A digest that is not the
-announced one ends the run.
+An engine is named to rollout workers only once it serves the weights it must. One that serves others than
+were announced, or drifts too far from the trainer, ends the run; its worker has held back what it sampled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Engines:
     """All inference workers of the run.
 
     Args:
-        on_swapped: called with the pause of each swap, in seconds.
-        on_callable: called when an engine can be named to rollout workers.
+        on_swapped: called with each swap: of which worker, and what came of it.
+        on_callable: called when an engine can be named to rollout workers, and when it serves a new version.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Engines:
         fleet: Fleet,
         fence: int,
         *,
-        on_swapped: Callable[[float], None],
+        on_swapped: Callable[[str, SwapDone], None],
         on_callable: Callable[[], None],
     ) -> None:
         self._bus = bus
@@ -63,7 +63,7 @@ class Engines:
         """Have one worker serve the newest weights, until it is gone. Versions in between are passed over.
 
         Raises:
-            RunError: if it cannot, or serves others than announced.
+            RunError: if it cannot, or serves others than announced; naming worker, version and tensors.
         """
         failures = 0
         served: WeightsNote | None = None
@@ -85,9 +85,9 @@ class Engines:
                 await anyio.sleep(0.2 * failures)
                 continue
             failures, served = 0, note
-            if not member.callable:
-                member.callable = True
-                self._on_callable()
+            member.callable = True
+            self._fleet.serves(member, note.version)
+            self._on_callable()
 
     async def busy_s(self) -> float:
         """Seconds that the engines have worked so far, mean of the present ones."""
@@ -111,13 +111,9 @@ class Engines:
             who=member.worker,
             deadline_s=_SWAP_S,
         )
-        report = done.report
-        if report.version == note.version and report.digest != note.digest:
-            raise RunError(
-                f"{member.worker} serves weights of digest {report.digest[:12]}, where version "
-                f"{note.version} has {note.digest[:12]}"
-            )
-        self._on_swapped(report.pause_s)
+        if done.fault:
+            raise RunError(f"{member.worker}: {done.fault}")
+        self._on_swapped(member.worker, done)
 
     def _there(self, member: Member) -> bool:
         return self._fleet.members.get(member.worker) is member

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
@@ -179,6 +180,11 @@ class Fleet:
             self.starting.pop(member.worker, None)
             self._on_ready(member)
 
+    def serves(self, member: Member, version: int) -> None:
+        """An engine says that it has swapped: routing must not wait for its next heartbeat."""
+        if member.load is not None:
+            member.load = msgspec.structs.replace(member.load, version=version)
+
     def leaving(self, message: Leaving) -> None:
         """A worker goes by itself."""
         member = self.members.get(message.worker)
@@ -216,7 +222,11 @@ class Fleet:
 
     def peers(self) -> tuple[Peer, ...]:
         """Those that rollout workers may call."""
-        return tuple(Peer(member.worker, member.role) for member in self.members.values() if member.callable)
+        return tuple(
+            Peer(member.worker, member.role, member.load)
+            for member in self.members.values()
+            if member.callable
+        )
 
     def busy_s(self, role: Role) -> float:
         """Seconds of work of a role since the start, added up over its workers, former ones included."""

@@ -12,7 +12,7 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import groupby
@@ -30,6 +30,7 @@ from stretto.bus import messages
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages import (
     AbortTicket,
+    Answers,
     Beacon,
     GroupDone,
     GroupFailed,
@@ -76,7 +77,7 @@ from stretto.placement import Placement
 from stretto.plan import context_of, run_folder, workers
 from stretto.weights import WeightsTransport
 
-__all__ = ["resume_to_end", "run_to_end"]
+__all__ = ["exit_status", "resume_to_end", "run_through", "run_to_end"]
 
 log = structlog.get_logger()
 
@@ -94,13 +95,18 @@ _ATTEMPTS_PER_KERNEL = 1000
 
 def run_to_end(composed: Composed) -> int:
     """Train a run that nothing stands against; returns the exit status."""
+    return _told(*run_through(composed))
+
+
+def run_through(composed: Composed) -> tuple[dict[str, Any], Path]:
+    """The same, and nothing is printed; returns its summary and its folder."""
     folder = run_folder(composed.config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(dict(composed.document), sort_keys=False))
     except OSError as error:
         raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
-    return _to_end(Kernel(composed, folder, resumed=None))
+    return _live(Kernel(composed, folder, resumed=None)), folder
 
 
 def resume_to_end(folder: Path) -> int:
@@ -116,7 +122,7 @@ def resume_to_end(folder: Path) -> int:
     if _completed(folder):
         raise ConfigError(f"the run in {folder} is complete: there is nothing to go on with")
     found = newest_intact(folder / "checkpoints") or (None, KernelState.initial())
-    return _to_end(Kernel(composed, folder, resumed=found))
+    return _told(_live(Kernel(composed, folder, resumed=found)), folder)
 
 
 def _completed(folder: Path) -> bool:
@@ -124,14 +130,22 @@ def _completed(folder: Path) -> bool:
     return summary.exists() and json.loads(summary.read_bytes())["status"] == "completed"
 
 
-def _to_end(kernel: Kernel) -> int:
+def exit_status(summary: Mapping[str, Any]) -> int:
+    """That of the command whose run ended so."""
+    return {"completed": 0, "interrupted": 130}.get(summary["status"], 1)
+
+
+def _live(kernel: Kernel) -> dict[str, Any]:
     log_to(kernel.folder / "logs" / "kernel.jsonl", console=not terminal(), run=kernel.run, role="kernel")
-    summary = anyio.run(kernel.live)
+    return anyio.run(kernel.live)
+
+
+def _told(summary: Mapping[str, Any], folder: Path) -> int:
     try:
-        print(final_lines(summary, kernel.folder), flush=True)
+        print(final_lines(summary, folder), flush=True)
     except OSError:  # whoever read the output is gone; the run is not worse for it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return {"completed": 0, "interrupted": 130}.get(summary["status"], 1)
+    return exit_status(summary)
 
 
 class Kernel:
@@ -178,6 +192,7 @@ class Kernel:
             trackers,
             resumed[1] if resumed else None,
             sampled=self._graph.samples,
+            canary=config.inference.canary,
         )
         self._view = View(config.name, config.steps, self._report, self._scheduler, self._fleet)
         self._fence = 0
@@ -185,11 +200,15 @@ class Kernel:
         self._log_sequence = 0
         """Last message of the log that the scheduler has taken in."""
         self._checkpointed = resumed[1].version if resumed else -1
+        if config.steps == 0:
+            self._checkpointed = 0  # nothing will have been trained: there is nothing to save
         self._checkpointing = anyio.Lock()
         self._queued: dict[tuple[Purpose, int, int], int] = {}
         """(purpose, ticket, attempt) -> sequence number in the work queue."""
         self._log_at_issue: dict[int, int] = {}
         """Training ticket -> last message of the log known when it was issued: its data lies beyond."""
+        self._log_at_evaluation: int | None = None
+        """The same of the evaluation under way."""
         self._todo = anyio.Event()
         self._changed = anyio.Event()
         self._over = anyio.Event()
@@ -273,7 +292,7 @@ class Kernel:
         self._fence = await bus.put_state(names.state_bucket, "kernel", KernelLease(str(self.folder)))
         tickets = [names.ticket("train"), names.ticket("eval")]
         await bus.make_queue(names.tickets_stream, tickets, redeliver_s=60)
-        await bus.make_log(names.log_stream, [names.trajectories, names.groups])
+        await bus.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
         await bus.make_log(names.journal_stream, [names.journal])
         self._trainers = Trainers(bus, names, self._placement, self._fence)
         self._engines = Engines(
@@ -469,11 +488,13 @@ class Kernel:
                 await self._withdraw(purpose, ticket, attempt)
             case StartBatch():
                 tasks.start_soon(self._step, command)
-            case EvaluationDone(evaluation):
+            case EvaluationDone(evaluation, groups):
                 log.info("evaluation", **msgspec.to_builtins(evaluation))
+                await self._write_answers(evaluation.version, groups)
                 entry = JournalEvaluation(self._incarnation, evaluation)
                 await self._journal(entry, "evaluation", evaluation.version)
             case Finish():
+                await self._engines.busy_s()  # the summary tells their last figures
                 await self._checkpoint()
                 self._end("completed", "")
             case Fail(reason):
@@ -485,8 +506,29 @@ class Kernel:
             return
         if ticket.purpose == "train":
             self._log_at_issue.setdefault(ticket.id, self._log_sequence)
+        elif self._log_at_evaluation is None:
+            self._log_at_evaluation = self._log_sequence
         sequence = await self._bus.append(self._names.ticket(ticket.purpose), ticket, id=ticket.name)
         self._queued[ticket.purpose, ticket.id, ticket.attempt] = sequence
+
+    async def _write_answers(self, version: int, groups: tuple[GroupDone, ...]) -> None:
+        """Copy an evaluation's answers from the log to a file, by row. A failure is told; the run goes on."""
+        self._log_at_evaluation = None
+        evaluation = self._config.evaluation
+        if evaluation is None or not evaluation.keep_answers:
+            return
+        final = self.folder / "answers" / f"step-{version:06d}.jsonl"
+        aside = final.with_name(f".{final.name}")
+        try:
+            final.parent.mkdir(exist_ok=True)
+            with aside.open("wb") as file:
+                for group in groups:
+                    sequence = group.members[0].sequence
+                    file.write((await self._bus.read(self._names.log_stream, sequence, Answers)).lines)
+            aside.rename(final)
+        except (OSError, BusError) as error:
+            log.error("answers not written", version=version, error=str(error))
+            self._report.problems.append(f"answers of version {version} not written: {error}")
 
     async def _withdraw(self, purpose: Purpose, ticket: int, attempt: int) -> None:
         """Take an attempt out of the queue, and out of the hands of whoever works on it."""
@@ -604,6 +646,7 @@ class Kernel:
                 [
                     *finished,
                     *(sequence + 1 for sequence in self._log_at_issue.values()),
+                    *([] if self._log_at_evaluation is None else [self._log_at_evaluation + 1]),
                     self._log_sequence + 1,
                 ]
             ),

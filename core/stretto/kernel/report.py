@@ -20,7 +20,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stretto.bus.messages import SwapDone
+from stretto.engine import CanaryConfig
 from stretto.kernel.checkpoint import KernelState
+from stretto.kernel.drift import Drifts
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
@@ -52,6 +55,7 @@ class Report:
         resumed: KernelState | None,
         *,
         sampled: bool,
+        canary: CanaryConfig | None,
     ) -> None:
         self._folder = folder
         self._run = run
@@ -83,6 +87,7 @@ class Report:
         """Steps at the end that changed nothing, because their gradient was not finite."""
         self.problems: list[str] = []
         """What went wrong without ending the run, for the summary."""
+        self._drifts = Drifts(canary, self.problems)
 
     @property
     def wall_s(self) -> float:
@@ -99,11 +104,12 @@ class Report:
         self._first_ticket = time.monotonic()
         self._steady.clear()
 
-    def swapped(self, pause_s: float) -> None:
+    def swapped(self, worker: str, done: SwapDone) -> None:
         """An engine has swapped weights."""
         self.swaps += 1
-        self.swap_pause_s += pause_s
-        self.swap_pause_max_s = max(self.swap_pause_max_s, pause_s)
+        self.swap_pause_s += done.report.pause_s
+        self.swap_pause_max_s = max(self.swap_pause_max_s, done.report.pause_s)
+        self._drifts.add(worker, done)
 
     def step(self, start: StartBatch, result: StepResult, *, generate_busy_s: float) -> dict[str, Any]:
         """A step is complete, perhaps repeated: write its line, tell the trackers, log it."""
@@ -127,6 +133,7 @@ class Report:
             "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
             "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
             **{name: round(value, 6) for name, value in statistics.items()},
+            **self._drifts.news(),
             "calls": [
                 {"call": each.call, "group": each.group}
                 | {"start_s": round(each.start_s, 4), "end_s": round(each.end_s, 4)}
@@ -207,6 +214,7 @@ class Report:
                 "pause_mean_s": round(self.swap_pause_s / max(1, self.swaps), 5),
                 "pause_max_s": round(self.swap_pause_max_s, 5),
             },
+            "canary": self._drifts.summary(),
             "restarts": fleet.restarts,
             "checkpoints": self.checkpoints,
             "refused_messages": self.refused + fleet.refused(),
@@ -276,10 +284,13 @@ class View:
         scheduler, last = self._scheduler, self._report.last
         ledger = scheduler.ledger
         bar = Table.grid(padding=(0, 1))
+        of_steps = f"step {scheduler.version}/{self._steps}"
+        done, total, text = scheduler.version, self._steps, of_steps
+        if not self._steps:
+            done, total = scheduler.evaluated_rows, scheduler.settings.evaluation_rows
+            text = f"row {done}/{total}"
         bar.add_row(
-            Text(self._title, style="bold"),
-            ProgressBar(total=self._steps, completed=scheduler.version, width=40),
-            Text(f"step {scheduler.version}/{self._steps}"),
+            Text(self._title, style="bold"), ProgressBar(total=total, completed=done, width=40), Text(text)
         )
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")

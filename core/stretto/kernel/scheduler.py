@@ -96,6 +96,8 @@ class EvaluationDone:
     """A held-out evaluation is complete."""
 
     evaluation: Evaluation
+    groups: tuple[GroupDone, ...]
+    """Those that have a result, by row."""
 
 
 @dataclass(frozen=True)
@@ -172,18 +174,22 @@ class _Round:
 
     version: int
     open: dict[int, OpenTicket]
-    rewards: list[float] = field(default_factory=list[float])
-    oldest: list[int] = field(default_factory=list[int])
-    newest: list[int] = field(default_factory=list[int])
+    groups: list[GroupDone] = field(default_factory=list[GroupDone])
     failed: int = 0
 
     def result(self) -> Evaluation:
+        members = [member for group in self.groups for member in group.members]
+        samples = [member for member in members if not member.part]
+        scores = [member.metrics.get("accuracy", member.reward) for member in samples]
         return Evaluation(
             version=self.version,
-            accuracy=float(np.mean(self.rewards)) if self.rewards else None,
-            samples=len(self.rewards),
+            accuracy=float(np.mean(scores)) if scores else None,
+            samples=len(samples),
             failed=self.failed,
-            versions=(min(self.oldest, default=self.version), max(self.newest, default=self.version)),
+            versions=(
+                min((member.oldest for member in members), default=self.version),
+                max((member.newest for member in members), default=self.version),
+            ),
         )
 
 
@@ -202,7 +208,7 @@ class Scheduler:
         self.staleness: Counter[int] = Counter()
         """Trajectories trained, by staleness."""
         self.reasons: Counter[str] = Counter()
-        """Why tickets were filtered, expired or failed."""
+        """Why tickets were filtered, expired or failed, those of evaluations included."""
         self._keep = keep
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
@@ -233,6 +239,11 @@ class Scheduler:
     def evaluating(self) -> int | None:
         """Version of the evaluation under way."""
         return self._round.version if self._round else None
+
+    @property
+    def evaluated_rows(self) -> int:
+        """Rows of the evaluation under way that are through, or of the last one where none is."""
+        return self.settings.evaluation_rows - len(self._round.open if self._round else ())
 
     @property
     def evaluating_exactly(self) -> bool:
@@ -367,7 +378,7 @@ class Scheduler:
         if failure.attempt != found.attempt and self._state != "new":
             return
         if failure.purpose == "eval":
-            self._evaluated(found, None)
+            self._evaluated(found, None, failure.reason)
         elif failure.filtered:
             self._filter(found, failure.reason)
         else:
@@ -495,7 +506,7 @@ class Scheduler:
         """Issue the next attempt of a ticket."""
         if ticket.tries == self.settings.max_attempts:
             reason = f"begun {ticket.tries} times; at last {reason}"
-            self._evaluated(ticket, None) if purpose == "eval" else self._fail(ticket, reason)
+            self._evaluated(ticket, None, reason) if purpose == "eval" else self._fail(ticket, reason)
             return
         if ticket.attempt > self._attempts_from:
             self._commands.append(Withdraw(purpose, ticket.id, ticket.attempt))
@@ -617,23 +628,22 @@ class Scheduler:
             self._round.open[ticket.id] = ticket
             self._reissue("eval", ticket, "")
 
-    def _evaluated(self, ticket: OpenTicket, group: GroupDone | None) -> None:
-        """One row of the evaluation is through, with or without a result."""
+    def _evaluated(self, ticket: OpenTicket, group: GroupDone | None, reason: str = "") -> None:
+        """One row of the evaluation is through: with a result, or without and why."""
         under_way = self._round
         assert under_way is not None
         del under_way.open[ticket.id]
         if group is None:
             under_way.failed += 1
+            self.reasons[f"not evaluated: {reason}"] += 1
         else:
-            for member in group.members:
-                under_way.rewards.append(member.metrics.get("accuracy", member.reward))
-                under_way.oldest.append(member.oldest)
-                under_way.newest.append(member.newest)
+            under_way.groups.append(group)
         if under_way.open:
             return
         self._round = None
         self.evaluations.append(under_way.result())
-        self._commands.append(EvaluationDone(self.evaluations[-1]))
+        groups = tuple(sorted(under_way.groups, key=lambda group: group.ticket))
+        self._commands.append(EvaluationDone(self.evaluations[-1], groups))
         if self._state == "first evaluation":
             self._state = "training"
             self._proceed()

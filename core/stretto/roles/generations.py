@@ -1,29 +1,38 @@
 """Requests to inference engines, as a rollout worker makes them: streams of chunks put together, lost ones
-asked for again, and what an engine had begun when it died finished by another.
+asked for again, and what an engine had begun when it died, or gave it up, finished by another.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import msgspec
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.bus.messages import Abort, ChunkBatch, Confirm, Generate
+from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate
 from stretto.engine import Finish, GenerateRequest
 from stretto.errors import EngineError
 from stretto.roles.pool import Pool
 from stretto.roles.setting import Setting
+from stretto.workflow import Heard
 
 __all__ = ["Floor", "Generations", "Sample"]
 
-_SILENCE_S = 10.0
-"""After so long without a chunk of a request, its engine is asked again."""
+log = structlog.get_logger()
+
+_SILENT_ASKS = 3
+"""A request that was asked for so often in vain leaves an engine that does nothing else either."""
+_GIVEN_UP = 5
+"""A request that engines gave up so often fails."""
+_TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
+"""A sampled token, as answers are kept: many pieces of a few tokens arrive, so a piece has to cost little."""
 
 
 class Floor:
@@ -54,68 +63,100 @@ class Floor:
             self._told = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Sample:
     """What has arrived of one sample."""
 
-    parts: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]
-    length: int = 0
+    records: bytearray = field(default_factory=bytearray)
+    """Its tokens, one `_TOKEN` after the other."""
     finish: Finish = ""
-    error: str = ""
     engine: str = ""
+    """Who gave the last of them."""
+    told: int = 0
+    """How many of them whoever listens was told of."""
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return len(self.records) // _TOKEN.itemsize
 
     def tokens(self) -> NDArray[np.int32]:
         """(A,) int32, the answer so far."""
-        return _joined([part[0] for part in self.parts], np.int32)
+        return self._column("token")
 
     def logprobs(self) -> NDArray[np.float32]:
         """(A,) float32, as reported with the tokens."""
-        return _joined([part[1] for part in self.parts], np.float32)
+        return self._column("logprob")
 
     def versions(self) -> NDArray[np.int32]:
         """(A,) int32, the policy version of each token."""
-        return _joined([part[2] for part in self.parts], np.int32)
+        return self._column("version")
+
+    def _column(self, name: str) -> NDArray[Any]:
+        return np.frombuffer(self.records, _TOKEN)[name].copy()
 
 
 class _Generation:
     """One request under way, on one engine after another if they die."""
 
-    def __init__(self, request: GenerateRequest, floor: Floor) -> None:
+    def __init__(self, request: GenerateRequest, floor: Floor, heard: Heard | None) -> None:
         self.request = request
         self.floor = floor
-        self.samples = [Sample([]) for _ in request.seeds]
-        self.news = anyio.Event()
+        self.heard = heard
+        self.samples = [Sample() for _ in request.seeds]
+        self.unfinished = len(self.samples)
+        self.failure: Exception | None = None
+        """Why there will be no answer."""
         self.engine = ""
-        """Who was asked last; what former ones still send does not count."""
+        """Who is at it."""
+        self.given_up = False
+        """That engine will not finish it."""
+        self.alive = False
+        """It has sent something since this was last looked at."""
+        self.heard_at = time.monotonic()
+        self.in_vain = 0
+        """How often it was asked since it last sent anything."""
+        self.wake = anyio.Event()
+        """Set when that engine is done with it, or silent."""
         self._begun = False
         floor.asked()
 
     @property
-    def finished(self) -> bool:
-        return all(sample.finish for sample in self.samples)
+    def over(self) -> bool:
+        """Whether that engine has nothing more to say."""
+        return self.given_up or self.failure is not None or not self.unfinished
 
-    def add(
-        self,
-        engine: str,
-        sample: Sample,
-        position: int,
-        columns: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
-        finish: Finish,
-        error: str,
-    ) -> bool:
+    def move_to(self, engine: str) -> None:
+        """Another engine goes on with what is left, or the same one anew."""
+        self.engine, self.given_up, self.wake = engine, False, anyio.Event()
+        self.heard_at, self.in_vain = time.monotonic(), 0
+
+    def look(self, now: float, silence_s: float) -> None:
+        """Wake whoever waits if nothing has come for so long."""
+        if self.alive:
+            self.alive, self.heard_at, self.in_vain = False, now, 0
+        elif now - self.heard_at >= silence_s:
+            self.heard_at = now
+            self.in_vain += 1
+            self.wake.set()
+
+    def add(self, head: ChunkHead, records: memoryview) -> bool:
         """Take a chunk; False if something before it is missing."""
-        if sample.finish or engine != self.engine:
+        sample = self.samples[head.sample]
+        self.alive = True
+        if sample.finish:
             return True
-        if position > sample.length:
+        begins = not sample.records
+        known = len(sample.records) - head.position * _TOKEN.itemsize
+        if known < 0:
             return False
-        known = sample.length - position
-        if known < len(columns[0]):
-            tokens, logprobs, versions = (column[known:] for column in columns)
-            sample.parts.append((tokens, logprobs, versions))
-            sample.length += len(tokens)
-        sample.finish, sample.error, sample.engine = finish, error, engine
-        self._note_begun()
-        self.news.set()
+        sample.records += records[known:]
+        if begins and records:
+            self._note_begun()
+        if self.heard is not None and sample.length > sample.told:
+            self._tell(self.heard, sample, head.sample)
+        if head.finish:
+            self._end(sample, head)
         return True
 
     def forget_unfinished(self) -> None:
@@ -123,98 +164,174 @@ class _Generation:
         weights: parts of two answers make none."""
         for sample in self.samples:
             if not sample.finish:
-                sample.parts, sample.length = [], 0
+                sample.records = bytearray()
+
+    def _end(self, sample: Sample, head: ChunkHead) -> None:
+        if head.finish == "abort":  # not asked for: nothing is listened to after that
+            self.given_up = True
+        elif head.finish == "error":
+            self.failure = EngineError(f"{self.engine}: {head.error}")
+        else:
+            sample.finish, sample.engine = head.finish, self.engine
+            self.unfinished -= 1
+        if self.over:
+            self.wake.set()
+
+    def _tell(self, heard: Heard, sample: Sample, index: int) -> None:
+        told, sample.told = sample.told, sample.length
+        try:
+            heard(index, sample.tokens()[told:])
+        except Exception as error:  # noqa: BLE001 - raised again in the ticket that listens
+            self.failure = error
+            self.wake.set()
 
     def _note_begun(self) -> None:
         """Samples arrive in any order, so the first token of all is known only with that of each."""
-        if not self._begun and all(sample.length for sample in self.samples):
+        if not self._begun and all(sample.records for sample in self.samples):
             self._begun = True
-            self.floor.begun(min(int(part[2].min()) for sample in self.samples for part in sample.parts))
+            records = np.frombuffer(b"".join(sample.records for sample in self.samples), _TOKEN)
+            self.floor.begun(int(records["version"].min()))
 
 
 class Generations:
-    """The requests of this worker, and the subject on which their chunks arrive."""
+    """The requests of this worker, and the subject on which their chunks arrive.
 
-    def __init__(self, setting: Setting, engines: Pool) -> None:
+    Args:
+        silence_s: after so long without a chunk of a request, its engine is asked again at the next beacon.
+    """
+
+    def __init__(self, setting: Setting, engines: Pool, *, silence_s: float = 10.0) -> None:
         self._setting = setting
+        self._silence_s = silence_s
         self._bus = setting.bus
         self._engines = engines
+        self._deterministic = setting.composed.config.inference.deterministic
         self._reply = f"{setting.bus.inbox('inference')}.chunks.in"
         self._under_way: dict[str, _Generation] = {}
+        """By the name that the engine at work on it knows it by."""
+        setting.on_beacon(self._look)
 
     async def open(self) -> None:
         """Listen for chunks. Called once, before `run`."""
         await self._bus.subscribe(self._reply, ChunkBatch, self._take)
 
-    async def run(self, request: GenerateRequest, floor: Floor) -> list[Sample]:
+    async def run(
+        self, request: GenerateRequest, floor: Floor, *, affinity: str = "", heard: Heard | None = None
+    ) -> list[Sample]:
         """Every sample of a request, finished.
 
+        Args:
+            affinity: what requests have in common that should go to the same engine (see `Pool.member`), as
+                it has their prefix; empty for none.
+            heard: called with (sample, new tokens) as they arrive, each position of an answer once.
+
         Raises:
-            EngineError: if an engine refused it.
+            EngineError: if an engine refused it, or too many gave it up.
+            Exception: whatever `heard` raised.
         """
-        generation = self._under_way[request.id] = _Generation(request, floor)
-        try:
-            while not generation.finished:
-                async with self._engines.member() as engine:
-                    await self._on(engine, generation)
-        finally:
-            del self._under_way[request.id]
-        for sample in generation.samples:
-            if sample.finish == "error":
-                raise EngineError(f"{sample.engine}: {sample.error}")
-            if sample.finish == "abort":
-                raise EngineError(f"{sample.engine} ended the request unasked")
+        generation = _Generation(request, floor, heard)
+        place, given_up, left = 0, 0, ""
+        while generation.unfinished:
+            async with self._engines.member(
+                affinity,
+                min_version=floor.version,
+                samples=lambda: generation.unfinished,
+                avoid=left,
+            ) as engine:
+                await self._on(engine, generation, place)
+            if generation.failure is not None:
+                raise generation.failure
+            if generation.given_up:
+                given_up += 1
+                if given_up == _GIVEN_UP:
+                    raise EngineError(f"given up {given_up} times in a row, at last by {generation.engine}")
+                await anyio.sleep(0.05 * 2**given_up)
+            place, left = place + 1, generation.engine
         return generation.samples
 
-    async def _on(self, engine: str, generation: _Generation) -> None:
-        """Let one engine finish what is left. Cancelled when the engine is lost."""
-        names, request = self._setting.names, generation.request
-        generation.engine = engine
-        if self._setting.composed.config.inference.deterministic:
+    async def _on(self, engine: str, generation: _Generation, place: int) -> None:
+        """Let one engine go on with what is left, until it is done, or gives it up, or is stuck. Cancelled
+        when the engine is lost."""
+        generation.move_to(engine)
+        if self._deterministic:
             generation.forget_unfinished()
+        # Another name for every engine in turn: what a former one still sends does not count.
+        name = f"{generation.request.id}~{place}" if place else generation.request.id
+        self._under_way[name] = generation
         try:
-            await self._ask(engine, generation)
-            while not generation.finished:
-                generation.news = anyio.Event()
-                with anyio.move_on_after(_SILENCE_S):
-                    await generation.news.wait()
-                    continue
-                await self._ask(engine, generation)  # the question or the answer was lost
-        except anyio.get_cancelled_exc_class():
+            await self._until_over(engine, generation, name)
+        finally:
+            del self._under_way[name]
             with anyio.CancelScope(shield=True), anyio.move_on_after(1):
-                await self._bus.publish(names.worker("inference", engine, "abort"), Abort(request.id))
-            raise
-        await self._bus.publish(names.worker("inference", engine, "confirm"), Confirm((request.id,)))
+                await self._release(engine, generation, name)
 
-    async def _ask(self, engine: str, generation: _Generation) -> None:
-        if self._setting.composed.config.inference.deterministic:
-            request = generation.request
-        else:
+    async def _until_over(self, engine: str, generation: _Generation, name: str) -> None:
+        await self._ask(engine, generation, name)
+        while True:
+            await generation.wake.wait()
+            if generation.over:
+                return
+            if generation.in_vain >= _SILENT_ASKS and self._engines.stuck(engine):
+                log.warning("engine is stuck, another goes on", engine=engine, request=name)
+                return
+            generation.wake = anyio.Event()
+            await self._ask(engine, generation, name)  # the question or the answer was lost
+
+    def _look(self, beacon: Beacon) -> None:
+        """Beacons come every second: one look at all requests costs less than a timer for each."""
+        del beacon
+        now = time.monotonic()
+        for generation in self._under_way.values():
+            generation.look(now, self._silence_s)
+
+    async def _ask(self, engine: str, generation: _Generation, name: str) -> None:
+        begun: tuple[Array, ...] = ()
+        if not self._deterministic and any(sample.records for sample in generation.samples):
             begun = tuple(Array.of(sample.tokens()) for sample in generation.samples)
-            request = msgspec.structs.replace(generation.request, begun=begun)
-        have = tuple(-1 if sample.finish else sample.length for sample in generation.samples)
-        request = msgspec.structs.replace(request, have=have, min_version=generation.floor.version)
+        request = msgspec.structs.replace(
+            generation.request,
+            id=name,
+            begun=begun,
+            have=tuple(-1 if sample.finish else sample.length for sample in generation.samples),
+            min_version=generation.floor.version,
+        )
         subject = self._setting.names.worker("inference", engine, "generate")
         await self._bus.publish(subject, Generate(request, self._reply))
 
+    async def _release(self, engine: str, generation: _Generation, name: str) -> None:
+        """The engine can forget the request."""
+        names = self._setting.names
+        if generation.unfinished:
+            await self._bus.publish(names.worker("inference", engine, "abort"), Abort(name))
+        else:
+            await self._bus.publish(names.worker("inference", engine, "confirm"), Confirm((name,)))
+
     async def _take(self, batch: ChunkBatch) -> None:
         """Hand the chunks of a message to the requests they belong to."""
-        tokens, logprobs, versions = batch.tokens.numpy(), batch.logprobs.numpy(), batch.versions.numpy()
+        records = _records(batch)
         at = 0
+        name, generation = "", None
         behind: set[str] = set()
         for head in batch.heads:
-            span = slice(at, at + head.count)
-            at += head.count
-            generation = self._under_way.get(head.request)
+            start, at = at, at + head.count * _TOKEN.itemsize
+            if head.request != name:  # those of a request mostly follow each other
+                name = head.request
+                generation = self._under_way.get(name)
             if generation is None or head.sample >= len(generation.samples):
                 continue
-            columns = (tokens[span], logprobs[span], versions[span])
-            sample = generation.samples[head.sample]
-            if not generation.add(batch.worker, sample, head.position, columns, head.finish, head.error):
-                behind.add(head.request)
-        for request in behind:
-            await self._ask(batch.worker, self._under_way[request])
+            unfinished = generation.unfinished
+            if not generation.add(head, records[start:at]):
+                behind.add(name)
+            if generation.unfinished < unfinished:
+                self._engines.ended(generation.engine)
+        for name in behind:
+            await self._ask(batch.worker, self._under_way[name], name)
 
 
-def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+def _records(batch: ChunkBatch) -> memoryview:
+    """The tokens of a message, as the bytes of one `_TOKEN` after the other."""
+    records = np.empty(len(batch.tokens), _TOKEN)
+    records["token"] = batch.tokens.numpy()
+    records["logprob"] = batch.logprobs.numpy()
+    records["version"] = batch.versions.numpy()
+    return records.view(np.uint8).data

@@ -2,15 +2,20 @@
 
 Chunks go to the rollout worker that asked and are kept until it confirms the request, so that a gap, a
 reconnect or a repeated question is answered from the position asked for.
+
+A version is doubted from before it is loaded until it has been found to be the one that the trainer
+published. As long as it is, no chunk with tokens of it leaves the worker, nor any that follows one in its
+sample.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
+import msgspec
 import numpy as np
 import structlog
 
@@ -21,6 +26,7 @@ from stretto.bus.messages import (
     ChunkBatch,
     ChunkHead,
     Confirm,
+    Drift,
     Generate,
     Heartbeat,
     LoadReport,
@@ -28,14 +34,20 @@ from stretto.bus.messages import (
     SwapDone,
 )
 from stretto.engine import Chunk, InferenceEngine, SwapReport
+from stretto.errors import EngineError, WeightsError
 from stretto.roles.setting import Setting
-from stretto.weights import Subscriber
+from stretto.roles.wire import BusWire
+from stretto.weights import Canary, Subscriber, WeightsNote, differing, digest_of
 
 __all__ = ["InferenceWork"]
 
 log = structlog.get_logger()
 
 _FORGET_S = 600.0
+_EVERY_S = 0.02
+"""An asker gets a message at most so often, since messages cost it more than tokens."""
+_CANARY_S = 120.0
+"""What an engine gets to score the canary."""
 
 
 @dataclass
@@ -61,15 +73,19 @@ class InferenceWork:
         self._outgoing: dict[str, list[Chunk]] = {}
         self._pending = anyio.Event()
         self._swapping = anyio.Lock()
-        self._served: SwapReport | None = None
+        self._served: SwapDone | None = None
         self._order = (-1, -1)
         """Fence and version of what is served: a new kernel may go back to an older version."""
+        self._doubted: set[int] = set()
+        """Versions that may be served by now, and have not been found to be what was announced."""
+        self._held: dict[tuple[str, int], list[Chunk]] = {}
+        """(request, sample) -> its chunks from the first one with a doubted version on."""
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Start the engine, then serve until cancelled."""
         setting = self._setting
         engine = self._engine = await anyio.to_thread.run_sync(setting.make, "inference")
-        self._subscriber = setting.make("weights").subscriber()
+        subscriber = self._subscriber = setting.make("weights").subscriber(BusWire(setting))
         try:
             async with anyio.create_task_group() as tasks:
                 await engine.start(self._emit, tasks)
@@ -84,6 +100,7 @@ class InferenceWork:
         finally:
             with anyio.CancelScope(shield=True):
                 await engine.stop()
+            subscriber.close()
 
     def beat(self, beat: Heartbeat) -> Heartbeat:
         """With the engine's own figures."""
@@ -121,6 +138,7 @@ class InferenceWork:
         assert self._engine is not None
         self._engine.abort(message.request)
         self._requests.pop(message.request, None)
+        self._held = {key: chunks for key, chunks in self._held.items() if key[0] != message.request}
 
     async def _forget(self) -> None:
         """Drop finished requests whose asker never confirmed: it is gone."""
@@ -140,13 +158,31 @@ class InferenceWork:
     def _emit(self, chunks: list[Chunk]) -> None:
         """From the engine, on the event loop."""
         for chunk in chunks:
-            request = self._requests.get(chunk.request)
-            if request is None:
-                continue  # aborted
-            request.chunks[chunk.sample].append(chunk)
-            request.touched = time.monotonic()
-            request.left -= bool(chunk.finish)
-            self._queue(request.reply, [chunk])
+            sample = (chunk.request, chunk.sample)
+            if sample in self._held or self._is_doubted(chunk):
+                self._held.setdefault(sample, []).append(chunk)
+            else:
+                self._take(chunk)
+
+    def _is_doubted(self, chunk: Chunk) -> bool:
+        return bool(self._doubted) and not self._doubted.isdisjoint(chunk.versions.tolist())
+
+    def _take(self, chunk: Chunk) -> None:
+        """A chunk whose versions are what they say."""
+        request = self._requests.get(chunk.request)
+        if request is None:
+            return  # aborted
+        request.chunks[chunk.sample].append(chunk)
+        request.touched = time.monotonic()
+        request.left -= bool(chunk.finish)
+        self._queue(request.reply, [chunk])
+
+    def _trust(self, version: int) -> None:
+        """Let go of what was held on account of a version."""
+        self._doubted.discard(version)
+        held, self._held = self._held, {}
+        for chunks in held.values():
+            self._emit(chunks)
 
     def _queue(self, reply: str, chunks: list[Chunk]) -> None:
         if chunks:
@@ -161,6 +197,7 @@ class InferenceWork:
             outgoing, self._outgoing = self._outgoing, {}
             for reply, chunks in outgoing.items():
                 await self._bus.publish(reply, _batch(self._setting.worker, chunks))
+            await anyio.sleep(_EVERY_S)
 
     async def _load(self, message: AskLoad) -> LoadReport:
         del message
@@ -172,20 +209,90 @@ class InferenceWork:
     async def _swap(self, message: Swap) -> SwapDone:
         """Serve a version. Of several that wait for each other, older ones are passed over."""
         self._setting.obey(message.fence)
-        assert self._engine is not None
-        assert self._subscriber is not None
         async with self._swapping:
             order = (message.fence, message.note.version)
-            if self._served is None or order > self._order:
-                update = await self._subscriber.receive(message.note)
-                try:
-                    self._served = await self._engine.swap(update)
-                finally:
-                    update.close()
-                self._order = order
-                pause = round(self._served.pause_s, 4)
-                log.info("swapped", version=self._served.version, pause_s=pause)
-            return SwapDone(self._served)
+            if self._served is not None and order <= self._order:
+                return self._served
+            done = await self._load_version(message.note)
+            if not done.fault:
+                self._served, self._order = done, order
+                self._trust(message.note.version)
+            return done
+
+    async def _load_version(self, note: WeightsNote) -> SwapDone:
+        """Have the engine serve a version, and see what it really serves."""
+        assert self._engine is not None
+        assert self._subscriber is not None
+        update = await self._subscriber.receive(note)
+        published = update.hashes()
+        try:
+            if digest_of(published.items()) != note.digest:
+                raise WeightsError(
+                    f"the hashes that came with version {note.version} are not those of the announced digest",
+                    version=note.version,
+                )
+            self._doubted.add(note.version)
+            report = await self._engine.swap(update)
+        finally:
+            update.close()
+        log.info("swapped", version=report.version, pause_s=round(report.pause_s, 4))
+        served = msgspec.structs.replace(report, hashes={})  # they have done their work here
+        if fault := _fault_of(report, note, published):
+            return SwapDone(served, fault)
+        drift, unscored = await self._compare(note.canary)
+        return SwapDone(served, self._fault_of_canary(note, drift, unscored), drift, unscored)
+
+    async def _compare(self, canary: Canary | str) -> tuple[Drift | None, str]:
+        """How far the engine is from the trainer, or why nobody can say."""
+        if isinstance(canary, str):
+            return None, canary
+        assert self._engine is not None
+        expected = canary.logprobs.numpy()
+        try:
+            with anyio.fail_after(_CANARY_S):
+                found = await self._engine.logprobs(list(canary.tokens.numpy()))
+        except EngineError as error:
+            return None, str(error)
+        except TimeoutError:
+            return None, f"the engine did not score it within {_CANARY_S:.0f} s"
+        difference = np.abs(np.concatenate(found) - expected.reshape(-1))
+        difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
+        return Drift(float(difference.mean()), float(difference.max())), ""
+
+    def _fault_of_canary(self, note: WeightsNote, drift: Drift | None, unscored: str) -> str:
+        """What is wrong where the run must not go on with a drift, or without knowing it."""
+        config = self._setting.composed.config.inference.canary
+        if config is None or config.on_drift != "stop":
+            return ""
+        if drift is None:
+            return (
+                f"the canary of version {note.version} was not compared ({unscored}), and "
+                "inference.canary.on_drift is 'stop'"
+            )
+        if not drift.within(config.bound):
+            return (
+                f"the canary of version {note.version} drifts by {drift.mean:.3g} a token (at most "
+                f"{drift.max:.3g}) from the trainer's; inference.canary.bound is {config.bound:g}"
+            )
+        return ""
+
+
+def _fault_of(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:
+    """Why an engine does not serve what was announced; empty if it does."""
+    wrong = differing(report.hashes, published) if report.hashes else []
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    which = f": {', '.join(map(repr, wrong[:3]))}{more} differ" if wrong else ""
+    if report.version != note.version:
+        return (
+            f"asked to serve version {note.version}, the engine serves version {report.version}, and said "
+            f"nothing: the swap was skipped{which}"
+        )
+    if wrong or report.digest != note.digest:
+        return (
+            f"version {note.version} is not served as the trainer published it (digest "
+            f"{note.digest[:12]}, served {report.digest[:12]}){which}"
+        )
+    return ""
 
 
 def _from(chunk: Chunk, have: int) -> Chunk | None:

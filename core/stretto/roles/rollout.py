@@ -7,10 +7,11 @@ A ticket ends here in one of three ways: its trajectories and then one `GroupDon
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import anyio
-import msgspec
 import numpy as np
 import structlog
 from anyio.abc import TaskGroup
@@ -26,24 +27,27 @@ from stretto.bus.messages import (
     Member,
     Progress,
     Purpose,
-    Score,
-    Scored,
     Ticket,
     TicketStarted,
     TrajectoryBundle,
     WireTrajectory,
 )
+from stretto.conversation import Conversation
 from stretto.dataset import Dataset, Row
 from stretto.engine import GenerateRequest, Sampling
+from stretto.environment import Feedback
 from stretto.errors import ConfigError, EngineError, RewardError, leaves
 from stretto.images import IMAGE_COLUMNS, Vision, fetched_config, is_vision_language, keep_torch_out
 from stretto.logs import bound
 from stretto.reward import is_number
+from stretto.roles.answers import answers_of
 from stretto.roles.generations import Floor, Generations
 from stretto.roles.pool import Pool
 from stretto.roles.setting import Setting
-from stretto.tokenizer import Tokenizer, fault_of, load_tokenizer
-from stretto.workflow import Answer, Prompt, Trajectory, Workflow
+from stretto.roles.verifiers import Verifiers
+from stretto.tokenizer import Message, Tokenizer, fault_of, load_tokenizer
+from stretto.tools import ToolAnswer
+from stretto.workflow import Answer, Heard, Prompt, Trajectory, Workflow
 from stretto.workflow import Score as SampleScore
 
 __all__ = ["RolloutWork", "sample_seed"]
@@ -63,7 +67,7 @@ class RolloutWork:
         self._bus = setting.bus
         self._slots = _Slots(config.rollout.concurrency)
         self._engines = Pool(setting, "inference")
-        self._verifiers = Pool(setting, "verifier")
+        self.verifiers = Verifiers(setting)
         self._generations = Generations(setting, self._engines)
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Taken[Ticket]]] = {}
         self._progress: dict[tuple[int, int], int] = {}
@@ -75,7 +79,7 @@ class RolloutWork:
         """Take tickets until cancelled."""
         setting, config = self._setting, self._setting.composed.config
         self._vision = await anyio.to_thread.run_sync(_vision_of, setting.context.model)
-        self._tokenizer: Tokenizer = (
+        self.tokenizer: Tokenizer = (
             await anyio.to_thread.run_sync(load_tokenizer, setting.context.model)
             if self._vision is None
             else self._vision.tokenizer
@@ -187,15 +191,16 @@ class RolloutWork:
     async def _encoded(self, row: Row) -> NDArray[np.int32]:
         """The prompt's ids. Images take a while: they are looked at in a thread, one row at a time."""
         if self._vision is None:
-            return self._tokenizer.encode_prompt(row["prompt"])
+            return self.tokenizer.encode_prompt(row["prompt"])
         return await anyio.to_thread.run_sync(_seen, self._vision, row, limiter=self._looking)
 
     async def _store(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[Member]:
-        """Write the trajectories to the log, a few messages a group; those of evaluations are not kept."""
+        """Write the trajectories to the log, a few messages a group; of evaluations, text if it is kept."""
         wired = [_wire(ticket, index, trajectory) for index, trajectory in enumerate(trajectories)]
         if ticket.purpose == "eval":
+            kept = await self._keep_answers(ticket, trajectories)
             return [
-                _member(trajectory, wire.id, 0, index)
+                _member(trajectory, wire.id, kept, index)
                 for index, (trajectory, wire) in enumerate(zip(trajectories, wired, strict=True))
             ]
         members: list[Member] = []
@@ -207,6 +212,14 @@ class RolloutWork:
             for index, wire in enumerate(bundle):
                 members.append(_member(trajectories[len(members)], wire.id, sequence, index))
         return members
+
+    async def _keep_answers(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> int:
+        """The sequence number of an evaluation ticket's answers in the log; 0 where they are not kept."""
+        evaluation = self._setting.composed.config.evaluation
+        if evaluation is None or not evaluation.keep_answers:
+            return 0
+        answers = answers_of(ticket.row, trajectories, self.tokenizer)
+        return await self._bus.append(self._setting.names.kept_answers, answers, id=f"{ticket.name}/answers")
 
     async def _end(self, ticket: Ticket, outcome: GroupDone | GroupFailed) -> None:
         await self._bus.append(self._setting.names.groups, outcome, id=f"{ticket.name}/end")
@@ -241,62 +254,74 @@ class RolloutWork:
 
     # ------------------------------------------------------------------- what sessions are made of
 
+    def sampling_of(self, ticket: Ticket) -> Sampling:
+        """How a ticket's tokens are drawn unless the workflow says otherwise."""
+        config = self._setting.composed.config
+        if ticket.purpose == "eval" and config.evaluation is not None:
+            return config.evaluation.sampling or config.sampling
+        return config.sampling
+
     async def generate(
         self,
         ticket: Ticket,
         floor: Floor,
-        turn: int,
+        turn: str,
         prompt_ids: NDArray[np.int32],
         n: int,
-        sampling: Sampling | None,
+        sampling: Sampling,
+        line: str,
+        heard: Heard | None,
     ) -> list[Answer]:
         """n answers to a prompt, from whichever engines are there."""
         config = self._setting.composed.config
-        plain = config.sampling
-        if ticket.purpose == "eval" and config.evaluation is not None:
-            plain = config.evaluation.sampling or plain
         # Attempts share their seeds: an answer that was interrupted is the same when it is repeated.
         of_ticket = f"{config.seed}/{ticket.purpose}/{ticket.id if ticket.purpose == 'train' else ticket.row}"
         request = GenerateRequest(
             id=f"{ticket.name}/{turn}",
             prompt_ids=Array.of(prompt_ids, np.int32),
             seeds=tuple(sample_seed(of_ticket, turn, sample) for sample in range(n)),
-            sampling=sampling or plain,
+            sampling=sampling,
             min_version=floor.version,
             priority=0 if ticket.purpose == "train" else 1,
             deadline_s=config.workflow.timeout_s,
         )
-        samples = await self._generations.run(request, floor)
+        affinity = f"{ticket.name}/{line}"
+        samples = await self._generations.run(request, floor, affinity=affinity, heard=heard)
         return [
             Answer(
                 tokens=sample.tokens(),
                 logprobs=sample.logprobs(),
                 versions=sample.versions(),
                 finish=sample.finish,
-                text=self._tokenizer.decode(sample.tokens()),
+                text=self.tokenizer.decode(sample.tokens()),
                 engine=sample.engine,
             )
             for sample in samples
         ]
 
-    async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[SampleScore]:
+    async def score(
+        self, prompt: Prompt, texts: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> list[SampleScore]:
         """Rewards of answers to one prompt, from whichever verifier is there."""
-        hidden = IMAGE_COLUMNS if self._vision is not None else ()  # pixels do not travel
-        row = {name: value for name, value in prompt.row.items() if name not in hidden}
-        message = Score(msgspec.msgpack.encode(row), tuple(answer.text for answer in answers))
-        config = self._setting.composed.config
-        while True:
-            async with self._verifiers.member() as verifier:
-                scored = await self._bus.request(
-                    self._setting.names.worker("verifier", verifier, "score"),
-                    message,
-                    Scored,
-                    who=verifier,
-                    deadline_s=config.workflow.timeout_s,
-                )
-                if scored.error:
-                    raise RewardError(scored.error)
-                return [SampleScore(reward, metrics) for reward, metrics in scored.scores]
+        scored = await self.verifiers.score(self._row(prompt), texts, columns)
+        return [SampleScore(reward, metrics) for reward, metrics in scored]
+
+    async def feedback(
+        self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
+    ) -> Feedback:
+        """What the environment says of the conversation's last answer."""
+        own = {
+            "completion": conversation.answers[-1].text,
+            "messages": conversation.history,
+            "turn": len(conversation.answers),
+            "state": state,
+        }
+        return await self.verifiers.feedback({**self._row(prompt), **own})
+
+    def _row(self, prompt: Prompt) -> dict[str, Any]:
+        """The row as verifiers see it: pixels do not travel."""
+        hidden = IMAGE_COLUMNS if self._vision is not None else ()
+        return {name: value for name, value in prompt.row.items() if name not in hidden}
 
 
 class _Unfit(Exception):
@@ -310,7 +335,9 @@ class _Session:
         self._work = work
         self._ticket = ticket
         self._floor = Floor(ticket.min_version, lambda version: work.oldest_known(ticket, version))
-        self._turn = 0
+        self._turns: Counter[str] = Counter()
+        """Requests made in each line."""
+        self._conversations = 0
 
     @property
     def group_size(self) -> int:
@@ -318,16 +345,65 @@ class _Session:
 
     @property
     def sampling(self) -> Sampling:
-        return self._work._setting.composed.config.sampling  # pyright: ignore[reportPrivateUsage]
+        return self._work.sampling_of(self._ticket)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._work.tokenizer
 
     async def generate(
-        self, prompt_ids: NDArray[np.int32], *, n: int = 1, sampling: Sampling | None = None
+        self,
+        prompt_ids: NDArray[np.int32],
+        *,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        line: str = "",
+        heard: Heard | None = None,
     ) -> list[Answer]:
-        self._turn += 1
-        return await self._work.generate(self._ticket, self._floor, self._turn, prompt_ids, n, sampling)
+        self._turns[line] += 1
+        turn = f"{line}.{self._turns[line]}" if line else str(self._turns[line])
+        sampling = sampling or self.sampling
+        return await self._work.generate(
+            self._ticket, self._floor, turn, prompt_ids, n, sampling, line, heard
+        )
 
-    async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[SampleScore]:
-        return await self._work.score(prompt, answers)
+    def conversation(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        limit: int | None = None,
+        heard: Heard | None = None,
+    ) -> Conversation:
+        self._conversations += 1
+        line = f"c{self._conversations}"
+
+        async def one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
+            [answer] = await self.generate(ids, sampling=sampling, line=line, heard=heard)
+            return answer
+
+        return Conversation(one, self.tokenizer, self.sampling, prompt, tools=tools, limit=limit)
+
+    async def score(
+        self,
+        prompt: Prompt,
+        answers: Sequence[Answer | str],
+        *,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[SampleScore]:
+        texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
+        return await self._work.score(prompt, texts, columns or {})
+
+    async def tools(self) -> list[dict[str, Any]]:
+        return await self._work.verifiers.tools()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        return await self._work.verifiers.call(name, arguments)
+
+    async def feedback(
+        self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
+    ) -> Feedback:
+        return await self._work.feedback(prompt, conversation, state)
 
 
 class _Slots:
@@ -358,7 +434,7 @@ class _Slots:
 # --------------------------------------------------------------------------------------- helpers
 
 
-def sample_seed(of_ticket: str, turn: int, sample: int) -> int:
+def sample_seed(of_ticket: str, turn: str, sample: int) -> int:
     """The seed of one sample: the same in every attempt and every repetition of the run."""
     digest = hashlib.sha256(f"{of_ticket}/{turn}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
@@ -426,6 +502,7 @@ def _member(trajectory: Trajectory, id: str, sequence: int, index: int) -> Membe
         reward=trajectory.score.reward,
         metrics=dict(trajectory.score.metrics),
         finish=trajectory.finish,
+        part=trajectory.part,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
 import structlog
@@ -35,9 +36,11 @@ from stretto.engine import TrainingEngine
 from stretto.errors import EngineError, Refused, one_error
 from stretto.kernel.dataflow import graph_of
 from stretto.placement import Placement, group_of_worker, model_folder, split_rows
+from stretto.roles.canary import Probe, probe_of
 from stretto.roles.rows import Rows
 from stretto.roles.setting import ComputeThread, Setting
-from stretto.weights import Publisher, WeightsNote, digest_of, tensor_hash
+from stretto.roles.wire import BusWire
+from stretto.weights import Canary, Publisher, WeightsNote, digest_of, tensor_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +68,8 @@ class TrainerWork:
         self._thread = ComputeThread()
         self._engines: dict[str, TrainingEngine] = {}
         self._publisher: Publisher | None = None
+        self._probe: Probe | str = ""
+        """The canary's text, or why there is none; the same in all ranks."""
         self._version = -1
         self._worked_s = 0.0
 
@@ -83,10 +88,14 @@ class TrainerWork:
         self._rows = Rows(setting, self._placement)
         for model in self._group.models:
             self._engines[model] = await self._thread.run(self._make_engine, model)
+        config, wire = setting.composed.config, BusWire(setting)
+        read = self._graph.samples or config.evaluation is not None
+        if self._leads and read:
+            self._probe = await anyio.to_thread.run_sync(probe_of, config)
         if self._leads and self._rank == 0:
-            read = self._graph.samples or setting.composed.config.evaluation is not None
-            self._publisher = setting.make("weights").publisher() if read else _Unread()
+            self._publisher = setting.make("weights").publisher(wire) if read else _Unread()
         try:
+            await wire.open()
             await self._rows.open()
             await self._serve("load", LoadCheckpoint, Loaded, self._load)
             await self._serve("call", messages.Call, CallDone, self._call)
@@ -210,11 +219,17 @@ class TrainerWork:
     async def _publish(self) -> WeightsNote | None:
         if not self._leads:
             return None
-        engine = self._engines[self._graph.lead]
-        if self._publisher is None:  # every rank goes through the weights; rank 0's are published
+        engine, publisher = self._engines[self._graph.lead], self._publisher
+        canary: Canary | str = (
+            await self._thread.run(self._probe.score, engine)
+            if isinstance(self._probe, Probe)
+            else self._probe
+        )
+        if publisher is None:  # every rank goes through the weights; rank 0's are published
             await self._thread.run(_exhaust, engine.weights)
             return None
-        return await self._thread.run(self._publisher.publish, self._version, engine.weights())
+        note = await self._thread.run(publisher.publish, self._version, engine.weights())
+        return msgspec.structs.replace(note, canary=canary)
 
     # ----------------------------------------------------------------------------------- the calls
 

@@ -1,164 +1,165 @@
-"""The verifier worker: runs the reward in child processes that can be killed, each with a time limit."""
+"""The verifier worker: runs rewards, tools and environments in child processes that can be killed, each call
+with a time limit."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from typing import Protocol
 
 import anyio
 import msgspec
 import structlog
-from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
+from anyio.abc import TaskGroup
 
-from stretto.bus.messages import Heartbeat, Score, Scored
-from stretto.errors import RewardError
-from stretto.roles.scoring import HEAD, Answer, Task
+from stretto.bus.messages import (
+    AskTools,
+    EnvironmentSaid,
+    Heartbeat,
+    Score,
+    Scored,
+    TellEnvironment,
+    ToolCall,
+    ToolDone,
+    ToolList,
+)
+from stretto.environment import EnvironmentConfig
+from stretto.reward import RewardConfig
+from stretto.roles import environment, scoring, tools
+from stretto.roles.children import Children, Ended, Program
 from stretto.roles.setting import Setting
+from stretto.tools import ToolAnswer, ToolsConfig
 
 __all__ = ["VerifierWork"]
 
 log = structlog.get_logger()
-
-_START_S = 120.0
 
 
 class VerifierWork:
     """One verifier worker with its children."""
 
     def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        reward = setting.composed.config.reward
-        assert reward is not None, "nothing is scored in this run"
-        self._timeout_s = reward.timeout_s
-        self._children: set[_Child] = set()
-        self._free: list[_Child] = []
-        self._freed = anyio.Semaphore(0)
-        self._busy_s = 0.0
+        config = setting.composed.config
+        self._services: list[_Service] = []
+        if config.reward is not None:
+            self._services.append(_Rewards(setting, config.reward))
+        if isinstance(config.workflow, ToolsConfig):
+            self._services.append(_Tools(setting, config.workflow))
+        if isinstance(config.workflow, EnvironmentConfig):
+            self._services.append(_Environments(setting, config.workflow))
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Start the children, then score until cancelled."""
-        count = self._setting.composed.config.verifier.children
+        """Start the children, then serve until cancelled."""
         try:
             async with anyio.create_task_group() as tasks:
-                self._tasks = tasks
-                for _ in range(count):
-                    await self._start()
-                await self._setting.bus.serve(self._setting.subject("score"), Score, self._score)
+                for service in self._services:
+                    await service.open(tasks)
                 ready()
                 await anyio.sleep_forever()
         finally:
-            for child in self._children:
-                child.kill()
+            for service in self._services:
+                await service.children.close()
 
     def beat(self, beat: Heartbeat) -> Heartbeat:
-        """Busy: seconds spent scoring."""
-        return Heartbeat(beat.worker, beat.nonce, beat.ready, self._busy_s, refused=beat.refused)
+        """Busy: seconds that children spent on calls."""
+        busy_s = sum(service.children.busy_s for service in self._services)
+        return Heartbeat(beat.worker, beat.nonce, beat.ready, busy_s, refused=beat.refused)
+
+
+class _Service(Protocol):
+    """What others may ask of this worker, and the children that do it."""
+
+    children: Children
+
+    async def open(self, tasks: TaskGroup) -> None:
+        """Start the first child, and serve."""
+        ...
+
+
+class _Rewards:
+    """Scores answers. A reward that fails, fails the ticket."""
+
+    def __init__(self, setting: Setting, reward: RewardConfig) -> None:
+        self._setting = setting
+        self._timeout_s = reward.timeout_s
+        composed = setting.composed
+        told = scoring.told(msgspec.to_builtins(composed.config), setting.context)
+        program = Program("the scoring process", scoring.COMMAND, told)
+        self.children = Children(program, composed.config.verifier.children)
+
+    async def open(self, tasks: TaskGroup) -> None:
+        await self.children.open(tasks)
+        await self._setting.bus.serve(self._setting.subject("score"), Score, self._score)
 
     async def _score(self, message: Score) -> Scored:
-        task = Task(message.row, message.completions)
-        async with self._child() as child:
-            began = time.perf_counter()
-            try:
-                with anyio.fail_after(self._timeout_s):
-                    answer = await child.ask(task)
-            except TimeoutError:
-                child.kill()
-                return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
-            except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.IncompleteRead):
-                child.kill()
-                return Scored((), f"reward ended its process: {await child.status()}")
-            finally:
-                self._busy_s += time.perf_counter() - began
+        task = scoring.Task(message.row, message.completions, message.columns)
+        try:
+            answered = await self.children.ask(task, self._timeout_s)
+        except TimeoutError:
+            return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
+        except Ended as error:
+            return Scored((), f"reward ended its process: {error}")
+        answer = msgspec.msgpack.decode(answered, type=scoring.Answer)
         return Scored(answer.scores, answer.error)
 
-    @asynccontextmanager
-    async def _child(self) -> AsyncGenerator[_Child]:
-        """A child that nobody else uses; one that was killed is replaced."""
-        await self._freed.acquire()
-        child = self._free.pop()
-        try:
-            yield child
-        except BaseException:
-            child.kill()  # it may still be at the task that nobody waits for any more
-            raise
-        finally:
-            if child.alive:
-                self._free.append(child)
-                self._freed.release()
-            else:
-                self._children.discard(child)
-                self._tasks.start_soon(self._start)
 
-    async def _start(self) -> None:
-        """One more child. That there cannot be one ends the worker, which is started again."""
-        child = await _Child.start(self._setting)
-        self._children.add(child)
-        self._free.append(child)
-        self._freed.release()
+class _Tools:
+    """Calls tools, in the sandbox. A tool that fails has an answer for the policy all the same."""
 
-
-class _Child:
-    """One scoring process (`stretto.roles.scoring`), spoken to over its pipes."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        assert process.stdout is not None
-        self._answers = BufferedByteReceiveStream(process.stdout)
-        self.alive = True
-
-    @classmethod
-    async def start(cls, setting: Setting) -> _Child:
-        """Start one and wait until its reward is made.
-
-        Raises:
-            RewardError: if the reward cannot be made.
-        """
-        process = await anyio.open_process(
-            [sys.executable, "-m", "stretto.roles.scoring"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None,
+    def __init__(self, setting: Setting, config: ToolsConfig) -> None:
+        self._setting = setting
+        self._timeout_s = config.tool_timeout_s
+        self._schemas = b""
+        run = setting.composed.config
+        confined = tools.command(config, run.sandbox, setting.context.folder)
+        program = Program(
+            "the tool process", confined.argv, tools.told(config), confined.env, confined.folder
         )
-        child = cls(process)
-        document = msgspec.to_builtins(setting.composed.config)
+        self.children = Children(program, run.verifier.tool_children)
+
+    async def open(self, tasks: TaskGroup) -> None:
+        self._schemas = await self.children.open(tasks)
+        await self._setting.bus.serve(self._setting.subject("tools"), AskTools, self._list)
+        await self._setting.bus.serve(self._setting.subject("tool"), ToolCall, self._call)
+
+    async def _list(self, _: AskTools) -> ToolList:
+        return ToolList(self._schemas)
+
+    async def _call(self, message: ToolCall) -> ToolDone:
+        invocation = tools.Invocation(message.name, message.arguments)
         try:
-            with anyio.fail_after(_START_S):
-                await child._send(msgspec.msgpack.encode((document, setting.context)))
-                answer = await child._receive()
-        except (TimeoutError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.IncompleteRead) as error:
-            child.kill()
-            raise RewardError(f"the scoring process did not start: {await child.status()}") from error
-        if answer.error:
-            child.kill()
-            raise RewardError(answer.error)
-        return child
+            answered = await self.children.ask(invocation, self._timeout_s)
+        except TimeoutError:
+            return self._failed(message, f"took longer than {self._timeout_s:g} s")
+        except Ended as error:
+            return self._failed(message, f"ended its process: {error}")
+        return ToolDone(msgspec.msgpack.decode(answered, type=ToolAnswer))
 
-    async def ask(self, task: Task) -> Answer:
-        """Score one group."""
-        await self._send(msgspec.msgpack.encode(task))
-        return await self._receive()
+    def _failed(self, message: ToolCall, what: str) -> ToolDone:
+        log.warning("tool failed", tool=message.name, error=what)
+        return ToolDone(ToolAnswer(f"error: {message.name} {what}", failed=True))
 
-    def kill(self) -> None:
-        """End it at once."""
-        self.alive = False
-        with suppress(ProcessLookupError):
-            self._process.kill()
 
-    async def status(self) -> str:
-        """How it ended, for an error message."""
-        with anyio.move_on_after(5):
-            code = await self._process.wait()
-            return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        return "still running"
+class _Environments:
+    """Asks the environment what it says of answers. One that fails, fails the ticket."""
 
-    async def _send(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        await self._process.stdin.send(HEAD.pack(len(data)) + data)
+    def __init__(self, setting: Setting, config: EnvironmentConfig) -> None:
+        self._setting = setting
+        self._timeout_s = config.environment_timeout_s
+        told = environment.told(config.environment)
+        program = Program("the environment process", environment.COMMAND, told)
+        self.children = Children(program, setting.composed.config.verifier.children)
 
-    async def _receive(self) -> Answer:
-        [size] = HEAD.unpack(await self._answers.receive_exactly(HEAD.size))
-        return msgspec.msgpack.decode(await self._answers.receive_exactly(size), type=Answer)
+    async def open(self, tasks: TaskGroup) -> None:
+        await self.children.open(tasks)
+        await self._setting.bus.serve(self._setting.subject("environment"), TellEnvironment, self._tell)
+
+    async def _tell(self, message: TellEnvironment) -> EnvironmentSaid:
+        try:
+            answered = await self.children.ask(environment.Question(message.offered), self._timeout_s)
+        except TimeoutError:
+            limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
+            return EnvironmentSaid(error=f"environment took longer than {limit}")
+        except Ended as error:
+            return EnvironmentSaid(error=f"environment ended its process: {error}")
+        reaction = msgspec.msgpack.decode(answered, type=environment.Reaction)
+        return EnvironmentSaid(reaction.feedback, reaction.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
+from stretto.errors import EngineError
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -85,6 +87,10 @@ class MockInference:
             self._version = update.note.version
         self._pauses.append(time.monotonic() - begun if self._config.swap_s else 0.0)
         return SwapReport(self._version, update.note.digest, self._pauses[-1])
+
+    async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """There is no model to ask."""
+        raise EngineError("the mock inference engine has no model")
 
     def load(self) -> Load:
         """The figures so far."""

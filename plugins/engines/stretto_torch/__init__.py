@@ -12,6 +12,7 @@ from stretto.component import (
     Component,
     Context,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     Problem,
 )
@@ -31,17 +32,25 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
 
     `deterministic` has every prompt computed by itself: about a tenth fewer tokens a second where each
     prompt has one sample (0.2 M parameters, 32 slots), next to nothing with groups, whose prompt is
-    computed once either way. On AMD say `linear: onednn` with it, or models from about 1 M parameters on
-    lose another third. The bits then depend on the kind of processor, the number of threads, and the
+    computed once either way; beginnings that several prompts share are computed for each, and a sample waits
+    until its longest is sure to fit. On AMD say `linear: onednn` with it, or models from about 1 M parameters
+    on lose another third. The bits then depend on the kind of processor, the number of threads, and the
     versions of torch and its libraries.
     """
 
     slots: PositiveInt = 32
-    """Samples decoded at once. More raises the tokens a second of all and lowers those of each; each
-    costs `context_length` tokens of cache. On one core the gain flattens out at about 32."""
+    """Samples decoded at once. More raises the tokens a second of all and lowers those of each. On one core
+    the gain flattens out at about 32."""
     context_length: PositiveInt | None = None
-    """Tokens a slot can hold, prompt and answer together. None takes what the model was made for, at
-    most 4096, because the cache of every slot is allocated at the start."""
+    """Tokens a sample may have, prompt and answer together. None takes what the model was made for, at
+    most 4096."""
+    cache_gb: PositiveFloat | None = None
+    """Memory for keys and values, in GiB, allocated at the start; enough for at least one sample of
+    `context_length`, or eight if transformers runs the model. None takes enough for all slots to be full.
+    With less, samples get a slot only while there is room for what all have, and should it run out, those
+    that came last leave theirs: they keep their tokens and go on later. What running samples leave of it
+    keeps the texts of those that ended, so that a prompt that begins like one of them, as the next turn does,
+    is computed only from where it differs; not if `deterministic`, and never across versions."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes a GPU if the process can see one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -88,6 +97,7 @@ def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
         config=TorchInferenceConfig,
         summary="samples in process with PyTorch: continuous batching, exact versions, bit-reproducible",
         check=_check_inference,
+        requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
     )
 
 

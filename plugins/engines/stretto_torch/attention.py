@@ -33,27 +33,77 @@ class Heads:
     dim: int
     """D."""
 
+    def stored(self, qkv: Tensor) -> Tensor:
+        """What the cache keeps of each token: (N * 2 * K, D)."""
+        return qkv[:, self.query * self.dim :].reshape(-1, self.dim)
 
-def over_prompts(cache: SlotCache, heads: Heads, rows: Tensor, columns: int, real: Tensor) -> Attend:
-    """Causal attention within each prompt, whose keys and values go to its slot.
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Texts that are computed at once, each padded to P columns for attention. n: texts."""
+
+    rows: Tensor
+    """(n,) the slot of each."""
+    positions: Tensor
+    """(n, P) int64, of each column in its slot."""
+    real: Tensor
+    """(N,) where each token stands among the n * P columns."""
+
+    def padded(self, x: Tensor) -> Tensor:
+        """(n, P, width) of x (N, width); padding is zero."""
+        columns = self.positions.numel()
+        return x.new_zeros(columns, x.shape[1]).index_copy_(0, self.real, x).view(*self.positions.shape, -1)
+
+    def written(self, cache: SlotCache) -> Tensor:
+        """Where each token's keys and values go: (N * 2 * K,)."""
+        rows = self.rows[self.real // self.positions.shape[1]]
+        return cache.where(0, rows, self.positions.flatten()[self.real]).flatten()
+
+
+def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Attend:
+    """Causal attention within each prompt, whose keys and values go to its slot, if there is a cache."""
+    written = None if cache is None else prompts.written(cache)
+
+    def attend(layer: int, qkv: Tensor) -> Tensor:
+        if cache is not None and written is not None:
+            cache.layers[layer].index_copy_(0, written, heads.stored(qkv))
+        each = prompts.padded(qkv).unflatten(2, (-1, heads.dim)).transpose(1, 2)
+        queries, keys, values = each.split([heads.query, heads.kv, heads.kv], dim=1)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=heads.query != heads.kv
+        )  # (n, K * G, P, D)
+        return attended.transpose(1, 2).flatten(0, 1)[prompts.real].flatten(1)
+
+    return attend
+
+
+def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor) -> Attend:
+    """Causal attention of texts that go on after what their slots hold.
 
     Args:
         cache: the slots.
         heads: how attention is cut.
-        rows: (prompts,) the slot of each.
-        columns: P, to which prompts are padded for attention.
-        real: (N,) where each token stands among the prompts * P columns.
+        prompts: the new part of each text.
+        ends: (n,) length of each text with what is held of it.
     """
+    written = prompts.written(cache)
+    columns = torch.arange(int(ends.max()), device=cache.device)  # (T,)
+    held = torch.minimum(columns, (ends - 1).unsqueeze(1)).flatten()  # beyond its end a text has no block
+    read = cache.where(0, prompts.rows.repeat_interleave(len(columns)), held)
+    read = read.view(len(ends), len(columns), -1).transpose(1, 2).flatten()
+    seen = columns <= prompts.positions.view(len(ends), 1, -1, 1)  # (n, 1, P, T)
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
-        padded = qkv.new_zeros(len(rows) * columns, qkv.shape[1]).index_copy_(0, real, qkv)
-        each = padded.view(len(rows), columns, -1, heads.dim).transpose(1, 2)
-        queries, keys, values = each.split([heads.query, heads.kv, heads.kv], dim=1)
-        cache.write(layer, rows, keys, values)
+        cache.layers[layer].index_copy_(0, written, heads.stored(qkv))
+        queries = prompts.padded(qkv[:, : heads.query * heads.dim]).unflatten(2, (-1, heads.dim))
+        both = cache.layers[layer][read].view(len(ends), 2 * heads.kv, len(columns), heads.dim)
         attended = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=heads.query != heads.kv
-        )  # (prompts, K * G, P, D)
-        return attended.transpose(1, 2).flatten(0, 1)[real].flatten(1)
+            queries.transpose(1, 2),
+            *both.chunk(2, dim=1),
+            attn_mask=seen,
+            enable_gqa=heads.query != heads.kv,
+        )
+        return attended.transpose(1, 2).flatten(0, 1)[prompts.real].flatten(1)
 
     return attend
 
@@ -65,27 +115,21 @@ class SlotAttention:
     keys and values are read once and need not be repeated.
     """
 
-    def __init__(self, cache: SlotCache, heads: Heads) -> None:
+    def __init__(self, cache: SlotCache, heads: Heads, length: int) -> None:
+        self._cache = cache
         self._heads = heads
         self._scale = heads.dim**-0.5
-        self._flat = [layer.view(-1, heads.dim) for layer in cache.layers]
-        self._keys = [layer[0].flatten(0, 1) for layer in cache.layers]  # (rows * K, length, D)
-        self._values = [layer[1].flatten(0, 1) for layer in cache.layers]
-        device = cache.device
-        self._columns = torch.arange(cache.length, device=device)
-        # Where position 0 of each row's keys, then values, stands in `_flat`: (rows, 2 * K).
-        starts = torch.arange(2 * cache.rows * heads.kv, device=device) * cache.length
-        self._starts = starts.view(2, cache.rows, heads.kv).transpose(0, 1).flatten(1).contiguous()
+        self._columns = torch.arange(length, device=cache.device)
 
     def at(self, positions: Tensor, spans: Sequence[Span]) -> Attend:
         """Attention of a step whose new tokens stand at `positions` (R,). Rows beyond the last span get
         zeros."""
-        heads, width = self._heads, self._heads.query * self._heads.dim
-        written = (self._starts[: len(positions)] + positions.unsqueeze(1)).flatten()
+        cache, heads, width = self._cache, self._heads, self._heads.query * self._heads.dim
+        written = cache.where(0, slice(len(positions)), positions).flatten()
         masks = [self._mask(positions, span) for span in spans]
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            self._flat[layer].index_copy_(0, written, qkv[:, width:].reshape(-1, heads.dim))
+            cache.layers[layer].index_copy_(0, written, heads.stored(qkv))
             queries = qkv[:, :width].reshape(-1, heads.query // heads.kv, heads.dim)  # (R * K, G, D)
             attended = [
                 self._attend(layer, queries, span, mask) for span, mask in zip(spans, masks, strict=True)
@@ -102,15 +146,13 @@ class SlotAttention:
         unseen = self._columns[: span.length] > positions[span.start : span.stop].unsqueeze(1)
         if self._heads.kv > 1:
             unseen = unseen.repeat_interleave(self._heads.kv, dim=0)
-        zeros = torch.zeros(unseen.shape, device=unseen.device, dtype=self._flat[0].dtype)
+        zeros = torch.zeros(unseen.shape, device=unseen.device, dtype=self._cache.layers[0].dtype)
         return zeros.masked_fill_(unseen, -inf).unsqueeze(1)
 
     def _attend(self, layer: int, queries: Tensor, span: Span, mask: Tensor) -> Tensor:
         """(its rows * K, G, D) for one span."""
-        part = slice(span.start * self._heads.kv, span.stop * self._heads.kv)
-        queries = queries[part]
-        keys = self._keys[layer][part, : span.length]
-        values = self._values[layer][part, : span.length]
+        queries = queries[span.start * self._heads.kv : span.stop * self._heads.kv]
+        keys, values = self._cache.span(layer, span.start, span.stop, span.length)
         if queries.dtype != torch.float32:
             # Scores must not be rounded to half precision: this kernel keeps them in float32.
             four = [tensor.unsqueeze(1) for tensor in (queries, keys, values, mask)]

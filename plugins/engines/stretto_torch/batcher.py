@@ -12,7 +12,9 @@ from math import inf
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engine import Chunk, Finish, GenerateRequest
@@ -30,6 +32,8 @@ class Figures:
 
     generated_tokens: int = 0
     busy_s: float = 0.0
+    preemptions: int = 0
+    """Times that a sample had to leave its slot for lack of cache."""
     swaps: int = 0
     pause_s: float = 0.0
     pause_max_s: float = 0.0
@@ -58,7 +62,7 @@ class Batcher:
         self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._recompute_on_swap = recompute_on_swap
-        self._slots = Slots(model.decoder, model.shapes, model.eos, one_by_one=deterministic)
+        self._slots = Slots(model.decoder, model.shapes, model.eos, deterministic=deterministic)
         # With many slots, computing several new prompts together saves more than the slots lose by
         # standing empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
@@ -79,12 +83,13 @@ class Batcher:
                 arrived,
                 vocabulary=self._model.decoder.vocabulary,
                 context=self._model.shapes.context,
+                eos=self._model.eos,
                 deterministic=self._deterministic,
             )
             if request.sampling.stop:
                 job.stops = StopStrings(request.sampling.stop, self._tokenizer())
         except RequestError as error:
-            self._chunks += error_chunks(request, str(error))
+            self._chunks += last_chunks(request, "error", str(error))
             return
         if not job.samples:
             return
@@ -100,10 +105,10 @@ class Batcher:
         if request in self._jobs:
             self._end_all(self._jobs[request].samples, "abort")
 
-    def fail(self, why: str) -> list[Chunk]:
-        """The last chunks of a batcher that cannot go on: an error for each unfinished sample."""
+    def give_up(self) -> list[Chunk]:
+        """The last chunks of a batcher that cannot go on. Another engine may finish what is unfinished."""
         for job in self._jobs.values():
-            self._chunks += [_chunk(sample, NO_TOKENS, "error", why) for sample in job.samples]
+            self._chunks += [_chunk(sample, NO_TOKENS, "abort") for sample in job.samples]
         return self._chunks
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
@@ -113,8 +118,7 @@ class Batcher:
         self.version = version
         ahead = [sample for sample in self._slots.running if sample.job.request.min_version > version]
         self._end_all(ahead, "error", f"the weights went back to version {version}")
-        if self._recompute_on_swap:
-            self._slots.recompute()
+        self._take_out(self._slots.weights_changed(version, recompute=self._recompute_on_swap))
         for job in self._jobs.values():
             job.shared = None
         self._waiting.set_version(version)
@@ -149,6 +153,16 @@ class Batcher:
         return len(self._waiting)
 
     @property
+    def prefix_hits(self) -> int:
+        """Samples that found the beginning of their text computed."""
+        return self._slots.prefix_hits
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that were not computed for that."""
+        return self._slots.prefix_tokens
+
+    @property
     def next_deadline(self) -> float:
         """When `step` must be called even if there is nothing to do."""
         return self._next_deadline
@@ -159,12 +173,29 @@ class Batcher:
         if started >= self._next_deadline:
             self._expire(started)
         drawn = self._refill()
+        self._make_room()
         if self._slots.running:
             drawn += len(self._slots.running)
             self._take_out(self._slots.step(self.version))
         if drawn:
             self.figures.generated_tokens += drawn
             self.figures.busy_s += monotonic() - started
+
+    def logprobs(self, sequence: NDArray[np.int32]) -> NDArray[np.float32]:
+        """What the weights of now say of a text (L,), L >= 2: (L - 1,).
+
+        Raises:
+            RequestError: if there are no weights yet, or the text cannot be computed.
+        """
+        context, vocabulary = self._model.shapes.context, self._model.decoder.vocabulary
+        if self.version < 0:
+            raise RequestError("no weights are served yet")
+        if not 2 <= len(sequence) <= context:
+            raise RequestError(f"a text of {len(sequence)} tokens; it must have 2 to {context}")
+        if not 0 <= sequence.min() <= sequence.max() < vocabulary:
+            raise RequestError(f"a text has tokens outside the vocabulary of {vocabulary}")
+        tokens = torch.from_numpy(sequence.astype(np.int64)).to(self._model.decoder.cache.device)
+        return self._model.decoder.score(tokens).cpu().numpy()
 
     def collect(self) -> list[Chunk]:
         """All that is new since the last call."""
@@ -183,9 +214,27 @@ class Batcher:
             return 0
         samples: list[Sample] = []
         while len(samples) < free and self._waiting.ready:
+            if not self._slots.fits([*samples, self._waiting.first]):
+                break
             samples.append(self._waiting.pop())
-        self._take_out(self._slots.admit(samples, self.version))
+        if samples:
+            self._take_out(self._slots.admit(samples, self.version))
         return len(samples)
+
+    def _make_room(self) -> None:
+        """Let samples wait again, with what they have, if the cache is too small for the next step of all."""
+        leave = self._slots.surplus()
+        for sample in leave:
+            answer = self._slots.answer(sample, sample.sent)
+            if len(answer.tokens):
+                self._chunks.append(_chunk(sample, answer))
+            sample.begun = self._slots.answer(sample, 0).tokens
+            sample.sent = max(sample.sent, len(sample.begun))
+        if leave:
+            self._slots.remove(leave)
+            self.figures.preemptions += len(leave)
+        for sample in leave:
+            self._waiting.put_back(sample)
 
     # ------------------------------------------------------------------------------------ endings
 
@@ -194,7 +243,7 @@ class Batcher:
         begun, job = sample.begun, sample.job
         if not len(begun):
             return ""
-        if int(begun[-1]) in self._model.eos or (job.stops is not None and job.stops.end(begun)):
+        if int(begun[-1]) in job.ends or (job.stops is not None and job.stops.end(begun)):
             return "stop"
         return "length" if len(begun) == job.request.sampling.max_tokens else ""
 
@@ -228,12 +277,13 @@ class Batcher:
             del self._jobs[job.request.id]
 
 
-def error_chunks(request: GenerateRequest, why: str) -> list[Chunk]:
+def last_chunks(request: GenerateRequest, finish: Finish, error: str = "") -> list[Chunk]:
     """The answer to a request that is not served at all."""
     count = max(1, len(request.seeds))
     positions = request.have if len(request.have) == count else (0,) * count
+    empty = NO_TOKENS.tokens, NO_TOKENS.logprobs, NO_TOKENS.versions
     return [
-        Chunk(request.id, i, position, NO_TOKENS.tokens, NO_TOKENS.logprobs, NO_TOKENS.versions, "error", why)
+        Chunk(request.id, i, position, *empty, finish, error)
         for i, position in enumerate(positions)
         if position != UNWANTED
     ]

@@ -19,7 +19,8 @@ from stretto_torch.swap import Targets
 class Decoder(Protocol):
     """A model with a slot cache. N: prompts, P: columns, R: rows, V: vocabulary.
 
-    A row's logits depend on nothing but what its own slot holds, up to rounding.
+    A row's logits depend on nothing but what its own slot holds, up to rounding. Where a row's slot lies is
+    for its cache to be told, by `SlotCache.place`, before it is computed.
     """
 
     @property
@@ -43,8 +44,8 @@ class Decoder(Protocol):
         ...
 
     @property
-    def classes(self) -> tuple[int, ...]:
-        """Lengths, ascending, at which it pays to attend separately to the rows beyond; may be empty."""
+    def one_shelf(self) -> bool:
+        """Whether a step must find all rows on one shelf (`shelves.py`), those of its padding too."""
         ...
 
     @property
@@ -52,16 +53,17 @@ class Decoder(Protocol):
         """Tokens of padding in a prefill that cost less than starting another one."""
         ...
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
-        """Compute prompts from their first token on and store their keys and values in slots.
+    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
+        """Compute texts, or what follows on what their slots hold, and store their keys and values.
 
         Args:
             tokens: (N, P) int64, padded on the right with any tokens.
-            lengths: (N,) int64, each >= 1.
-            rows: (N,) int64, the slot of each prompt.
+            lengths: (N,) int64, tokens to compute, each >= 1.
+            rows: (N,) int64, the slot of each text.
+            begins: (N,) int64, tokens that each slot holds already; None if none does.
 
         Returns:
-            (N, V) float32 logits after the last token of each prompt.
+            (N, V) float32 logits after the last token of each text.
         """
         ...
 
@@ -77,3 +79,12 @@ class Decoder(Protocol):
             (R, V) float32 logits after each token; anything in rows of padding.
         """
         ...
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Logprobs of a text's tokens (L,) int64 after the first: (L - 1,) float32. Touches no slot."""
+        ...
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """(L,) log-probability of each of the tokens (L,) under logits (L, V)."""
+    return logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)

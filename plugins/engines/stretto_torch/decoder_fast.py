@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto_torch.attention import Attend, Heads, SlotAttention, over_prompts
+from stretto_torch.attention import Attend, Heads, Prompts, SlotAttention, over_prefixes, over_prompts
+from stretto_torch.decoder import logprobs_of
 from stretto_torch.kv import LayerShape, SlotCache
 from stretto_torch.linear import Linear
 from stretto_torch.shapes import Span, padded_rows
@@ -27,6 +28,8 @@ from stretto_torch.swap import Target, Targets, tied_names
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary variants whose frequencies follow from the config alone. Others change with the length.
 _ROPES = ("default", "linear", "llama3", "yarn")
+# Tokens whose logits are held at once when a text is scored; bounds their memory.
+_SCORED = 512
 
 
 class UnsuitableError(Exception):
@@ -38,8 +41,9 @@ class FastDecoder:
 
     Args:
         model: a causal language model of transformers; not kept.
-        rows: rows of the cache.
-        length: tokens of a slot.
+        rows: rows of the largest step.
+        length: the most tokens of a slot.
+        tokens: of all slots together.
         onednn: whether large products go to oneDNN.
 
     Raises:
@@ -47,12 +51,12 @@ class FastDecoder:
             transformers is for `model.py` to test.
     """
 
-    classes = (128, 512, 2048)
+    one_shelf = False
     cheap_padding = 512  # only attention computes it
 
-    def __init__(self, model: Any, rows: int, length: int, *, onednn: bool) -> None:
+    def __init__(self, model: Any, rows: int, length: int, tokens: int, *, onednn: bool) -> None:
         config = model.config
-        _check(model)
+        check_suitable(model)
         self.name = f"hand-written {config.model_type}"
         self.vocabulary: int = config.vocab_size
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, _head_dim(config))
@@ -67,18 +71,23 @@ class FastDecoder:
 
         device, dtype = self._embedding.device, self._embedding.dtype
         layer = LayerShape(self._heads.kv, self._heads.dim)
-        self.cache = SlotCache([layer] * len(self._layers), rows, length, device, dtype)
-        self._attention = SlotAttention(self.cache, self._heads)
+        self.cache = SlotCache([layer] * len(self._layers), rows, tokens, device, dtype)
+        self._attention = SlotAttention(self.cache, self._heads, length)
         self._positions = torch.arange(length, device=device)
         self._rotations = _rotations(model.model.rotary_emb, self._positions)
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
         """See `Decoder`."""
         count, columns = tokens.shape
         positions = self._positions[:columns].expand(count, columns)
         real = (positions < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)  # all but attention skips
-        attend = over_prompts(self.cache, self._heads, rows, columns, real)  # the padding
-        hidden = self._forward(tokens.flatten()[real], positions.flatten()[real], attend)
+        if begins is None:  # the padding
+            prompts = Prompts(rows, positions, real)
+            attend = over_prompts(self.cache, self._heads, prompts)
+        else:
+            prompts = Prompts(rows, positions + begins.unsqueeze(1), real)
+            attend = over_prefixes(self.cache, self._heads, prompts, begins + lengths)
+        hidden = self._forward(tokens.flatten()[real], prompts.positions.flatten()[real], attend)
         last = lengths.cumsum(0) - 1
         # Padded like the rows of a step: a product of fewer gives other bits.
         return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]
@@ -86,6 +95,14 @@ class FastDecoder:
     def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
         """See `Decoder`."""
         return self._logits(self._forward(tokens, positions, self._attention.at(positions, spans)))
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """See `Decoder`."""
+        positions = self._positions[: len(tokens)]
+        alone = Prompts(positions[:1], positions.unsqueeze(0), positions)
+        hidden = self._forward(tokens, positions, over_prompts(None, self._heads, alone))
+        parts = zip(hidden[:-1].split(_SCORED), tokens[1:].split(_SCORED), strict=True)
+        return torch.cat([logprobs_of(self._logits(part), its_tokens) for part, its_tokens in parts])
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states (N, hidden) of tokens (N,) at positions (N,), before the last norm."""
@@ -193,7 +210,7 @@ class _Weights:
         return torch.arange(height).view(-1, 2, self._head_dim // 2).transpose(1, 2).flatten()
 
 
-def _check(model: Any) -> None:
+def check_suitable(model: Any) -> None:
     """Raise `UnsuitableError` for what can be told from the config."""
     config = model.config
     if config.model_type not in _FAMILIES:

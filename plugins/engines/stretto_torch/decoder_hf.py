@@ -1,7 +1,7 @@
 """A decoder that runs any causal language model of transformers, through its own forward.
 
 The model is handed a cache object that writes each row's keys and values at that row's own position of
-its slot, and an attention mask that hides the rest of the slot. N: prompts, R: rows, T: positions
+its slot, and an attention mask that hides the rest of the slot. N: prompts, P: columns, R: rows, T: positions
 attended to.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from stretto.errors import EngineError
+from stretto_torch.decoder import logprobs_of
 from stretto_torch.kv import LayerShape, SlotCache
 from stretto_torch.shapes import Span
 from stretto_torch.swap import Target, Targets, tied_names
@@ -26,17 +27,18 @@ class HFDecoder:
 
     Args:
         model: the model; used as it is.
-        rows: rows of the cache.
-        length: tokens of a slot.
+        rows: rows of the largest step.
+        length: the most tokens of a slot.
+        tokens: of all slots together.
 
     Raises:
         EngineError: if the model keeps something else of its past than keys and values.
     """
 
-    classes = ()
+    one_shelf = True
     cheap_padding = 64
 
-    def __init__(self, model: Any, rows: int, length: int) -> None:
+    def __init__(self, model: Any, rows: int, length: int, tokens: int) -> None:
         self._model = model
         config = model.config.get_text_config()
         self.name = f"transformers {config.model_type}"
@@ -44,24 +46,35 @@ class HFDecoder:
         state: dict[str, Tensor] = model.state_dict()
         tied = tied_names(state)
         self.targets = Targets({n: Target(t) for n, t in state.items() if n not in tied}, tied)
-        self.cache = SlotCache(_layer_shapes(model), rows, length, model.device, model.dtype)
+        self.cache = SlotCache(layer_shapes(model), rows, tokens, model.device, model.dtype)
         self._masks = _Masks(config, length, model.device, model.dtype)
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
-        """See `Decoder`. The model makes its own causal masks here, as in its plain forward."""
+    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
+        """See `Decoder`. The model makes its own causal masks of whole texts, as in its plain forward."""
         # Padding stays at the last position: learned embeddings may have none beyond.
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         positions = torch.minimum(columns, (lengths - 1).unsqueeze(1))
+        real = (columns < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        cache, mask = _PromptCache(self.cache, rows, positions, real), None
+        if begins is not None:
+            positions = positions + begins.unsqueeze(1)
+            cache = _PrefixCache(self.cache, rows, positions, real)
+            mask = self._masks.at(positions, cache.length)
         wanted, column = torch.unique(lengths - 1, return_inverse=True)
-        logits = self._run(tokens, positions, _PromptCache(self.cache, rows), None, wanted)
+        logits = self._run(tokens, positions, cache, mask, wanted)
         return logits[torch.arange(len(tokens), device=tokens.device), column].float()
 
     def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
         """See `Decoder`."""
         length = max(span.length for span in spans)
         cache = _StepCache(self.cache, positions, length)
-        mask = self._masks.at(positions, length)
+        mask = self._masks.at(positions.unsqueeze(1), length)
         return self._run(tokens.unsqueeze(1), positions.unsqueeze(1), cache, mask, 1)[:, 0].float()
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """See `Decoder`."""
+        logits = self._model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float()
+        return logprobs_of(logits[:-1], tokens[1:])
 
     def _run(self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Any, keep: Any) -> Tensor:
         return self._model(
@@ -75,17 +88,30 @@ class HFDecoder:
 
 
 class _PromptCache(Cache):
-    """An empty cache to the model, whose contents go to given rows."""
+    """An empty cache to the model, whose contents go to the slots of given rows.
 
-    def __init__(self, slots: SlotCache, rows: Tensor) -> None:
+    Args:
+        slots: the slots.
+        rows: (N,) the slot of each text.
+        positions: (N, P) of each column in its slot.
+        real: columns that are no padding, among the N * P.
+    """
+
+    def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, real: Tensor) -> None:
         super().__init__(layers=[])
         self._slots = slots
         self._rows = rows
+        self._positions = positions
+        self._real = real
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self._slots.write(layer_idx, self._rows, key_states, value_states)
+        rows = self._rows[self._real // self._positions.shape[1]]
+        where = self._slots.where(layer_idx, rows, self._positions.flatten()[self._real])
+        for stored, states in zip(where.chunk(2, dim=1), (key_states, value_states), strict=True):
+            each = states.transpose(1, 2).flatten(0, 1)[self._real]  # (tokens, kv_heads, D)
+            self._slots.layers[layer_idx][stored, : states.shape[3]] = each
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -95,6 +121,29 @@ class _PromptCache(Cache):
         return query_length, 0
 
 
+class _PrefixCache(_PromptCache):
+    """The same for texts that go on after what their slots hold, which the model sees with them."""
+
+    def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, real: Tensor) -> None:
+        super().__init__(slots, rows, positions, real)
+        last = positions.max(dim=1, keepdim=True).values
+        self.length = int(last.max()) + 1
+        columns = torch.arange(self.length, device=positions.device)
+        self._held = torch.minimum(columns, last).flatten()  # beyond its end a text has no block
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        super().update(key_states, value_states, layer_idx)
+        rows = self._rows.repeat_interleave(self.length)
+        where = self._slots.where(layer_idx, rows, self._held).view(len(self._rows), self.length, -1)
+        keys, values = self._slots.layers[layer_idx][where.transpose(1, 2)].chunk(2, dim=1)
+        return keys[..., : key_states.shape[3]], values[..., : value_states.shape[3]]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length - self._positions.shape[1]
+
+
 class _StepCache(Cache):
     """The slots of rows 0..R-1 as far as `length`, with one new token a row at its own position."""
 
@@ -102,26 +151,28 @@ class _StepCache(Cache):
         super().__init__(layers=[])
         self._slots = slots
         self._positions = positions
-        self._rows = torch.arange(len(positions), device=positions.device)
         self._length = length
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self._slots.layers[layer_idx]
-        return self._with(keys, key_states), self._with(values, value_states)
-
-    def _with(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Write `new` (R, kv_heads, 1, D), one position a row; all that the rows hold of it."""
-        kept[self._rows, :, self._positions, : new.shape[3]] = new[:, :, 0]
-        return kept[: len(self._rows), :, : self._length, : new.shape[3]]
+        rows = len(self._positions)
+        where = self._slots.where(layer_idx, slice(rows), self._positions)
+        for stored, states in zip(where.chunk(2, dim=1), (key_states, value_states), strict=True):
+            self._slots.layers[layer_idx][stored, : states.shape[3]] = states[:, :, 0]
+        keys, values = self._slots.span(layer_idx, 0, rows, self._length)
+        heads = key_states.shape[1]
+        return (
+            keys.unflatten(0, (rows, heads))[..., : key_states.shape[3]],
+            values.unflatten(0, (rows, heads))[..., : value_states.shape[3]],
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length - 1
 
 
 class _Masks:
-    """Additive attention masks of a decode step, in the form the model wants: one, or one a layer type."""
+    """Additive attention masks over slots, in the form the model wants: one, or one a layer type."""
 
     def __init__(self, config: Any, length: int, device: torch.device, dtype: torch.dtype) -> None:
         self._columns = torch.arange(length, device=device)
@@ -140,13 +191,13 @@ class _Masks:
             self._kinds = ["full_attention"]
 
     def at(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-        """(R, 1, 1, T) of a step whose new tokens stand at `positions` (R,), by layer type if need be."""
-        masks = {kind: self._mask(kind, positions.unsqueeze(1), length) for kind in self._kinds}
+        """(N, 1, P, T) for new tokens at `positions` (N, P) of their slots, by layer type if need be."""
+        masks = {kind: self._mask(kind, positions.unsqueeze(2), length) for kind in self._kinds}
         return masks if self._by_layer_type else masks[self._kinds[0]]
 
     def _mask(self, kind: str, positions: Tensor, length: int) -> Tensor:
         columns = self._columns[:length]
-        unseen = columns > positions  # (R, T)
+        unseen = columns > positions  # (N, P, T)
         if kind == "sliding_attention" and self._window is not None:
             unseen |= columns <= positions - self._window
         elif kind == "chunked_attention" and self._chunk is not None:
@@ -154,10 +205,10 @@ class _Masks:
         elif kind != "full_attention":
             raise EngineError(f"the torch engine has no mask for layers of type {kind!r}")
         zeros = torch.zeros(unseen.shape, device=unseen.device, dtype=self._dtype)
-        return zeros.masked_fill_(unseen, -inf)[:, None, None]
+        return zeros.masked_fill_(unseen, -inf).unsqueeze(1)
 
 
-def _layer_shapes(model: Any) -> list[LayerShape]:
+def layer_shapes(model: Any) -> list[LayerShape]:
     """What each layer keeps, seen from a cache that the model fills itself."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=tokens, use_cache=True), "past_key_values", None)

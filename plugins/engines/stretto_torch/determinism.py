@@ -16,6 +16,7 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto_torch.decoder import Decoder
 from stretto_torch.shapes import Shapes, padded_prompt
+from stretto_torch.shelves import Shelves
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +34,12 @@ def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
         return shapes
     log.warning("rows of a step are not independent here: shapes are fixed, so the bits depend on `slots`")
     shapes = dataclasses.replace(shapes, fixed=True)
+    most = shapes.most_rows * shapes.length
+    if most > decoder.cache.tokens:
+        raise EngineError(
+            f"inference.deterministic: here all slots must be computed at full length, {most} tokens;"
+            f" inference.cache_gb holds {decoder.cache.tokens}: raise it, or lower inference.slots"
+        )
     if _same_bits(decoder, shapes):
         return shapes
     threads = torch.get_num_threads()
@@ -44,12 +51,15 @@ def _same_bits(decoder: Decoder, shapes: Shapes) -> bool:
     longest = shapes.context - _STEPS
     prompt = min(_PROMPT, longest)
     alone = _logprobs(decoder, shapes, _Company(live=1, row=0, prompt=prompt, others=0))
-    return all(
-        torch.equal(alone, _logprobs(decoder, shapes, _Company(live, row, prompt, min(others, longest))))
-        for live in {shapes.slots, min(shapes.slots, 9), min(shapes.slots, 17)}
-        for row in {0, live // 2, live - 1}
+    assert alone is not None, "the cache holds at least one sample"
+    companies = [
+        _Company(live, row, prompt, min(others, longest))
+        for live in sorted({shapes.slots, min(shapes.slots, 9), min(shapes.slots, 17)})
+        for row in sorted({0, live // 2, live - 1})
         for others in (5, 140)
-    )
+    ]
+    found = (_logprobs(decoder, shapes, company) for company in companies)
+    return all(torch.equal(alone, each) for each in found if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +76,25 @@ class _Company:
     """Theirs."""
 
 
-def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor:
-    """(steps, V) of the sample."""
-    row, device = company.row, decoder.cache.device
+def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | None:
+    """(steps, V) of the sample; None where the cache has no room for such company."""
+    device = decoder.cache.device
     texts = torch.arange(company.live * shapes.context).mul(7919).remainder(decoder.vocabulary)
     texts = texts.view(company.live, shapes.context)
-    texts[row] = torch.arange(shapes.context).mul(104_729).remainder(decoder.vocabulary)
-    texts = texts.to(device)
+    texts[company.row] = torch.arange(shapes.context).mul(104_729).remainder(decoder.vocabulary)
     lengths = torch.full((company.live,), company.others)
-    lengths[row] = company.prompt
+    lengths[company.row] = company.prompt
+    needs = (lengths + _STEPS).tolist()
+    shelves = Shelves(shapes, decoder.cache.tokens, together=decoder.one_shelf)
+    if not shelves.fits(needs):
+        return None
+    plan = shelves.plan(needs, [None] * company.live)
+    decoder.cache.place(plan.blocks)
+    texts, lengths = texts[plan.order], lengths[plan.order]
+    row = plan.order.index(company.row)
     for i, length in enumerate(lengths.tolist()):
         columns = padded_prompt(length)
-        tokens = F.pad(texts[i : i + 1, :length], (0, columns - length))
+        tokens = F.pad(texts[i : i + 1, :length], (0, columns - length)).to(device)
         decoder.prefill(tokens, lengths[i : i + 1].to(device), torch.tensor([i], device=device))
 
     rows = shapes.rows(company.live)
@@ -85,7 +102,7 @@ def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor:
     for step in range(_STEPS):
         positions = F.pad(lengths + step, (0, rows - company.live))
         tokens = F.pad(texts[torch.arange(company.live), lengths + step], (0, rows - company.live))
-        spans = shapes.spans(positions[: company.live].numpy(), decoder.classes)
-        logits = decoder.decode(tokens, positions.to(device), spans)[: company.live]
+        spans = shapes.spans(positions[: company.live].numpy(), plan.shelves)
+        logits = decoder.decode(tokens.to(device), positions.to(device), spans)[: company.live]
         found.append(logits.log_softmax(-1)[row])
     return torch.stack(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,17 +20,20 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError
-from stretto_torch.batcher import Batcher, error_chunks
+from stretto.weights import digest_of
+from stretto_torch.batcher import Batcher, last_chunks
 from stretto_torch.determinism import stable_shapes
 from stretto_torch.model import load_model
 from stretto_torch.stops import load_tokenizer
-from stretto_torch.swap import digest_of_tensors
+from stretto_torch.swap import hashes_of
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -60,9 +63,15 @@ class _Swap:
     order: int
     """Rises with each call of `swap`; of several that are due, the last called is the one that counts."""
     version: int
-    digest: str
+    hashes: Mapping[str, str]
     tensors: Mapping[str, Tensor]
     report: Future[SwapReport] = field(default_factory=Future[SwapReport])
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    sequences: Sequence[NDArray[np.int32]]
+    found: Future[list[NDArray[np.float32]]] = field(default_factory=Future[list[NDArray[np.float32]]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +79,14 @@ class _Stop:
     pass
 
 
-_Command = _Generate | _Abort | _Swap | _Stop
+_Command = _Generate | _Abort | _Swap | _Score | _Stop
 
 
 class TorchInferenceEngine:
     """Keeps `stretto.engine.InferenceEngine`.
 
     An exception in the compute thread breaks the engine for good: it is raised in the task group given to
-    `start`, what is unfinished and whatever is asked later is answered by `error` chunks, and `swap` raises.
+    `start`, what is unfinished and whatever is asked later is answered by `abort` chunks, and `swap` raises.
     """
 
     def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
@@ -113,7 +122,7 @@ class TorchInferenceEngine:
     def generate(self, request: GenerateRequest) -> None:
         """See `InferenceEngine`."""
         if self._failure is not None:
-            asyncio.get_running_loop().call_soon(self._deliver, error_chunks(request, str(self._failure)))
+            asyncio.get_running_loop().call_soon(self._deliver, last_chunks(request, "abort"))
             return
         self._samples_posted += len(request.seeds)
         self._commands.put(_Generate(request, monotonic()))
@@ -132,16 +141,29 @@ class TorchInferenceEngine:
         """
         self._swaps_called += 1
         order, version = self._swaps_called, update.note.version
-        tensors, digest = await anyio.to_thread.run_sync(self._inspect, update)
+        tensors, hashes = await anyio.to_thread.run_sync(self._inspect, update)
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
-        command = _Swap(order, version, digest, tensors)
+        command = _Swap(order, version, hashes, tensors)
         self._commands.put(command)
         # The compute thread may be reading the tensors now, so the caller must not go and close them.
         report = asyncio.wrap_future(command.report)
         with anyio.CancelScope(shield=True):
             await asyncio.wait([report])
         return report.result()
+
+    async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """See `InferenceEngine`. All of them between two decode steps, by the same weights.
+
+        Raises:
+            EngineError: if a sequence cannot be scored, no weights are served yet, or the engine broke or was
+                stopped.
+        """
+        if self._ended.is_set():
+            raise self._failure or EngineError("the torch inference engine was stopped")
+        command = _Score(sequences)
+        self._commands.put(command)
+        return await asyncio.wrap_future(command.found)
 
     def load(self) -> Load:
         """See `InferenceEngine`."""
@@ -176,11 +198,11 @@ class TorchInferenceEngine:
         if self._failure is not None:
             raise self._failure
 
-    def _inspect(self, update: WeightUpdate) -> tuple[Mapping[str, Tensor], str]:
-        """Check and digest an update, in a thread of its own."""
+    def _inspect(self, update: WeightUpdate) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+        """Check and hash an update, in a thread of its own."""
         tensors = update.tensors()
         self._loaded.result().targets.check(tensors, update.note.version)
-        return tensors, digest_of_tensors(tensors)
+        return tensors, hashes_of(tensors)
 
     def _deliver(self, chunks: list[Chunk]) -> None:
         if self._emit is not None and chunks:
@@ -198,9 +220,11 @@ class TorchInferenceEngine:
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, _Generate):
-                self._deliver(error_chunks(command.request, str(why)))
+                self._deliver(last_chunks(command.request, "abort"))
             elif isinstance(command, _Swap):
                 command.report.set_exception(why)
+            elif isinstance(command, _Score) and command.found.set_running_or_notify_cancel():
+                command.found.set_exception(why)
 
     # ---------------------------------------------------------------------- in the compute thread
 
@@ -225,7 +249,7 @@ class TorchInferenceEngine:
                 failure = EngineError(f"the torch inference engine broke: {error!r}")
                 failure.__cause__ = error
                 self._end_swaps(failure)
-                self._post(self._break, failure, batcher.fail(str(failure)))
+                self._post(self._break, failure, batcher.give_up())
 
     def _load(self) -> Batcher:
         config = self._config
@@ -239,6 +263,7 @@ class TorchInferenceEngine:
             decoder=model.decoder.name,
             slots=config.slots,
             context_length=model.shapes.context,
+            cache_tokens=model.decoder.cache.tokens,
             device=str(model.decoder.cache.device),
         )
         return Batcher(
@@ -261,8 +286,11 @@ class TorchInferenceEngine:
                         batcher.abort(request)
                     case _Swap():
                         self._swaps_due.append(command)
+                    case _Score():
+                        self._score(batcher, command)
                     case _Stop():
                         self._end_swaps(EngineError("the torch inference engine was stopped"))
+                        _log_totals(batcher)
                         return
             if self._swaps_due:
                 self._swap(batcher)
@@ -273,15 +301,25 @@ class TorchInferenceEngine:
                 self._post(self._deliver, batcher.collect())
 
     def _take_commands(self, batcher: Batcher) -> list[_Command]:
-        """All that came since; waits for one where there is nothing to compute."""
+        """All that came since, none after a stop; waits for one where there is nothing to compute."""
         commands: list[_Command] = []
         if not batcher.busy:
             patience = min(batcher.next_deadline - monotonic(), threading.TIMEOUT_MAX)
             with suppress(Empty):
                 commands.append(self._commands.get(timeout=max(patience, 0.0)))
-        while not self._commands.empty():
+        while not self._commands.empty() and not (commands and isinstance(commands[-1], _Stop)):
             commands.append(self._commands.get_nowait())
         return commands
+
+    def _score(self, batcher: Batcher, command: _Score) -> None:
+        if not command.found.set_running_or_notify_cancel():
+            return
+        try:
+            command.found.set_result([batcher.logprobs(sequence) for sequence in command.sequences])
+        except Exception as error:  # noqa: BLE001 - the asker is told; nothing that is served was touched
+            failure = EngineError(f"the torch inference engine cannot score: {error}")
+            failure.__cause__ = error
+            command.found.set_exception(failure)
 
     def _swap(self, batcher: Batcher) -> None:
         """Load the newest of the swaps that are due, and answer all."""
@@ -289,7 +327,8 @@ class TorchInferenceEngine:
         if newest.order > self._newest_swap:
             pause_s = batcher.swap(newest.tensors, newest.version)
             self._newest_swap = newest.order
-            self._served = SwapReport(newest.version, newest.digest, pause_s)
+            digest = digest_of(newest.hashes.items())
+            self._served = SwapReport(newest.version, digest, pause_s, newest.hashes)
             newest.report.set_result(self._served)
             self._swaps_due.remove(newest)
         for superseded in self._swaps_due:
@@ -306,3 +345,14 @@ class TorchInferenceEngine:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed, and with it whoever would have listened
             self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _log_totals(batcher: Batcher) -> None:
+    figures = batcher.figures
+    log.info(
+        "torch inference engine stops",
+        generated_tokens=figures.generated_tokens,
+        prefix_hits=batcher.prefix_hits,
+        prefix_tokens=batcher.prefix_tokens,
+        preemptions=figures.preemptions,
+    )

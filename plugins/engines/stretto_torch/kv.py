@@ -1,75 +1,134 @@
-"""The cache of keys and values: one slot a sample, filled from position 0."""
+"""The cache of keys and values: one pool of tokens, in which every row has a block of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """What one layer keeps of a token. Where values are narrower than keys, the rest stays unused."""
 
     kv_heads: int
     head_dim: int
 
 
+class Block(NamedTuple):
+    """A part of the pool, filled from its first token on."""
+
+    start: int
+    """Its first token in the pool."""
+    capacity: int
+    """Tokens it has room for."""
+
+
+class Move(NamedTuple):
+    """The first `length` tokens of one block, to be copied to the beginning of another."""
+
+    source: Block
+    target: Block
+    length: int
+
+
 class SlotCache:
     """Keys and values of every slot. Never holds NaN: masked positions are multiplied by 0, not skipped.
 
-    `layers[i]` is (2, rows, kv_heads, length, head_dim): keys, then values.
+    `layers[i]` is (2 * (tokens + 1) * kv_heads, head_dim): all keys, then all values. Within a block the key
+    of head k at position p stands at `start * kv_heads + k * capacity + p`. The one token more is where rows
+    without a block write.
+
+    Args:
+        shapes: what each layer keeps.
+        rows: rows of the largest step.
+        tokens: size of the pool.
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], rows: int, length: int, device: torch.device, dtype: torch.dtype
+        self, shapes: Sequence[LayerShape], rows: int, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.rows = rows
-        self.length = length
+        self.tokens = tokens
+        self.device = device
+        self.blocks: list[Block] = []
         self.layers = [
-            torch.zeros(2, rows, shape.kv_heads, length, shape.head_dim, device=device, dtype=dtype)
+            torch.zeros(2 * (tokens + 1) * shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
             for shape in shapes
         ]
+        self._rows = rows
+        self._heads = [shape.kv_heads for shape in shapes]
+        self._heads_there_are = sorted(set(self._heads))
+        # By number of heads: where position 0 of each row's keys, then values, stands: (rows, 2 * kv_heads).
+        self._starts: dict[int, Tensor] = {}
+        self.place([])
 
-    @property
-    def device(self) -> torch.device:
-        """Where the layers lie."""
-        return self.layers[0].device
+    def place(self, blocks: Sequence[Block]) -> None:
+        """Give rows 0, 1, ... these blocks, and none to the rows beyond. Moves nothing."""
+        self.blocks = list(blocks)
+        none = (self.tokens, 1) * (self._rows - len(blocks))
+        for heads in self._heads_there_are:
+            starts = self._beginnings([*chain.from_iterable(blocks), *none], heads)
+            self._starts[heads] = torch.from_numpy(starts.reshape(self._rows, 2 * heads)).to(self.device)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Overwrite the first `length` positions of one row by another's."""
-        for layer in self.layers:
-            layer[:, target, :, :length] = layer[:, source, :, :length]
+    def place_evenly(self, capacity: int, rows: int) -> None:
+        """Give so many rows blocks of one capacity, side by side."""
+        self.place([Block(row * capacity, capacity) for row in range(rows)])
 
-    def exchange(self, one: int, other: int, length: int) -> None:
-        """Let two rows change places, `length` positions of them."""
-        for layer in self.layers:
-            kept = layer[:, one, :, :length].clone()
-            layer[:, one, :, :length] = layer[:, other, :, :length]
-            layer[:, other, :, :length] = kept
+    def copy(self, moves: Sequence[Move]) -> None:
+        """Copy parts of the pool, all at once: a move reads what was there before any of them."""
+        ends = [*(move.source for move in moves), *(move.target for move in moves)]
+        blocks = [*chain.from_iterable(ends)]
+        lengths = [move.length for move in moves]
+        for heads in self._heads_there_are:
+            sources, targets = self._tokens_of(blocks, lengths * 2, heads).chunk(2)
+            for layer, its_heads in zip(self.layers, self._heads, strict=True):
+                if its_heads == heads:
+                    layer.index_copy_(0, targets, layer.index_select(0, sources))
 
-    def spread(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of one row to several others."""
-        index = torch.tensor(targets, device=self.device)
-        for layer in self.layers:
-            layer[:, index, :, :length] = layer[:, source, :, :length].unsqueeze(1)
+    def clear(self, row: int) -> None:
+        """Zero a row's block."""
+        block = self.blocks[row]
+        for layer, heads in zip(self.layers, self._heads, strict=True):
+            layer[self._tokens_of(block, [block.capacity], heads)] = 0
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store what a prefill computed for some rows, from position 0 on.
+    # --------------------------------------------------------------------------------- for decoders
+
+    def where(self, layer: int, rows: Tensor | slice, positions: Tensor) -> Tensor:
+        """Where keys, then values, of tokens stand in a layer: (tokens, 2 * kv_heads).
 
         Args:
             layer: index of the layer.
-            rows: (n,) int64.
-            keys: (n, kv_heads, P, head_dim).
-            values: the same, or with a narrower last dimension.
+            rows: the row of each token; (tokens,) or a slice.
+            positions: (tokens,) position in its row.
         """
-        length = keys.shape[2]
-        self.layers[layer][0, rows, :, :length, : keys.shape[3]] = keys
-        self.layers[layer][1, rows, :, :length, : values.shape[3]] = values
+        return self._starts[self._heads[layer]][rows] + positions.unsqueeze(1)
 
-    def clear(self, row: int) -> None:
-        """Zero a row."""
-        for layer in self.layers:
-            layer[:, row] = 0
+    def span(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of rows `start..stop-1` as far as `length`, each (rows * kv_heads, length,
+        head_dim), without a copy. The rows' blocks must lie side by side and be of one capacity."""
+        flat, heads, first = self.layers[layer], self._heads[layer], self.blocks[start]
+        dim = flat.shape[1]
+        shape, stride = ((stop - start) * heads, length, dim), (first.capacity * dim, dim, 1)
+        offset, half = first.start * heads * dim, flat.numel() // 2
+        return flat.as_strided(shape, stride, offset), flat.as_strided(shape, stride, half + offset)
+
+    # ------------------------------------------------------------------------------------ private
+
+    def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
+        """(blocks, 2 * heads): where the keys of each head, then its values, begin; of start and capacity of
+        one block after the other."""
+        each = np.array(blocks).reshape(-1, 2, 1)
+        keys = each[:, 0] * heads + each[:, 1] * np.arange(heads)
+        return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)
+
+    def _tokens_of(self, blocks: Sequence[int], lengths: Sequence[int], heads: int) -> Tensor:
+        """Where everything stands that is kept of the first tokens of each block, written as above."""
+        counts = np.repeat(lengths, 2 * heads)
+        ends = counts.cumsum()
+        # A head's tokens follow its beginning: what that adds to the running number of all of them.
+        offsets = self._beginnings(blocks, heads).ravel() - (ends - counts)
+        return torch.from_numpy(np.repeat(offsets, counts) + np.arange(ends[-1])).to(self.device)

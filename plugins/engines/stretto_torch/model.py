@@ -19,10 +19,10 @@ from transformers.utils import logging as transformers_logging
 from stretto.errors import EngineError
 from stretto.hf_model import reads_images
 from stretto_torch.decoder import Decoder
-from stretto_torch.decoder_fast import FastDecoder, UnsuitableError
-from stretto_torch.decoder_hf import HFDecoder
+from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
+from stretto_torch.decoder_hf import HFDecoder, layer_shapes
 from stretto_torch.linear import prefers_onednn
-from stretto_torch.shapes import Shapes, Span, padded_length
+from stretto_torch.shapes import Shapes, Span, padded_length, padded_rows
 
 if TYPE_CHECKING:
     from stretto_torch import TorchInferenceConfig
@@ -72,8 +72,10 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
     # Bits must not hang on a measurement.
     wanted = "torch" if config.deterministic and config.linear == "auto" else config.linear
     onednn = prefers_onednn(wanted, shapes.most_rows, model.device, model.dtype)
+    rows, length = shapes.most_rows, shapes.length
     try:
-        decoder = FastDecoder(model, shapes.most_rows, shapes.length, onednn=onednn)
+        check_suitable(model)
+        decoder = FastDecoder(model, rows, length, _cache_tokens(model, shapes, config, 1), onednn=onednn)
         off = difference(decoder, model)
         if off <= _ROUNDING[model.dtype]:
             return decoder
@@ -81,7 +83,7 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
     except UnsuitableError as reason:
         why = str(reason)
     log.info("model is run by transformers, not by the hand-written decoder", why=why)
-    decoder = HFDecoder(model, shapes.most_rows, shapes.length)
+    decoder = HFDecoder(model, rows, length, _cache_tokens(model, shapes, config, padded_rows(1)))
     off = difference(decoder, model)
     if not off <= _ROUNDING[model.dtype]:  # NaN is no agreement either
         raise EngineError(
@@ -91,16 +93,35 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
     return decoder
 
 
+def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows: int) -> int:
+    """Tokens of all slots together: as many as can be used, unless the budget is smaller. It has to hold the
+    longest sample in as many rows as the decoder computes for one."""
+    most = shapes.most_rows * shapes.length
+    if config.cache_gb is None:
+        return most
+    size = sum(2 * shape.kv_heads * shape.head_dim for shape in layer_shapes(model)) * model.dtype.itemsize
+    tokens = int(config.cache_gb * 2**30 / size)
+    least = max(rows * shapes.length, 64)  # so many takes the decoder's test
+    if tokens < least:
+        raise EngineError(
+            f"inference.cache_gb is {config.cache_gb:g}, {tokens} tokens of {size} bytes; it must hold"
+            f" {least}, by inference.context_length {shapes.context}: raise the one or lower the other"
+        )
+    return min(most, tokens)
+
+
 def difference(decoder: Decoder, model: Any) -> float:
-    """How far a decoder's logits are from the model's own: prompts of several lengths, then more tokens."""
-    prompts, more = (9, 20), 4
+    """How far a decoder's logits are from the model's own: prompts of several lengths, more tokens, and
+    texts that go on after what their slots hold."""
+    prompts, held, more = (9, 20), (5, 13), 4
     length = max(prompts) + more
     tokens = torch.arange(7, 7 + length * len(prompts)).mul(7919).remainder(decoder.vocabulary)
     tokens = tokens.view(len(prompts), length).to(model.device)
     whole = model(input_ids=tokens).logits.float()
 
-    positions = torch.tensor(prompts, device=model.device)
+    positions, begins = (torch.tensor(each, device=model.device) for each in (prompts, held))
     rows = torch.arange(len(prompts), device=model.device)
+    decoder.cache.place_evenly(padded_length(length), len(prompts))
     found = [decoder.prefill(tokens[:, : max(prompts)], positions, rows)]
     spans = [Span(0, len(prompts), padded_length(length))]
     expected = [whole[rows, positions - 1]]
@@ -108,6 +129,10 @@ def difference(decoder: Decoder, model: Any) -> float:
         found.append(decoder.decode(tokens[rows, positions], positions, spans))
         expected.append(whole[rows, positions])
         positions = positions + 1
+    columns = torch.arange(int((positions - begins).max()), device=model.device)
+    rest = tokens.gather(1, (begins.unsqueeze(1) + columns).clamp(max=length - 1))
+    found.append(decoder.prefill(rest, positions - begins, rows, begins))
+    expected.append(whole[rows, positions - 1])
     return _relative(torch.stack(found), torch.stack(expected))
 
 

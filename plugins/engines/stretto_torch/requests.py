@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ class Job:
     """On the clock of `time.monotonic`."""
     samples: list[Sample] = field(default_factory=list["Sample"])
     """Those that have not ended."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer."""
     stops: StopStrings | None = None
     """What recognises the request's stop strings, if it has any."""
     shared: SharedPrompt | None = None
@@ -60,11 +63,15 @@ class Sample:
     job: Job
     index: int
     begun: NDArray[np.int32]
-    """Tokens it had when it came."""
+    """Tokens it had when it came, or when it last left its slot to others."""
     sent: int
     """Tokens of the answer that the asker has; grows with what is emitted."""
+    place: tuple[float, int] = (0.0, 0)
+    """Its place in the waiting line, which it keeps: who has a later one gives way."""
     row: int = -1
     """Its row among the running ones; -1 before and after."""
+    pure: bool = True
+    """Whether all that its slot holds was computed with the weights of now."""
     ended: bool = False
 
     @property
@@ -83,6 +90,7 @@ def open_job(
     *,
     vocabulary: int,
     context: int,
+    eos: Iterable[int],
     deterministic: bool,
 ) -> Job:
     """Read a request that arrived at some time of `time.monotonic`.
@@ -99,6 +107,12 @@ def open_job(
             f"a prompt of {len(prompt)} tokens and max_tokens {longest} need {len(prompt) + longest};"
             f" a slot holds {context} (inference.context_length)"
         )
+    for name, ids in (
+        ("logit_bias", request.sampling.logit_bias),
+        ("stop_token_ids", request.sampling.stop_token_ids),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise RequestError(f"{name!r} has tokens outside the vocabulary of {vocabulary}")
     if not all(request.sampling.stop):
         raise RequestError("an empty stop string would end every answer")
     for name, given in (("begun", request.begun), ("have", request.have)):
@@ -109,7 +123,8 @@ def open_job(
     begun = [_tokens(tokens, vocabulary, "begun") for tokens in request.begun] or [_NOTHING] * count
     if max(map(len, begun)) > longest:
         raise RequestError(f"'begun' has {max(map(len, begun))} tokens, more than max_tokens {longest}")
-    job = Job(request, prompt, arrived + request.deadline_s)
+    ends = {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else eos)}
+    job = Job(request, prompt, arrived + request.deadline_s, ends=frozenset(ends))
     have = request.have or (0,) * count
     job.samples = [
         Sample(job, i, begun[i], max(have[i], len(begun[i]))) for i in range(count) if have[i] != UNWANTED

@@ -22,11 +22,22 @@ _LIKELIEST = 256
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How each row is drawn: `temperature`, `top_k` and `top_p`, each (R,)."""
+    """How each row is drawn: `temperature`, `top_k`, `top_p` and `min_p`, each (R,)."""
 
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    bias: Bias | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """What is added to which logits: `rows`, `tokens` and `values`, each (entries,), no entry twice."""
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    values: NDArray[np.float32]
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float32]:
@@ -73,15 +84,25 @@ def _host(column: Tensor) -> NDArray[Any]:
 
 
 def _shape(logits: Tensor, settings: Settings) -> Tensor:
-    """Divide by the temperature and take out what top_k and top_p do not keep. A greedy row stays as
-    it is: its logprobs are those of the plain distribution."""
+    """Add the bias, divide by the temperature, and take out what min_p, then top_k and top_p of what that
+    leaves, do not keep. In a greedy row it ends with the bias: its logprobs are those of the plain
+    distribution."""
+    device = logits.device
+    if settings.bias is not None:
+        index = (torch.from_numpy(settings.bias.rows), torch.from_numpy(settings.bias.tokens))
+        logits[index[0].to(device), index[1].to(device)] += torch.from_numpy(settings.bias.values).to(device)
     sampled = settings.temperature > 0
     divisor = torch.from_numpy(np.where(sampled, settings.temperature, np.float32(1)))
-    logits = logits / divisor.to(logits.device).unsqueeze(1)
+    logits = logits / divisor.to(device).unsqueeze(1)
+    if settings.min_p.any():
+        with np.errstate(divide="ignore"):
+            below = np.log(np.where(sampled, settings.min_p, np.float32(0)))  # of the likeliest one's logit
+        least = logits.amax(-1, keepdim=True) + torch.from_numpy(below).to(device).unsqueeze(1)
+        logits.masked_fill_(logits < least, -inf)
     restricted = sampled & ((settings.top_k > 0) | (settings.top_p < 1))
     for top_k, top_p in {(int(settings.top_k[r]), float(settings.top_p[r])) for r in restricted.nonzero()[0]}:
         rows = restricted & (settings.top_k == top_k) & (settings.top_p == np.float32(top_p))
-        index = torch.from_numpy(rows.nonzero()[0]).to(logits.device)
+        index = torch.from_numpy(rows.nonzero()[0]).to(device)
         logits[index] = _keep_likeliest(logits[index], top_k, top_p)
     return logits
 

@@ -7,6 +7,7 @@ that fails, shapes are fixed at their largest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,6 @@ from numpy.typing import NDArray
 _ROWS = 8
 _LENGTH = 32
 _PROMPT = 16
-# Below this many rows a second call of attention costs more than it saves.
-_FEWEST_TO_SPLIT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +44,25 @@ class Shapes:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the cache and of the largest step."""
+        """Rows of the largest step."""
         return padded_rows(self.slots)
 
     def rows(self, live: int) -> int:
         """Rows of a step with so many live ones."""
         return self.most_rows if self.fixed else padded_rows(live)
 
-    def splits(self, live: int) -> bool:
-        """Whether a step with so many live rows is cut into spans."""
-        return not self.fixed and live >= _FEWEST_TO_SPLIT
-
-    def spans(self, positions: NDArray[np.int64], classes: tuple[int, ...]) -> list[Span]:
-        """Cut the live rows of a step into spans of similar length.
+    def spans(self, positions: NDArray[np.int64], shelves: Sequence[tuple[int, int]]) -> list[Span]:
+        """The spans of a step: one a shelf, as far as its longest row reaches.
 
         Args:
-            positions: (live,); those beyond a cut before those below it.
-            classes: lengths at which the decoder wants a cut, ascending.
+            positions: (live,) of the tokens that are computed.
+            shelves: rows start..stop-1 of each, in order; of all live rows.
         """
-        live = len(positions)
         if self.fixed:
             return [Span(0, self.most_rows, self.length)]
-        longest = int(positions.max()) + 1
-        spans: list[Span] = []
-        start = 0
-        for cut in reversed(classes if self.splits(live) else ()):
-            stop = int((positions >= cut).sum()) if cut < longest else start
-            if start < stop < live:
-                spans.append(Span(start, stop, padded_length(longest)))
-                start, longest = stop, int(positions[stop:].max()) + 1
-        spans.append(Span(start, live, padded_length(longest)))
-        return spans
+        return [
+            Span(start, stop, padded_length(int(positions[start:stop].max()) + 1)) for start, stop in shelves
+        ]
 
 
 def padded_length(length: int) -> int:

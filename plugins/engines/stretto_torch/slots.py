@@ -1,17 +1,17 @@
 """The running samples: one row each, decoded together, token by token.
 
-Running samples stand in rows 0..n-1, longer ones first, so that a step computes live rows only and each
-span of rows attends no further than it must. When rows move, their keys and values move with them; what
-is kept of a sample besides stands in its lane, which never moves.
+Running samples stand in rows 0..n-1, in the order in which `shelves.py` puts their keys and values, so that
+a step computes live rows only and each span of rows attends no further than it must. What is kept of a
+sample besides stands in its lane, which never moves.
 
 n: running samples, V: vocabulary, L: tokens of a slot.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -20,13 +20,18 @@ from torch import Tensor
 
 from stretto.engine import Finish
 from stretto_torch.decoder import Decoder
+from stretto_torch.kv import Block, Move
+from stretto_torch.prefixes import Prefixes
 from stretto_torch.requests import Job, Sample, SharedPrompt
-from stretto_torch.sampling import Settings, draw, uniforms
+from stretto_torch.sampling import Bias, Settings, draw, uniforms
 from stretto_torch.shapes import Shapes, padded_prompt
+from stretto_torch.shelves import Shelves
 
 # Tokens in one prefill; bounds its memory.
 _PREFILL_TOKENS = 8192
-_FREED = -1  # the class of a row whose sample has left
+# A sample is given a slot if there is room for so many more tokens of every sample: who is let in should not
+# have to leave at once.
+_HEADROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +63,32 @@ class Slots:
     Args:
         decoder: the model.
         shapes: shapes to compute with.
-        eos: tokens that end an answer.
-        one_by_one: whether every prompt is computed by itself, so that its bits depend on it alone.
+        eos: tokens that end an answer, unless its request says otherwise.
+        deterministic: whether a sample's bits depend on it alone: every prompt is computed whole and by
+            itself, and whoever has a slot keeps it.
     """
 
-    def __init__(self, decoder: Decoder, shapes: Shapes, eos: Iterable[int], *, one_by_one: bool) -> None:
+    def __init__(self, decoder: Decoder, shapes: Shapes, eos: Iterable[int], *, deterministic: bool) -> None:
         self._decoder = decoder
+        self._cache = decoder.cache
         self._shapes = shapes
-        self._one_by_one = one_by_one
+        self._deterministic = deterministic
+        self._shelves = Shelves(shapes, decoder.cache.tokens, together=decoder.one_shelf)
+        self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens)
         self._is_eos = np.zeros(decoder.vocabulary, np.bool_)
         self._is_eos[list(eos)] = True
         self._device = decoder.cache.device
 
+        self.prefix_hits = 0  # samples that found the beginning of their text computed
+        self.prefix_tokens = 0  # and how long those were
         self.running: list[Sample] = []  # by row
         # By row: last drawn token, which is not in the cache yet, and its position. Dead rows: 0, 0.
         self._token = np.zeros(shapes.most_rows, np.int64)
         self._position = np.zeros(shapes.most_rows, np.int64)
         self._lane = np.zeros(shapes.most_rows, np.int64)
-        self._steps_in_order = 0  # so many steps may pass before a row is in another class
+        self._blocks: list[Block | None] = []  # of each running sample; None for one that has just come
+        self._on_shelves: list[tuple[int, int]] = []
+        self._steps_in_order = 0  # so many steps may pass before a row's block is full
         # By lane, then by position in prompt + answer.
         lanes = shapes.slots
         self._free_lanes = list(range(lanes))
@@ -85,38 +98,70 @@ class Slots:
         self._versions = np.zeros((lanes, shapes.length), np.int32)
         # By lane.
         self._limit = np.zeros(lanes, np.int64)  # position after the last one it may fill
-        self._plain = np.ones(lanes, np.bool_)  # temperature 1, all tokens kept
+        self._own_ends = np.zeros(lanes, np.bool_)  # ended by other tokens than `eos`, or by texts
+        self._plain = np.ones(lanes, np.bool_)  # temperature 1, all tokens kept as they are
         self._temperature = np.ones(lanes, np.float32)
         self._top_k = np.zeros(lanes, np.int64)
         self._top_p = np.ones(lanes, np.float32)
+        self._min_p = np.zeros(lanes, np.float32)
+        self._bias: dict[int, dict[int, float]] = {}
 
     @property
     def free(self) -> int:
         """Slots without a sample."""
         return len(self._free_lanes)
 
+    def fits(self, samples: Sequence[Sample]) -> bool:
+        """Whether the cache has room for these beside the running ones."""
+        lanes = self._lane[: len(self.running)]
+        needs = self._limit[lanes]
+        news = [_limit(sample) for sample in samples]
+        if not self._deterministic:
+            needs = np.minimum(self._position[: len(lanes)] + 1 + _HEADROOM, needs)
+            known = (len(sample.job.prompt) + len(sample.begun) for sample in samples)
+            news = [min(n + 1 + _HEADROOM, limit) for n, limit in zip(known, news, strict=True)]
+        return self._shelves.fits([*needs.tolist(), *news])
+
+    def surplus(self) -> list[Sample]:
+        """Running samples that have to leave before the next step, as the cache is too small for all: those
+        that came last."""
+        if self._steps_in_order:
+            return []
+        needs = dict(zip(self.running, (self._position[: len(self.running)] + 1).tolist(), strict=True))
+        leave: list[Sample] = []
+        while not self._shelves.fits([*needs.values()]):
+            leave.append(max(needs, key=lambda sample: sample.place))
+            del needs[leave[-1]]
+        return leave
+
     def admit(self, samples: Sequence[Sample], version: int) -> list[Ending]:
         """Give each sample a slot, compute its prompt and draw its first token."""
-        first = len(self.running)
         for sample in samples:
             self._seat(sample)
-        endings = self._append(first, self._prefill_new(samples), version)
-        self.remove([ending.sample for ending in endings])  # which also brings the others into order
+        computed = _to_compute(samples)
+        held = self._find_prefixes(computed)
+        self._arrange(range(len(self.running)), held=held)
+        logits = self._prefill([s.row for s in computed], [held[s][1] if s in held else 0 for s in computed])
+        whole = self._share_prompts(samples, dict(zip(computed, logits, strict=True)))
+        endings = self._append(np.array([sample.row for sample in samples]), whole, version)
+        if endings:
+            self.remove([ending.sample for ending in endings])
         return endings
 
     def step(self, version: int) -> list[Ending]:
-        """Draw one more token of every running sample."""
-        if self._steps_in_order == 0:
-            self._arrange()
-        self._steps_in_order -= 1
+        """Draw one more token of every running sample; only when no sample is left of `surplus`."""
         live = len(self.running)
+        if self._steps_in_order == 0:
+            self._arrange(range(live))
+        self._steps_in_order -= 1
         rows = self._shapes.rows(live)
         logits = self._decoder.decode(
             torch.from_numpy(self._token[:rows]).to(self._device),
             torch.from_numpy(self._position[:rows]).to(self._device),
-            self._shapes.spans(self._position[:live], self._decoder.classes),
+            self._shapes.spans(self._position[:live], self._on_shelves),
         )
-        endings = self._append(0, logits[:live], version)
+        self._position[:live] += 1
+        endings = self._append(np.arange(live), logits[:live], version)
         if endings:
             self.remove([ending.sample for ending in endings])
         return endings
@@ -135,88 +180,137 @@ class Slots:
 
     def remove(self, samples: Iterable[Sample]) -> None:
         """Free the slots of some running samples."""
+        left: list[tuple[Block, NDArray[np.int32]]] = []
         for sample in samples:
-            self._free_lanes.append(int(self._lane[sample.row]))
-            self._token[sample.row] = self._position[sample.row] = 0
+            lane = int(self._lane[sample.row])
+            self._free_lanes.append(lane)
+            if self._prefixes is not None:
+                self._prefixes.release(sample)
+                if sample.pure:
+                    text = self._ids[lane, : self._position[sample.row]].copy()
+                    left.append((self._cache.blocks[sample.row], text))
             sample.row = -1
-        self._arrange()
+        self._arrange([row for row, sample in enumerate(self.running) if sample.row >= 0], left)
 
-    def recompute(self) -> None:
-        """Compute all keys and values anew, with the weights of now."""
-        live = len(self.running)
-        self._prefill(range(live), self._position[:live].tolist())
+    def weights_changed(self, version: int, *, recompute: bool) -> list[Ending]:
+        """Go on with other weights, over keys and values computed anew with them, or over those there are."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+        for sample in self.running:
+            sample.pure = recompute
+        if not recompute or not self.running:
+            return []
+        logits = self._prefill(range(len(self.running)))
+        # Before anything is moved or kept: see `SlotCache`.
+        finite = torch.stack([each.logsumexp(-1) for each in logits]).isfinite().tolist()
+        endings = [self._not_finite(row, version) for row, is_finite in enumerate(finite) if not is_finite]
+        self.remove([ending.sample for ending in endings])
+        return endings
 
     # -------------------------------------------------------------------------------- new samples
 
     def _seat(self, sample: Sample) -> None:
         """Give a sample the next row and a lane, with everything but keys and values."""
         sample.row = len(self.running)
+        sample.pure = True
         self.running.append(sample)
+        self._blocks.append(None)
         lane = self._free_lanes.pop()
         job, sampling = sample.job, sample.job.request.sampling
         prompt = len(job.prompt)
         known = prompt + len(sample.begun)
         self._lane[sample.row] = lane
-        self._position[sample.row] = known - 1
+        self._position[sample.row] = known
         self._ids[lane] = 0
         self._ids[lane, :prompt] = job.prompt
         self._ids[lane, prompt:known] = sample.begun
-        self._limit[lane] = prompt + sampling.max_tokens
+        self._limit[lane] = _limit(sample)
+        self._own_ends[lane] = bool(sampling.stop or sampling.stop_token_ids or sampling.ignore_eos)
         self._uniforms[lane, prompt : self._limit[lane]] = uniforms(sample.seed, sampling.max_tokens)
         self._temperature[lane] = sampling.temperature
         self._top_k[lane] = sampling.top_k
         self._top_p[lane] = sampling.top_p
-        self._plain[lane] = sampling.temperature == 1 and not sampling.top_k and sampling.top_p == 1
+        self._min_p[lane] = sampling.min_p
+        self._bias.pop(lane, None)
+        if sampling.logit_bias:
+            self._bias[lane] = sampling.logit_bias
+        self._plain[lane] = sampling.temperature == 1 and not sampling.reshapes
 
-    def _prefill_new(self, samples: Sequence[Sample]) -> Tensor:
-        """Fill the slots of newly seated samples: (samples, V) logits after what they came with.
+    def _find_prefixes(self, samples: Sequence[Sample]) -> dict[Sample, tuple[Block, int]]:
+        """Where in the pool the beginnings of new samples' texts are, and how long they are."""
+        if self._prefixes is None:
+            return {}
+        found: dict[Sample, tuple[Block, int]] = {}
+        texts = [self._ids[self._lane[s.row], : self._position[s.row]].copy() for s in samples]
+        for sample, text in zip(samples, texts, strict=True):
+            if prefix := self._prefixes.find(text):
+                where, length = prefix
+                found[sample] = (
+                    self._cache.blocks[where.row] if isinstance(where, Sample) else where,
+                    length,
+                )
+        for sample, text in zip(samples, texts, strict=True):  # now only: these are still to be computed
+            self._prefixes.hold(sample, text)
+        self.prefix_hits += len(found)
+        self.prefix_tokens += sum(length for _, length in found.values())
+        return found
 
-        The prompt of a job is computed for one of its samples and copied to the others, as long as that
-        one is running and the weights do not change.
-        """
-        first: dict[Job, Sample] = {}
-        for sample in samples:
-            if not len(sample.begun) and not sample.job.prompt_is_lent:
-                first.setdefault(sample.job, sample)
-        computed = [s for s in samples if len(s.begun) or first.get(s.job) is s]
-        rows = [s.row for s in computed]
-        logits = dict(zip(computed, self._prefill(rows, (self._position[rows] + 1).tolist()), strict=True))
-        for job, sample in first.items():
-            job.shared = SharedPrompt(sample, logits[sample])
-
-        copies: dict[Job, list[Sample]] = {}
+    def _share_prompts(self, samples: Sequence[Sample], logits: dict[Sample, Tensor]) -> Tensor:
+        """Copy prompts that were computed for one sample of a job to its others: (samples, V) logits."""
+        for sample in logits:
+            if not len(sample.begun):
+                sample.job.shared = SharedPrompt(sample, logits[sample])
+        moves: list[Move] = []
         for sample in samples:
             if sample not in logits:
-                copies.setdefault(sample.job, []).append(sample)
-        for job, borrowers in copies.items():
-            assert job.shared is not None
-            rows = [sample.row for sample in borrowers]
-            self._decoder.cache.spread(job.shared.lender.row, rows, len(job.prompt))
-            logits.update(dict.fromkeys(borrowers, job.shared.logits))
+                shared = sample.job.shared
+                assert shared is not None
+                blocks = self._cache.blocks[shared.lender.row], self._cache.blocks[sample.row]
+                moves.append(Move(*blocks, len(sample.job.prompt)))
+                logits[sample] = shared.logits
+        if moves:
+            self._cache.copy(moves)
         return torch.stack([logits[sample] for sample in samples])
 
-    def _prefill(self, rows: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
-        """Compute the first `lengths[i]` tokens of each row: (V,) logits after them, in the order given."""
+    def _prefill(self, rows: Sequence[int], begins: Sequence[int] | None = None) -> list[Tensor]:
+        """Compute the known tokens of each row, those after `begins[i]` where its slot holds as many: (V,)
+        logits after them, in the order given."""
+        begins = begins or [0] * len(rows)
+        lengths = self._position[list(rows)].tolist()
         found: dict[int, Tensor] = {}
-        for batch in self._batches(lengths):
-            its_rows = np.array([rows[i] for i in batch])
-            its_lengths = torch.tensor([lengths[i] for i in batch])
-            tokens = self._ids[self._lane[its_rows], : padded_prompt(int(its_lengths.max()))]
-            logits = self._decoder.prefill(
-                torch.from_numpy(tokens.astype(np.int64)).to(self._device),
-                its_lengths.to(self._device),
-                torch.from_numpy(its_rows).to(self._device),
-            )
-            found.update(zip(batch, logits, strict=True))
+        for which in (
+            [i for i in range(len(rows)) if not begins[i]],
+            [i for i in range(len(rows)) if begins[i]],
+        ):
+            for batch in self._batches(which, lengths):
+                logits = self._prefill_batch(
+                    np.array([rows[i] for i in batch]),
+                    np.array([begins[i] for i in batch]),
+                    np.array([lengths[i] for i in batch]),
+                )
+                found.update(zip(batch, logits, strict=True))
         return [found[i] for i in range(len(rows))]
 
-    def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Cut prompts into prefills, together those of about the same length."""
-        if self._one_by_one:
-            return [[i] for i in range(len(lengths))]
+    def _prefill_batch(
+        self, rows: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> Tensor:
+        columns = np.arange(padded_prompt(int((lengths - begins).max())))
+        positions = np.minimum(begins[:, None] + columns, self._shapes.length - 1)
+        tokens = self._ids[self._lane[rows][:, None], positions].astype(np.int64)
+        return self._decoder.prefill(
+            torch.from_numpy(tokens).to(self._device),
+            torch.from_numpy(lengths - begins).to(self._device),
+            torch.from_numpy(rows).to(self._device),
+            torch.from_numpy(begins).to(self._device) if begins.any() else None,
+        )
+
+    def _batches(self, which: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        """Cut texts into prefills, together those of about the same length."""
+        if self._deterministic:
+            return [[i] for i in which]
         batches: list[list[int]] = []
         longest = padding = 0
-        for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        for i in sorted(which, key=lengths.__getitem__, reverse=True):
             padding += longest - lengths[i]
             full = bool(batches) and (len(batches[-1]) + 1) * longest > _PREFILL_TOKENS
             if not batches or full or padding > self._decoder.cheap_padding:
@@ -227,78 +321,121 @@ class Slots:
 
     # ------------------------------------------------------------------------------------ tokens
 
-    def _append(self, first: int, logits: Tensor, version: int) -> list[Ending]:
-        """Draw a token for each row from `first` on, given their logits (rows, V)."""
-        rows = slice(first, len(self.running))
-        self._position[rows] += 1
+    def _append(self, rows: NDArray[np.int64], logits: Tensor, version: int) -> list[Ending]:
+        """Draw a token for each of these rows, given their logits (rows, V)."""
         lane, position = self._lane[rows], self._position[rows]
         tokens, logprobs = draw(logits, self._uniforms[lane, position], self._settings(lane))
         self._token[rows] = tokens
         self._ids[lane, position] = tokens
         self._logprobs[lane, position] = logprobs
         self._versions[lane, position] = version
-        stopped = self._is_eos[tokens] | ~np.isfinite(logprobs) | self._stop_strings(rows)
+        stopped = self._is_eos[tokens] | ~np.isfinite(logprobs)
+        for i in self._own_ends[lane].nonzero()[0].tolist():
+            stopped[i] = self._stops(self.running[rows[i]], int(tokens[i])) or not np.isfinite(logprobs[i])
         ended = stopped | (position + 1 >= self._limit[lane])
-        return [self._ending(first + int(i), bool(stopped[i]), version) for i in ended.nonzero()[0]]
+        return [self._ending(int(rows[i]), bool(stopped[i]), version) for i in ended.nonzero()[0]]
+
+    def _stops(self, sample: Sample, token: int) -> bool:
+        """Whether a sample's last token ends it by what its request says."""
+        job = sample.job
+        return token in job.ends or (job.stops is not None and job.stops.end(self.answer(sample, 0).tokens))
 
     def _settings(self, lane: NDArray[np.int64]) -> Settings | None:
         if self._plain[lane].all():
             return None
-        return Settings(self._temperature[lane], self._top_k[lane], self._top_p[lane])
+        return Settings(
+            self._temperature[lane],
+            self._top_k[lane],
+            self._top_p[lane],
+            self._min_p[lane],
+            self._biases(lane),
+        )
 
-    def _stop_strings(self, rows: slice) -> NDArray[np.bool_] | bool:
-        """Rows (of a slice of all) whose last token completed a stop string."""
-        samples = self.running[rows]
-        if not any(sample.job.stops for sample in samples):
-            return False
-        completed = [
-            sample.job.stops is not None and sample.job.stops.end(self.answer(sample, 0).tokens)
-            for sample in samples
-        ]
-        return np.array(completed)
+    def _biases(self, lane: NDArray[np.int64]) -> Bias | None:
+        its = [(i, self._bias[each]) for i, each in enumerate(lane.tolist()) if each in self._bias]
+        if not its:
+            return None
+        return Bias(
+            np.repeat([i for i, _ in its], [len(bias) for _, bias in its]),
+            np.concatenate([list(bias) for _, bias in its]),
+            np.concatenate([np.array([*bias.values()], np.float32) for _, bias in its]),
+        )
 
     def _ending(self, row: int, stopped: bool, version: int) -> Ending:
-        sample, finish, error = self.running[row], "stop" if stopped else "length", ""
         if not np.isfinite(self._logprobs[self._lane[row], self._position[row]]):
-            finish, error = "error", f"the logits of version {version} are not finite"
             self._position[row] -= 1  # what was drawn is no token
-            self._decoder.cache.clear(row)
-        return Ending(sample, finish, error, self.answer(sample, sample.sent))
+            return self._not_finite(row, version)
+        sample = self.running[row]
+        return Ending(sample, "stop" if stopped else "length", "", self.answer(sample, sample.sent))
+
+    def _not_finite(self, row: int, version: int) -> Ending:
+        """The ending of a sample whose keys and values are of no use, and leave no trace."""
+        self._cache.clear(row)
+        sample = self.running[row]
+        sample.pure = False
+        error = f"the logits of version {version} are not finite"
+        return Ending(sample, "error", error, self.answer(sample, sample.sent))
 
     # -------------------------------------------------------------------------------------- rows
 
-    def _arrange(self) -> None:
-        """Bring the rows into order: longer classes first, freed rows last and out."""
-        # In plain Python: for some dozens of rows that is several times faster than in numpy.
-        positions = self._position[: len(self.running)].tolist()
-        cuts = self._decoder.classes if self._shapes.splits(len(positions)) else ()
-        classes = [bisect_right(cuts, position) if position else _FREED for position in positions]
-        wanted = sorted(classes, reverse=True)
-        for row, its_class in enumerate(wanted):
-            if classes[row] != its_class:
-                other = len(classes) - 1
-                while classes[other] != its_class or wanted[other] == its_class:
-                    other -= 1
-                self._exchange(row, other)
-                classes[row], classes[other] = classes[other], classes[row]
-        live = len(classes) - classes.count(_FREED)
-        del self.running[live:]
-        positions = self._position[:live].tolist()
-        to_go = [cuts[c] - position for c, position in zip(classes, positions, strict=False) if c < len(cuts)]
-        self._steps_in_order = min(to_go, default=self._shapes.length)
+    def _arrange(
+        self,
+        rows: Sequence[int],
+        left: Sequence[tuple[Block, NDArray[np.int32]]] = (),
+        held: Mapping[Sample, tuple[Block, int]] = MappingProxyType({}),
+    ) -> None:
+        """Let these rows alone go on, in the order and the blocks that suit them now.
 
-    def _exchange(self, row: int, other: int) -> None:
-        """Let two rows change places; `other` is live, `row` may be freed."""
-        cache = self._decoder.cache
-        lengths = self._position[[row, other]].tolist()
-        if lengths[0]:
-            cache.exchange(row, other, max(lengths))
-        else:
-            cache.move(other, row, lengths[1])
+        Args:
+            rows: of now.
+            left: blocks and texts of samples that have just left.
+            held: where what new samples begin with is to be copied from. All is copied at once, so that it
+                may lie where others come to stand.
+        """
+        positions = self._position[: len(self.running)].tolist()
+        blocks = [self._blocks[row] for row in rows]
+        needs = [positions[row] + 1 for row in rows]
+        if not self._shelves.fits(needs):  # before the next step some will leave, see `surplus`
+            needs = [positions[row] for row in rows]
+        plan = self._shelves.plan(needs, blocks)
+        moves: list[Move] = []
+        self._steps_in_order = self._shapes.length
+        for i, target in zip(plan.order, plan.blocks, strict=False):
+            source, length = blocks[i], positions[rows[i]]
+            self._steps_in_order = min(self._steps_in_order, target.capacity - length)
+            if source is None:
+                source, length = held.get(self.running[rows[i]], (None, 0))
+            if source is not None and source != target:
+                moves.append(Move(source, target, length))
+        if self._prefixes is not None:
+            self._prefixes.free(plan.free)
+            moves += self._prefixes.keep(left)
+        if moves:
+            self._cache.copy(moves)
+        self._cache.place(plan.blocks)
+
+        live = len(plan.order)
+        order = np.array([rows[i] for i in plan.order], np.int64)
         for column in (self._token, self._position, self._lane):
-            column[[row, other]] = column[[other, row]]
-        one, two = self.running[row], self.running[other]
-        self.running[row], self.running[other] = two, one
-        two.row = row
-        if one.row >= 0:
-            one.row = other
+            column[:live] = column[order]
+            column[live:] = 0
+        self.running = [self.running[rows[i]] for i in plan.order]
+        for row, sample in enumerate(self.running):
+            sample.row = row
+        self._blocks = [*plan.blocks[:live]]
+        self._on_shelves = plan.shelves
+
+
+def _to_compute(samples: Sequence[Sample]) -> list[Sample]:
+    """Those of new samples that do not copy their job's prompt from another one. The prompt is computed for
+    one of them, as long as that one is running and the weights do not change."""
+    first: dict[Job, Sample] = {}
+    for sample in samples:
+        if not len(sample.begun) and not sample.job.prompt_is_lent:
+            first.setdefault(sample.job, sample)
+    return [sample for sample in samples if len(sample.begun) or first.get(sample.job) is sample]
+
+
+def _limit(sample: Sample) -> int:
+    """The most tokens of prompt and answer."""
+    return len(sample.job.prompt) + sample.job.request.sampling.max_tokens

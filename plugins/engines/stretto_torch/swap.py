@@ -1,21 +1,17 @@
-"""What a swap of weights does with them: check, digest, and copy into place.
+"""What a swap of weights does with them: check, hash, and copy into place.
 
 The first two need no pause of the engine and run outside its compute thread.
 """
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from stretto.errors import WeightsError, nearest
-from stretto.weights import digest_of
+from stretto.weights import tensor_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +82,6 @@ def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(tied)
 
 
-def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """`digest_of` these tensors, read from their own bytes."""
-    return digest_of((name, _sha256(tensor)) for name, tensor in tensors.items())
-
-
-def _sha256(tensor: Tensor) -> str:
-    assert sys.byteorder == "little", "tensors are hashed as they lie in memory"
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    raw: Any = flat.view(torch.uint8).numpy()
-    return hashlib.sha256(raw).hexdigest()
+def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """SHA-256 of each tensor's own bytes, by name."""
+    return {name: tensor_hash(tensor.cpu()) for name, tensor in tensors.items()}

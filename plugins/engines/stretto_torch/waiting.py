@@ -34,13 +34,23 @@ class WaitingLine:
 
     def add(self, job: Job, arrived: float) -> None:
         """Let all samples of a job wait, in their order."""
+        due = arrived + self._delay_s * job.request.priority
         for sample in job.samples:
-            due = arrived + self._delay_s * job.request.priority
-            self._place((due, next(self._tickets), sample))
-            self._waiting += 1
+            sample.place = (due, next(self._tickets))
+            self.put_back(sample)
+
+    def put_back(self, sample: Sample) -> None:
+        """Let a sample that has left its slot wait again, at the place it had."""
+        self._place((*sample.place, sample))
+        self._waiting += 1
+
+    @property
+    def first(self) -> Sample:
+        """The next sample to serve; only if `ready`."""
+        return self._ready[0][2]
 
     def pop(self) -> Sample:
-        """The next sample to serve; only if `ready`."""
+        """Take out `first`."""
         self._waiting -= 1
         return heappop(self._ready)[2]
 

@@ -1,0 +1,141 @@
+"""What 512 episodes at once cost the one rollout worker that runs them; a mock engine gives 10,000 tokens/s.
+
+    python benchmarks/rollout.py [dotted.key=value ...]
+
+A real run through the command line, 8 answers an episode, lengths long-tailed around 64 tokens; arguments
+change its file. CPU seconds (user and system) of the rollout worker, its memory, and busy seconds of the
+engine are read at heartbeats, over the steady part: while it has 512 episodes in hand. Last line: one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import psutil
+
+from stretto.bus.client import connect
+from stretto.bus.messages import Heartbeat, Subjects
+from stretto.bus.server import Bootstrap
+
+EPISODES, GROUP, BATCH, STEPS = 512, 8, 128, 16
+
+
+def run_file(folder: Path) -> Path:
+    rows = "".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(1000))
+    (folder / "rows.jsonl").write_text(rows)
+    file = folder / "run.yaml"
+    file.write_text(
+        f"""\
+name: rollout
+algorithm: {{use: grpo, group_size: {GROUP}}}
+training: {{use: mock, seconds_per_step: 0.1}}
+inference: {{use: mock, tokens_per_s: 10000, slots: {EPISODES}, mean_tokens: 64, sigma: 0.6}}
+rollout: {{concurrency: {EPISODES}}}
+reward: exact
+dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
+queue: {{batch_size: {BATCH}, max_staleness: {2 * EPISODES // BATCH - 1}}}
+steps: {STEPS}
+"""
+    )
+    return file
+
+
+@dataclass
+class Beat:
+    """The rollout worker at one of its heartbeats, and the engine at its latest."""
+
+    episodes: int
+    cpu_s: float
+    rss_mb: float
+    busy_s: float
+    tokens: int
+
+
+class Watch:
+    """The heartbeats of a run, as its kernel hears them."""
+
+    def __init__(self, run: int) -> None:
+        self._run = psutil.Process(run)
+        self._rollout: psutil.Process | None = None
+        self._busy_s = 0.0
+        self._tokens = 0
+        self.beats: list[Beat] = []
+
+    def engine(self, beat: Heartbeat) -> None:
+        """The engine's figures, for the next heartbeat of the rollout worker."""
+        if beat.load is not None:
+            self._busy_s, self._tokens = beat.load.busy_s, beat.load.generated_tokens
+
+    def rollout(self, beat: Heartbeat) -> None:
+        """The rollout worker's."""
+        if self._rollout is None:
+            workers = self._run.children(recursive=True)
+            self._rollout = next(worker for worker in workers if beat.worker in worker.cmdline())
+        cpu, rss = self._rollout.cpu_times(), self._rollout.memory_info().rss
+        self.beats.append(Beat(beat.tickets, cpu.user + cpu.system, rss / 2**20, self._busy_s, self._tokens))
+
+    def steady(self) -> list[Beat]:
+        """From the first heartbeat with all episodes in hand to the last one."""
+        full = [index for index, beat in enumerate(self.beats) if beat.episodes == EPISODES]
+        assert full, f"never {EPISODES} episodes at once, but {max(beat.episodes for beat in self.beats)}"
+        return self.beats[full[0] : full[-1] + 1]
+
+
+async def watched(command: list[str], out: Path) -> list[Beat]:
+    """Run it, listening to the heartbeats of its workers; the steady ones."""
+    async with await anyio.open_process(command, stdout=subprocess.DEVNULL) as run:
+        watch = Watch(run.pid)
+        login = await bootstrap_of(out)
+        names = Subjects(login.run)
+        async with connect(login, names.inbox("kernel")) as bus:
+            await bus.subscribe(names.kernel("inference", "heartbeat"), Heartbeat, watch.engine)
+            await bus.subscribe(names.kernel("rollout", "heartbeat"), Heartbeat, watch.rollout)
+            assert await run.wait() == 0, "the run failed"
+    return watch.steady()
+
+
+async def bootstrap_of(out: Path) -> Bootstrap:
+    """Access to the bus of a run that is starting."""
+    with anyio.fail_after(60):
+        while not (out / "logs").exists() or not list((out / "logs").glob("rollout-0*")):
+            await anyio.sleep(0.1)
+    return Bootstrap.read(out / "bus" / "kernel.json")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out")
+        command = [sys.executable, "-m", "stretto", "run", str(run_file(Path(folder))), f"out={out}"]
+        began = time.monotonic()
+        steady = anyio.run(watched, [*command, *sys.argv[1:]], out)
+        wall_s = time.monotonic() - began
+        summary = json.loads((out / "summary.json").read_text())
+    first, quarter, last = steady[0], steady[len(steady) // 4], steady[-1]
+    cpu_s, busy_s = last.cpu_s - first.cpu_s, last.busy_s - first.busy_s
+    result = {
+        "cpu_ratio": round(cpu_s / busy_s, 4),
+        "rss_growth_mb": round(last.rss_mb - quarter.rss_mb, 1),
+        "episodes": EPISODES,
+        "cpu_s": round(cpu_s, 2),
+        "busy_s": round(busy_s, 2),
+        "rss_mb": {"25%": round(quarter.rss_mb, 1), "end": round(last.rss_mb, 1)},
+        "tokens_per_s": round((last.tokens - first.tokens) / busy_s),
+        "tickets": summary["ledger"]["trained"],
+        "failed": summary["ledger"]["failed"],
+        "wall_s": round(wall_s, 1),
+    }
+    for name, value in result.items():
+        print(f"{name:>14}  {value}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The answers of an evaluation as text, for people to read and for `stretto evaluate` to count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from stretto.bus.messages import Answers
+from stretto.engine import Finish
+from stretto.tokenizer import Tokenizer
+from stretto.workflow import Trajectory
+
+__all__ = ["KeptAnswer", "answers_of"]
+
+
+class KeptAnswer(msgspec.Struct, frozen=True):
+    """One line of `answers/step-000040.jsonl`."""
+
+    row: int
+    """Index in the held-out dataset."""
+    sample: int
+    """Which of the row's; one that became several trajectories has several lines."""
+    prompt: str
+    """What the model was given, template applied, without special tokens."""
+    completion: str
+    """All that followed; of several turns, what stands between them too."""
+    reward: float
+    metrics: dict[str, float]
+    tokens: int
+    """Sampled."""
+    finish: Finish
+    engine: str
+
+
+def answers_of(row: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> Answers:
+    """What the log keeps of an evaluation ticket."""
+    encode = msgspec.json.Encoder().encode
+    kept: list[KeptAnswer] = []
+    sample = -1
+    for trajectory in trajectories:
+        sample += not trajectory.part
+        kept.append(_kept(row, sample, trajectory, tokenizer))
+    return Answers(b"".join(encode(answer) + b"\n" for answer in kept))
+
+
+def _kept(row: int, sample: int, trajectory: Trajectory, tokenizer: Tokenizer) -> KeptAnswer:
+    start = int(np.argmax(trajectory.loss_mask))
+    return KeptAnswer(
+        row=row,
+        sample=sample,
+        prompt=tokenizer.decode(trajectory.tokens[:start]),
+        completion=tokenizer.decode(trajectory.tokens[start:]),
+        reward=trajectory.score.reward,
+        metrics=dict(trajectory.score.metrics),
+        tokens=int(np.count_nonzero(trajectory.loss_mask)),
+        finish=trajectory.finish,
+        engine=trajectory.engine,
+    )

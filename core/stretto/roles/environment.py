@@ -1,0 +1,93 @@
+"""The environment process: one environment, called for one answer at a time. Child of a verifier worker.
+
+It is told which, and is ready when that is imported (see `pipes`); then a `Question` in, a `Reaction` out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from stretto.environment import Feedback, feedback_of
+from stretto.errors import place_of
+from stretto.importable import load_importable
+from stretto.roles.pipes import Pipes, Started, die_with_parent
+from stretto.roles.scoring import accepted
+
+__all__ = ["COMMAND", "Question", "Reaction", "told"]
+
+COMMAND = (sys.executable, "-m", "stretto.roles.environment")
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """What an environment is called with, by name: a msgpack map."""
+
+    offered: bytes
+
+
+class Reaction(msgspec.Struct, frozen=True, array_like=True):
+    """What it said, or why nothing."""
+
+    feedback: Feedback = Feedback()
+    error: str = ""
+
+
+def told(environment: str) -> bytes:
+    """What the process is told at its start."""
+    return msgspec.msgpack.encode(environment)
+
+
+def _react(environment: Callable[..., Any], question: Question) -> Reaction:
+    offered: dict[str, Any] = msgspec.msgpack.decode(question.offered, type=dict[str, Any])
+    returned = environment(**accepted(inspect.signature(environment).parameters, offered))
+    if inspect.isawaitable(returned):
+        returned = asyncio.run(_result(returned))
+    reaction = Reaction(feedback_of(returned, offered["state"]))
+    try:
+        msgspec.msgpack.encode(reaction)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"`state` and messages must be plain data: {error}") from error
+    return reaction
+
+
+async def _result(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _serve(pipes: Pipes) -> None:
+    first = pipes.receive()
+    if first is None:
+        return
+    try:
+        environment = load_importable(msgspec.msgpack.decode(first, type=str))
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
+        traceback.print_exc()
+        pipes.send(Started(f"the environment cannot be imported: {place_of(error)}"))
+        return
+    pipes.send(Started())
+    reasons: set[str] = set()
+    while (data := pipes.receive()) is not None:
+        try:
+            pipes.send(_react(environment, msgspec.msgpack.decode(data, type=Question)))
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
+            reason = place_of(error)
+            if reason not in reasons:  # once in the verifier's output, with all frames
+                reasons.add(reason)
+                traceback.print_exc()
+            pipes.send(Reaction(error=f"environment raised {reason}"))
+
+
+def main() -> None:
+    """Body of the process."""
+    die_with_parent()
+    _serve(Pipes())
+
+
+if __name__ == "__main__":
+    main()

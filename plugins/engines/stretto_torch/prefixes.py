@@ -1,0 +1,138 @@
+"""Texts whose keys and values are in the pool, for new ones that begin alike.
+
+All of them were computed wholly with the weights served now: at a swap everything is forgotten. A running
+sample's text is in its own block. When it leaves, the text goes to what the rows leave free of the pool,
+where the oldest make room for the newest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto_torch.kv import Block, Move
+from stretto_torch.requests import Sample
+
+# Texts are found by whole pieces of so many tokens.
+_PIECE = 32
+# Copying fewer costs more than computing them.
+_SHORTEST = 64
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One text."""
+
+    ids: NDArray[np.int32]
+    where: Sample | Block
+    """The running sample whose row has it, or a block of its own."""
+    keys: tuple[int, ...]
+
+
+class Prefixes:
+    """The texts of one pool of so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._by_key: dict[int, Held] = {}  # of each beginning in whole pieces, the newest text
+        self._running: dict[Sample, Held] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._by_key.clear()
+        self._running.clear()
+        # Texts without a row, oldest first. They fill the bounds from their beginning to their end, over and
+        # over: first come those from the cursor on, which the last round left, then those before it.
+        self._left: deque[tuple[Block, Held]] = deque()
+        self._bounds = self._free = (0, self._tokens)
+        self._cursor = 0
+
+    def find(self, ids: NDArray[np.int32]) -> tuple[Sample | Block, int] | None:
+        """Where the text is that shares most whole pieces with the beginning of this one, and how many tokens
+        they share. At least one is left over, as something has to be computed for the logits."""
+        for key in reversed([*_keys(ids[:-1])]):
+            held = self._by_key.get(key)
+            if held is not None:
+                length = min(len(held.ids), len(ids) - 1)
+                differ = held.ids[:length] != ids[:length]
+                length = int(differ.argmax()) if differ.any() else length
+                if length >= _SHORTEST:
+                    return held.where, length
+        return None
+
+    def hold(self, sample: Sample, ids: NDArray[np.int32]) -> None:
+        """A running sample's slot begins with this text."""
+        if len(ids) >= _SHORTEST:
+            self._running[sample] = self._add(ids, sample)
+
+    def release(self, sample: Sample) -> None:
+        """A sample leaves its slot."""
+        held = self._running.pop(sample, None)
+        if held is not None:
+            self._forget(held)
+
+    def free(self, free: tuple[int, int]) -> None:
+        """Tokens start..stop-1 of the pool are in no row's block from now on, all others are."""
+        self._free = free
+        start, stop = max(free[0], self._bounds[0]), min(free[1], self._bounds[1])
+        if (start, stop) != self._bounds:
+            self._bounds = (start, stop)
+            for block, held in tuple(self._left):
+                if block.start < start or sum(block) > stop:
+                    self._left.remove((block, held))
+                    self._forget(held)
+
+    def keep(self, left: Sequence[tuple[Block, NDArray[np.int32]]]) -> list[Move]:
+        """Take in texts of samples that have left, from the blocks they had. Returns what is to be copied for
+        that, before anything else happens."""
+        kept: list[tuple[Held, Move]] = []
+        for block, ids in left:
+            if _SHORTEST <= len(ids) <= self._free[1] - self._free[0]:
+                room = Block(self._room(len(ids)), len(ids))
+                held = self._add(ids, room)
+                self._left.append((room, held))
+                kept.append((held, Move(block, room, len(ids))))
+        # One may have had to make room for another.
+        return [move for held, move in kept if self._by_key.get(held.keys[-1]) is held]
+
+    # ------------------------------------------------------------------------------------ private
+
+    def _room(self, length: int) -> int:
+        """Make room after the newest text, or else from the beginning."""
+        start = max(self._cursor, self._bounds[0])
+        if start + length > self._bounds[1]:
+            self._forget_oldest(start, self._tokens)
+            self._bounds = self._free
+            start = self._bounds[0]
+        self._cursor = start + length
+        self._forget_oldest(start, self._cursor)
+        return start
+
+    def _forget_oldest(self, start: int, stop: int) -> None:
+        """Forget the oldest as long as they begin there."""
+        while self._left and start <= self._left[0][0].start < stop:
+            self._forget(self._left.popleft()[1])
+
+    def _add(self, ids: NDArray[np.int32], where: Sample | Block) -> Held:
+        held = Held(ids, where, tuple(_keys(ids)))
+        self._by_key.update(dict.fromkeys(held.keys, held))
+        return held
+
+    def _forget(self, held: Held) -> None:
+        for key in held.keys:
+            if self._by_key.get(key) is held:
+                del self._by_key[key]
+
+
+def _keys(ids: NDArray[np.int32]) -> Iterator[int]:
+    """A key of each beginning in whole pieces, from the shortest that is of use on."""
+    key = 0
+    for stop in range(_PIECE, len(ids) + 1, _PIECE):
+        key = hash((key, ids[stop - _PIECE : stop].tobytes()))
+        if stop >= _SHORTEST:
+            yield key

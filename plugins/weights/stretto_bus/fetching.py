@@ -1,0 +1,175 @@
+"""The subscriber's end: a version is fetched into a folder, several pieces at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from stretto.errors import BusError, WeightsError, one_error
+from stretto.weight_files import FolderUpdate, Outline, lay_out, open_version
+from stretto_bus.questions import AskOutline, AskPiece, Piece, Question, checksum
+
+if TYPE_CHECKING:
+    from stretto.weights import WeightsNote, Wire
+
+__all__ = ["BusSubscriber"]
+
+A = TypeVar("A")
+
+_ENVELOPE = 64
+"""Bytes of a `Piece` beside its data, at most."""
+_TRIES = 3
+"""How often a piece may arrive damaged."""
+
+
+class BusSubscriber:
+    """Fetches versions into folders below `root`, which it owns.
+
+    Args:
+        piece: bytes to ask for at once, no more than the wire's limit.
+        in_flight: pieces to ask for before the first has come.
+        deadline_s: of a piece.
+    """
+
+    def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
+        self._root = root
+        self._source = _Source(wire, deadline_s)
+        self._piece = piece - _ENVELOPE
+        self._in_flight = in_flight
+        self._fetch: _Fetch | None = None
+        """Under way, or given up half done: the next attempt at the same version goes on with it."""
+
+    async def receive(self, note: WeightsNote) -> FolderUpdate:
+        """Fetch what is missing of a version, and compare every tensor's hash with the announcement."""
+        if self._fetch is None or self._fetch.note != note:
+            self._drop()
+            self._fetch = await self._begun(note)
+        fetch = self._fetch
+        await fetch.run(self._in_flight)
+        self._fetch = None
+        # Hashing releases the interpreter lock: the engine beside goes on meanwhile.
+        opened = partial(open_version, note, fetch.folder, temporary=True)
+        try:
+            return await anyio.to_thread.run_sync(opened)
+        except WeightsError:
+            fetch.drop()
+            raise
+
+    def close(self) -> None:
+        """Remove what was not handed out."""
+        self._drop()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    async def _begun(self, note: WeightsNote) -> _Fetch:
+        outline = await self._source.ask(note, AskOutline(note.version), Outline)
+        folder = self._root / f"v{note.version:08d}"
+        return _Fetch(self._source, note, folder, lay_out(outline, note, folder), self._piece)
+
+    def _drop(self) -> None:
+        if self._fetch is not None:
+            self._fetch.drop()
+            self._fetch = None
+
+
+class _Source:
+    """Asks publishers."""
+
+    def __init__(self, wire: Wire, deadline_s: float) -> None:
+        self._wire = wire
+        self._deadline_s = deadline_s
+
+    async def ask(self, note: WeightsNote, question: Question, answer: type[A]) -> A:
+        """Put a question to the one that published a version.
+
+        Raises:
+            WeightsError: if there is no answer, or another one than expected.
+        """
+        try:
+            data = await self._wire.ask(
+                note.address, msgspec.msgpack.encode(question), deadline_s=self._deadline_s
+            )
+            return msgspec.msgpack.decode(data, type=answer)
+        except (BusError, msgspec.DecodeError) as error:
+            reason = f"version {note.version} cannot be fetched: {error}"
+            raise WeightsError(reason, version=note.version) from error
+
+
+class _Fetch:
+    """One version on its way.
+
+    Args:
+        sizes: its files, in the order of the manifest, and the bytes of each.
+    """
+
+    def __init__(
+        self, source: _Source, note: WeightsNote, folder: Path, sizes: dict[Path, int], piece: int
+    ) -> None:
+        self.note = note
+        self.folder = folder
+        self._source = source
+        self._files = list(sizes)
+        self._missing = deque(
+            AskPiece(note.version, file, start, min(piece, size - start))
+            for file, size in enumerate(sizes.values())
+            for start in range(0, size, piece)
+        )
+
+    async def run(self, in_flight: int) -> None:
+        """Fetch what is missing.
+
+        Raises:
+            WeightsError: if a piece cannot be had; those that have come are kept.
+        """
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                for _ in range(in_flight):
+                    tasks.start_soon(self._fetch_pieces)
+
+    def drop(self) -> None:
+        """Remove what has come."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _fetch_pieces(self) -> None:
+        while self._missing:
+            asked = self._missing.popleft()
+            try:
+                await self._fetch_piece(asked)
+            except BaseException:
+                self._missing.appendleft(asked)  # for the next attempt
+                raise
+
+    async def _fetch_piece(self, asked: AskPiece) -> None:
+        data = await self._intact(asked)
+        path = self._files[asked.file]
+        try:
+            await anyio.to_thread.run_sync(_write, path, asked.start, data)
+        except OSError as error:
+            raise WeightsError(f"{path} cannot be written: {error}", version=self.note.version) from error
+
+    async def _intact(self, asked: AskPiece) -> memoryview:
+        for _ in range(_TRIES):
+            piece = await self._source.ask(self.note, asked, Piece)
+            if len(piece.data) == asked.size and checksum(piece.data) == piece.checksum:
+                return piece.data
+        file = self._files[asked.file].name
+        raise WeightsError(
+            f"version {self.note.version} from {self.note.address}: a piece of {file} came damaged {_TRIES} "
+            f"times; {len(self._missing) + 1} pieces or more are missing",
+            version=self.note.version,
+        )
+
+
+def _write(path: Path, start: int, data: memoryview) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.pwrite(descriptor, data, start)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""(torch) The subscriber's end: a version is received into the files of a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from stretto.errors import BusError, StrettoError, WeightsError, one_error
+from stretto.weight_files import FolderUpdate, Outline, lay_out, open_version
+from stretto_collective.meeting import AskOutline, Put, Question, Send, Store, Take, buckets, joined
+
+if TYPE_CHECKING:
+    from stretto.weights import WeightsNote, Wire
+    from stretto_collective import CollectiveConfig
+
+__all__ = ["CollectiveSubscriber"]
+
+
+class CollectiveSubscriber:
+    """Receives versions into folders below `root`, which it owns."""
+
+    def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
+        self._root = root
+        self._wire = wire
+        self._config = config
+
+    async def receive(self, note: WeightsNote) -> FolderUpdate:
+        """Have a version sent, and compare every tensor's hash with the announcement."""
+        config, folder = self._config, self._root / f"v{note.version:08d}"
+        asked = AskOutline(note.version)
+        outline = msgspec.msgpack.decode(await self._ask(note, asked, config.deadline_s), type=Outline)
+        try:
+            await self._transfer(note, lay_out(outline, note, folder))
+            # Hashing releases the interpreter lock: the engine beside goes on meanwhile.
+            return await anyio.to_thread.run_sync(partial(open_version, note, folder, temporary=True))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def close(self) -> None:
+        """Remove what was not handed out."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    async def _transfer(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
+        """Ask to be sent the files, and receive them at the same time."""
+        transfer, deadline_s = secrets.token_hex(8), self._config.deadline_s
+        number = sum(-(-size // (self._config.bucket_mb * 2**20)) for size in files.values())
+        store = _Meeting(self._wire, note.address, transfer, deadline_s)
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._ask, note, Send(transfer, note.version), deadline_s * (number + 2))
+                await anyio.to_thread.run_sync(self._fill, note, store, files, abandon_on_cancel=True)
+
+    def _fill(self, note: WeightsNote, store: Store, files: Mapping[Path, int]) -> None:
+        config = self._config
+        try:
+            group = joined(store, 1, config.interface, config.deadline_s)
+            for bucket in buckets(files.items(), config.bucket_mb * 2**20, write=True):
+                group.recv([bucket], 0, 0).wait(timedelta(seconds=config.deadline_s))
+        except (RuntimeError, StrettoError) as error:
+            reason = f"version {note.version} from {note.address} was not received: {error}"
+            raise WeightsError(reason, version=note.version) from error
+
+    async def _ask(self, note: WeightsNote, question: Question, deadline_s: float) -> bytes:
+        data = msgspec.msgpack.encode(question)
+        try:
+            return await self._wire.ask(note.address, data, deadline_s=deadline_s)
+        except BusError as error:
+            reason = f"version {note.version} cannot be had: {error}"
+            raise WeightsError(reason, version=note.version) from error
+
+
+class _Meeting(Store):
+    """The store of a transfer, which lies at the sender's; called by torch in the thread that receives."""
+
+    def __init__(self, wire: Wire, address: str, transfer: str, deadline_s: float) -> None:
+        super().__init__()
+        self._wire = wire
+        self._address = address
+        self._transfer = transfer
+        self._deadline_s = deadline_s
+        self._loop = asyncio.get_running_loop()
+
+    def set(self, key: str, value: Any) -> None:
+        """Tell the sender."""
+        self._ask(Put(self._transfer, key, bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        """Wait for the sender's word."""
+        return self._ask(Take(self._transfer, key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for the sender's words."""
+        for key in keys:
+            self.get(key)
+
+    def _ask(self, question: Question) -> bytes:
+        asked = self._wire.ask(self._address, msgspec.msgpack.encode(question), deadline_s=self._deadline_s)
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(self._deadline_s + 1)

@@ -1,0 +1,92 @@
+"""(torch) The publisher's end: versions in a folder, sent to whoever asks, each in a thread of its own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import msgspec
+
+from stretto.errors import WeightsError
+from stretto_collective.meeting import (
+    AskOutline,
+    HashStore,
+    Put,
+    Question,
+    Send,
+    Store,
+    Take,
+    buckets,
+    joined,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.weight_files import VersionFolders
+    from stretto.weights import WeightsNote, Wire
+    from stretto_collective import CollectiveConfig
+
+__all__ = ["CollectivePublisher"]
+
+_decode = msgspec.msgpack.Decoder[Question](Question).decode
+_REMEMBERED = 64
+"""Transfers whose stores are kept."""
+
+
+class CollectivePublisher:
+    """Publishes from the compute thread; meets subscribers and sends meanwhile."""
+
+    def __init__(self, versions: VersionFolders, wire: Wire, config: CollectiveConfig) -> None:
+        self._versions = versions
+        self._address = wire.address
+        self._config = config
+        self._stores: OrderedDict[str, HashStore] = OrderedDict()
+        self._sent: set[str] = set()
+        wire.answer(self._answer)
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsNote:
+        """Write a version where it is sent from; subscribers find it by this end's address."""
+        note = self._versions.write(version, tensors)
+        return msgspec.structs.replace(note, address=self._address)
+
+    def close(self) -> None:
+        """Remove everything."""
+        self._versions.close()
+
+    async def _answer(self, question: bytes) -> bytes:
+        asked: Question = _decode(question)
+        match asked:
+            case AskOutline(version):
+                return msgspec.msgpack.encode(self._versions.find(version).outline)
+            case Put(transfer, key, value):
+                self._store(transfer).set(key, value)  # pyright: ignore[reportArgumentType] - takes bytes too
+                return b""
+            case Take(transfer, key):
+                return await anyio.to_thread.run_sync(self._store(transfer).get, key)
+            case Send(transfer, version):
+                if transfer not in self._sent:  # else the answer was lost
+                    await anyio.to_thread.run_sync(self._send, self._store(transfer), version)
+                    self._sent.add(transfer)
+                return b""
+
+    def _store(self, transfer: str) -> HashStore:
+        if transfer not in self._stores:
+            store = self._stores[transfer] = HashStore()
+            store.set_timeout(timedelta(seconds=self._config.deadline_s))
+            while len(self._stores) > _REMEMBERED:
+                self._sent.discard(self._stores.popitem(last=False)[0])
+        return self._stores[transfer]
+
+    def _send(self, store: Store, version: int) -> None:
+        stored, config = self._versions.find(version), self._config
+        files = zip(stored.files, stored.outline.sizes, strict=True)
+        try:
+            group = joined(store, 0, config.interface, config.deadline_s)
+            for bucket in buckets(files, config.bucket_mb * 2**20, write=False):
+                group.send([bucket], 1, 0).wait(timedelta(seconds=config.deadline_s))
+        except RuntimeError as error:  # torch.distributed's, and those of files that have just been removed
+            raise WeightsError(f"version {version} cannot be sent: {error}", version=version) from error

@@ -1,0 +1,179 @@
+"""Runs of an agent, a process each, and what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from subprocess import PIPE
+
+import anyio
+import msgspec
+from anyio.abc import ByteReceiveStream, ByteSendStream
+
+from stretto import Context, StrettoError
+from stretto.endpoint import Endpoint
+from stretto.episode import Episode, Limits
+from stretto.sandbox import Confined, confined, kill, may_be_shown
+from stretto.workflow import Prompt, Session, Trajectory, group_of
+from stretto_agent import AgentConfig
+
+__all__ = ["AgentError", "AgentWorkflow"]
+
+_RUNNER = Path(__file__).with_name("call_function.py")
+_MAX_OUTPUT = 256 * 1024
+_MAX_ERRORS = 4096
+# Linux takes no longer variable.
+_MAX_VARIABLE = 120_000
+
+
+class AgentError(StrettoError):
+    """A run of an agent that gives nothing to train on."""
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How a run of an agent ended."""
+
+    status: int | None
+    """Exit status; None if its time was up."""
+    output: str
+    """What it printed, the end of it where that is long."""
+    errors: str
+    """The end of what it wrote to standard error."""
+
+
+class AgentWorkflow:
+    """A group of runs for each prompt, against one endpoint for all prompts."""
+
+    def __init__(self, config: AgentConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self.endpoint = Endpoint(config.tool_parser)
+        """Started with the first prompt; it serves as long as the worker lives."""
+        self._processes = anyio.CapacityLimiter(config.processes)
+        self._limits = Limits(config.max_calls, config.max_total_tokens, config.max_tokens)
+
+    async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
+        """The trajectories of all runs; those of one have one score.
+
+        Raises:
+            AgentError: if a run failed, or made no call.
+        """
+        await self.endpoint.start()
+        numbers = count()  # tasks begin in order, so that a sample has the same seeds in every repetition
+        runs = await group_of(session, lambda: self._run(prompt, session, next(numbers)))
+        chats = [episode.last.chat if episode.last else [] for episode, _ in runs]
+        texts = [ended.output or chat[-1]["content"] for (_, ended), chat in zip(runs, chats, strict=True)]
+        statuses = [ended.status for _, ended in runs]
+        scores = await session.score(prompt, texts, columns={"messages": chats, "exit_status": statuses})
+        return [
+            trajectory
+            for (episode, _), score in zip(runs, scores, strict=True)
+            for trajectory in episode.trajectories(score)
+        ]
+
+    async def _run(self, prompt: Prompt, session: Session, number: int) -> tuple[Episode, _Ended]:
+        """One run of the agent, judged."""
+        config = self._config
+        episode = Episode(session, f"a{number}", self._limits)
+        async with self._processes, self.endpoint.serve(episode) as key:
+            row = msgspec.json.encode(prompt.row)
+            ended = await _run(self._command(prompt, key), row, config.agent_timeout_s)
+        words = f"; its last words: {ended.errors}" if ended.errors else ""
+        because = f"; a call of the model failed: {episode.fault}" if episode.fault else words
+        if ended.status is None and config.on_timeout == "fail":
+            raise AgentError(
+                f"the agent took longer than agent_timeout_s={config.agent_timeout_s:g}{because}"
+            )
+        if ended.status and config.on_error == "fail" and not episode.over:
+            raise AgentError(f"the agent ended with status {ended.status}{because}")
+        if episode.last is None:
+            how = f"ended with status {ended.status}"
+            if ended.status is None:
+                how = f"was killed after agent_timeout_s={config.agent_timeout_s:g}"
+            raise AgentError(f"the agent got no answer of the model and {how}{because}")
+        return episode, ended
+
+    def _command(self, prompt: Prompt, key: str) -> Confined:
+        """The agent's program in its place, with all it is told."""
+        config, given = self._config, prompt.row["prompt"]
+        text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        env = {
+            "OPENAI_BASE_URL": self.endpoint.base_url,
+            "OPENAI_API_BASE": self.endpoint.base_url,
+            "OPENAI_API_KEY": key,
+            **({"STRETTO_PROMPT": text} if len(text.encode()) < _MAX_VARIABLE else {}),
+        }
+        here = Path.cwd()
+        folder = Path(config.folder) if config.folder else here
+        shown = [here, folder, _RUNNER]
+        if config.function is None:
+            line = config.command
+            argv = ["/bin/sh", "-c", line] if isinstance(line, str) else list(line or ())
+        else:
+            argv = [sys.executable, str(_RUNNER), config.function]
+            module = config.function.rpartition(":")[0]
+            shown += [Path(module), Path(module).parent] if module.endswith(".py") else []
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
+        return confined(
+            argv,
+            sandbox=self._context.sandbox,
+            readable=shown,
+            hidden=[here / "runs", *([Path(self._context.folder)] if self._context.folder else [])],
+            folder=folder if may_be_shown(folder) else None,
+            network=True,  # the endpoint is on loopback
+            env={**env, **config.env},
+            memory_mb=config.memory_mb,
+        )
+
+
+async def _run(command: Confined, given: bytes, timeout_s: float) -> _Ended:
+    """Run a command to its end, or to that of its time. Nothing that it started is left."""
+    process = await command.start(stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output, errors = _Tail(_MAX_OUTPUT), _Tail(_MAX_ERRORS)
+    status: int | None = None
+    try:
+        with anyio.move_on_after(timeout_s):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_tell, process.stdin, given)
+                tasks.start_soon(output.read, process.stdout)
+                tasks.start_soon(errors.read, process.stderr)
+                status = await process.wait()
+                kill(process)  # what it left running may hold the pipes open
+    finally:
+        kill(process)
+        with anyio.CancelScope(shield=True):
+            await process.aclose()
+    return _Ended(status, output.text, "\n".join(errors.text.splitlines()[-5:]))
+
+
+async def _tell(stdin: ByteSendStream, given: bytes) -> None:
+    with suppress(anyio.BrokenResourceError):  # it need not read
+        async with stdin:
+            await stdin.send(given)
+
+
+class _Tail:
+    """The end of a stream, all of which is read."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._data = b""
+
+    @property
+    def text(self) -> str:
+        """As text, without blanks around it."""
+        return self._data.decode(errors="replace").strip()
+
+    async def read(self, stream: ByteReceiveStream) -> None:
+        """Until it ends."""
+        async for part in stream:
+            self._data = (self._data + part)[-self._most :]

@@ -1,0 +1,744 @@
+"""Agents by endpoint: OpenAI's own client against it, and runs of agents that end as trajectories."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import numpy as np
+import openai
+import pytest
+from numpy.typing import NDArray
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from stretto import Context
+from stretto.endpoint import Endpoint
+from stretto.engine import Sampling
+from stretto.episode import Episode, Limits
+from stretto.errors import EngineError
+from stretto.sandbox import sandbox_problem
+from stretto.tokenizer import ByteTokenizer, load_tokenizer
+from stretto.tokenizer import Tokenizer as PolicyTokenizer
+from stretto.workflow import Answer, Heard, Prompt, Score, Session, Trajectory
+from stretto_agent import AgentConfig
+from stretto_agent.workflow import AgentError, AgentWorkflow
+
+# As Qwen3's: the reasoning of earlier answers goes. Calls in the history are written anew.
+TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + "
+    "(m.content if loop.last else m.content.split('</think>')[-1]) }}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END = 2
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
+    """One with a chat template."""
+    return tokenizer_with(TEMPLATE, tmp_path_factory.mktemp("tokenizer"))
+
+
+def tokenizer_with(template: str | None, folder: Path) -> PolicyTokenizer:
+    """Byte-level BPE with a few merges, so that the tokens of a text depend on where it is cut."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "i"), ("thi", "n"), ("a", "b"), ("ab", "c"), ("o", "k"), ("\u0120", "a")]
+    vocabulary = {token: i for i, token in enumerate(SPECIAL + pieces + [a + b for a, b in merges])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=SPECIAL[:2]
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+class FakeSession:
+    """A policy that says what it is told to, token by token; then what it draws at random."""
+
+    group_size = 1
+
+    def __init__(self, tokenizer: PolicyTokenizer, *texts: str, seed: int = 0, max_tokens: int = 400) -> None:
+        self.tokenizer = tokenizer
+        self.sampling = Sampling(max_tokens=max_tokens)
+        self.texts = list(texts)
+        self.random = random.Random(seed)
+        self.asked: list[tuple[list[int], list[int]]] = []
+        """Each prompt with its answer."""
+        self.samplings: list[Sampling] = []
+        self.lines: list[str] = []
+        self.go_on = anyio.Event()
+        """Set, it lets answers of which the first token was heard go on."""
+        self.go_on.set()
+        self.cancelled = anyio.Event()
+        self.fault = ""
+
+    async def generate(
+        self,
+        prompt_ids: NDArray[np.int32],
+        *,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        line: str = "",
+        heard: Heard | None = None,
+    ) -> list[Answer]:
+        assert n == 1
+        assert sampling is not None
+        if self.fault:
+            raise EngineError(self.fault)
+        tokens, stopped = self._draw(sampling)
+        self.asked.append((prompt_ids.tolist(), tokens.tolist()))
+        self.samplings.append(sampling)
+        self.lines.append(line)
+        version = len(self.asked)
+        for at in range(len(tokens)):
+            await anyio.lowlevel.checkpoint()
+            if heard is not None:
+                heard(0, tokens[at : at + 1])
+            try:
+                await self.go_on.wait()
+            except anyio.get_cancelled_exc_class():
+                self.cancelled.set()
+                raise
+        return [
+            Answer(
+                tokens=tokens,
+                logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+                versions=np.full(len(tokens), version, np.int32),
+                finish="stop" if stopped else "length",
+                text=self.tokenizer.decode(tokens),
+                engine="inference-0",
+            )
+        ]
+
+    def _draw(self, sampling: Sampling) -> tuple[NDArray[np.int32], bool]:
+        draw = self.random
+        if self.texts:
+            tokens, stopped = self.tokenizer.encode_text(self.texts.pop(0)).tolist(), True
+            tokens += [END] if self.tokenizer.end else []
+        else:
+            thought = "think" * draw.randint(0, 2) + "</think>" if draw.random() < 0.5 else ""
+            called = CALL if draw.random() < 0.5 else ""
+            tokens = self.tokenizer.encode_text(thought + called).tolist()
+            tokens += [draw.randrange(3, 266) for _ in range(draw.randint(1, 12))]
+            stopped = draw.random() < 0.8
+            tokens += [END] if stopped else []
+        for stop in sampling.stop:
+            for upto in range(1, len(tokens)):
+                if stop in self.tokenizer.decode(np.asarray(tokens[:upto], np.int32)):
+                    return np.asarray(tokens[:upto], np.int32), True
+        cut = tokens[: sampling.max_tokens]
+        return np.asarray(cut, np.int32), stopped and len(cut) == len(tokens)
+
+    async def score(
+        self,
+        prompt: Prompt,
+        answers: Sequence[Answer | str],
+        *,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[Score]:
+        self.scored = answers, columns
+        return [Score(1.0) for _ in answers]
+
+
+@asynccontextmanager
+async def agent_of(
+    session: FakeSession, limits: Limits | None = None
+) -> AsyncGenerator[tuple[AsyncOpenAI, Episode]]:
+    """OpenAI's client, with the key of an episode."""
+    endpoint = Endpoint()
+    await endpoint.start()
+    episode = Episode(cast("Session", session), "a0", limits)
+    async with endpoint.serve(episode) as key:
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key) as client:
+            yield client, episode
+    await endpoint.stop()
+
+
+def check_exact(session: FakeSession, episode: Episode) -> None:
+    """Every answer is in the trajectories once, behind the very ids that it was sampled from."""
+    found: list[tuple[list[int], list[int]]] = []
+    for trajectory in episode.trajectories(Score(1.0)):
+        assert trajectory.loss_mask[-1]
+        assert (trajectory.versions[~trajectory.loss_mask] == -1).all()
+        starts = np.flatnonzero(np.diff(trajectory.versions, prepend=-1) * trajectory.loss_mask)
+        for start in starts:
+            length = int((trajectory.versions == trajectory.versions[start]).sum())
+            answer = slice(int(start), int(start) + length)
+            assert (trajectory.logprobs[answer] == -np.arange(1, length + 1)).all()
+            found.append((trajectory.tokens[:start].tolist(), trajectory.tokens[answer].tolist()))
+    assert sorted(found) == sorted(session.asked)
+
+
+USER: Any = {"role": "user", "content": "abc ok?"}
+
+
+async def test_a_chat_goes_on_token_by_token(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, "thin ok", "abc")
+    async with agent_of(session) as (client, episode):
+        first = await client.chat.completions.create(
+            model="gpt-9", messages=[USER], temperature=0.1, max_completion_tokens=40
+        )
+        [choice] = first.choices
+        assert (choice.message.content, choice.finish_reason) == ("thin ok", "stop")
+        prompt, answer = session.asked[0]
+        assert first.usage
+        assert first.usage.prompt_tokens == len(prompt)
+        assert first.usage.completion_tokens == len(answer)
+        messages: list[Any] = [
+            USER,
+            choice.message,
+            {"role": "user", "content": [{"type": "text", "text": "and?"}]},
+        ]
+        second = await client.chat.completions.create(model="gpt-9", messages=messages, logprobs=True)
+        assert second.choices[0].logprobs
+        assert second.choices[0].logprobs.content
+        assert "".join(each.token for each in second.choices[0].logprobs.content) == "abc<|im_end|>"
+        assert [each.logprob for each in second.choices[0].logprobs.content] == [-1, -2]
+    check_exact(session, episode)
+    [trajectory] = episode.trajectories(Score(0.5, {"correct": 1.0}))
+    assert trajectory.score.reward == 0.5
+    expected = {"correct": 1.0, "calls": 2.0, "chats": 1.0, "turns": 2.0, "splits": 0.0}
+    assert trajectory.score.metrics == expected
+    assert [sampling.max_tokens for sampling in session.samplings] == [40, 400]
+    assert session.samplings[0].temperature == 1.0  # the run's, whatever an agent asks for
+    assert session.lines == ["a0c1", "a0c1"]
+
+
+async def test_a_history_that_was_rewritten_and_calls_at_once_begin_chats_of_their_own(
+    tokenizer: PolicyTokenizer,
+) -> None:
+    session = FakeSession(tokenizer)
+    async with agent_of(session) as (client, episode):
+        create = client.chat.completions.create
+        both: list[Any] = []
+
+        async def ask() -> None:
+            both.append(await create(model="", messages=[USER]))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            tasks.start_soon(ask)
+        said = both[0].choices[0].message.content
+        await create(model="", messages=[USER, {"role": "assistant", "content": f"{said}!"}, USER])
+        several = await create(model="", messages=[USER], n=3)
+        assert [choice.index for choice in several.choices] == [0, 1, 2]
+    check_exact(session, episode)
+    assert session.lines == [f"a0c{number}" for number in range(1, 7)]
+    assert {each.score.metrics["chats"] for each in episode.trajectories(Score(0.0))} == {6.0}
+
+
+async def test_calls_of_tools_make_the_round(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, f"ok {CALL}{CALL}", "abc", f"<think>{CALL}</think>thin", CALL)
+    async with agent_of(session) as (client, episode):
+        messages: list[Any] = [USER]
+        create = client.chat.completions.create
+        first = await create(model="", messages=messages, tools=[ADD])
+        message = first.choices[0].message
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert message.content == "ok "
+        assert message.tool_calls
+        assert [call.id for call in message.tool_calls] == ["call00001", "call00002"]
+        call = message.tool_calls[0]
+        assert call.type == "function"
+        assert call.function.name == "add"
+        assert json.loads(call.function.arguments) == {"a": 1, "b": [2, 3]}
+        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "6"}]
+        second = await create(model="", messages=messages, tools=[ADD], tool_choice="none")
+        assert second.choices[0].message.content == "abc"
+        # No call while it thinks, and none that was not looked for.
+        messages += [second.choices[0].message, USER]
+        third = await create(model="", messages=messages, tools=[ADD])
+        assert third.choices[0].message.tool_calls is None
+        fourth = await create(model="", messages=[USER])
+        assert fourth.choices[0].message.content == CALL
+    check_exact(session, episode)
+    assert session.lines == ["a0c1", "a0c1", "a0c1", "a0c2"]
+    chat = episode.trajectories(Score(0.0))[0]
+    assert "<|im_start|>tool\n6<|im_end|>" in tokenizer.decode(chat.tokens, special=True)
+
+
+async def test_a_call_that_cannot_be_read_is_text(tokenizer: PolicyTokenizer) -> None:
+    broken = CALL.replace("}\n<", "\n<")
+    session = FakeSession(tokenizer, broken, broken)
+    async with agent_of(session) as (client, _):
+        whole = await client.chat.completions.create(model="", messages=[USER], tools=[ADD])
+        assert whole.choices[0].message.content == broken
+        assert not whole.choices[0].message.tool_calls
+        stream = await client.chat.completions.create(model="", messages=[USER], tools=[ADD], stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == broken
+
+
+async def test_a_stream_begins_with_the_first_token(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, f"é ok 漢{CALL}", "thin")
+    session.go_on = anyio.Event()
+    async with agent_of(session) as (client, episode):
+        stream = await client.chat.completions.create(
+            model="", messages=[USER], tools=[ADD], stream=True, stream_options={"include_usage": True}
+        )
+        opening = await anext(stream)  # the policy has not gone on yet
+        assert opening.choices[0].delta.role == "assistant"
+        session.go_on.set()
+        chunks = [chunk async for chunk in stream]
+        pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+        assert "".join(piece or "" for piece in pieces) == "é ok 漢"
+        assert [piece for piece in pieces if piece][:2] == ["é", " "]  # whole characters only
+        calls = [c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []]
+        assert [(call.index, call.id) for call in calls] == [(0, "call00001")]
+        assert chunks[-2].choices[0].finish_reason == "tool_calls"
+        assert chunks[-1].usage
+        assert chunks[-1].usage.completion_tokens == len(session.asked[0][1])
+        # What was pieced together from a stream goes on as well.
+        assert calls[0].function
+        function = {"name": calls[0].function.name, "arguments": calls[0].function.arguments}
+        call: Any = {"id": calls[0].id, "type": "function", "function": function}
+        answer: Any = {"role": "assistant", "content": "é ok 漢", "tool_calls": [call]}
+        told: Any = {"role": "tool", "tool_call_id": calls[0].id, "content": "6"}
+        await client.chat.completions.create(model="", messages=[USER, answer, told], tools=[ADD])
+    check_exact(session, episode)
+    assert session.lines == ["a0c1", "a0c1"]
+
+
+async def test_stop_texts_end_an_answer_and_are_not_shown(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, "abc STOP ok", "abc STOP ok", "abc ST")
+    async with agent_of(session) as (client, episode):
+        whole = await client.chat.completions.create(model="", messages=[USER], stop="STOP")
+        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("abc ", "stop")
+        for expected in ("abc ", "abc ST"):
+            stream = await client.chat.completions.create(
+                model="", messages=[USER], stop=["STOP", "never"], stream=True
+            )
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == expected
+    check_exact(session, episode)
+
+
+async def test_completions_of_texts_and_of_ids(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, "thin Observation: no", "ok", "abc", "abc", "thin")
+    async with agent_of(session) as (client, episode):
+        create = client.completions.create
+        first = await create(model="", prompt="abc", stop="Observation:", max_tokens=30)
+        assert first.choices[0].text == "thin "
+        # As agents that write their prompts go on: the stop text is put back.
+        prompt = "abc" + first.choices[0].text + "Observation: 42\n"
+        second = await create(model="", prompt=prompt)
+        assert second.choices[0].text == "ok"
+        third = await create(model="", prompt=f"{prompt}ok and?", logprobs=0)
+        assert third.choices[0].logprobs
+        assert third.choices[0].logprobs.token_logprobs == [-1, -2]
+        ids = await create(model="", prompt=[5, 6, 7])
+        assert ids.choices[0].text == "abc"
+        assert session.asked[-1][0] == [5, 6, 7]
+        stream = await create(model="", prompt="ok", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "thin"
+        pair = await create(model="", prompt=["a", "b"], n=2)
+        assert [choice.index for choice in pair.choices] == [0, 1, 2, 3]
+    check_exact(session, episode)
+    assert session.lines[:5] == ["a0c1", "a0c1", "a0c1", "a0c2", "a0c3"]
+
+
+async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, f"ok {CALL}", "abc", "thin")
+    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+    async with agent_of(session) as (client, episode):
+        create = client.responses.create
+        first = await create(model="", input="abc ok?", tools=[tool])
+        text, call = first.output
+        assert text.type == "message"
+        assert call.type == "function_call"
+        assert first.output_text == "ok "
+        assert json.loads(call.arguments) == {"a": 1, "b": [2, 3]}
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "6"}
+        second = await create(model="", input=[result], previous_response_id=first.id, tools=[tool])
+        assert (second.output_text, second.status) == ("abc", "completed")
+        assert second.usage
+        assert second.usage.output_tokens == 2
+        items: Any = [USER, *first.output, result, *second.output, {"role": "user", "content": "and?"}]
+        third = await create(model="", input=items, tools=[tool])
+        assert third.output_text == "thin"
+        cut = await create(model="", input="abc", instructions="Be brief.", max_output_tokens=1)
+        assert cut.status == "incomplete"
+        with pytest.raises(openai.BadRequestError, match="there is no response 'resp_1'"):
+            await create(model="", input="abc", previous_response_id="resp_1")
+    check_exact(session, episode)
+    assert session.lines == ["a0c1", "a0c1", "a0c1", "a0c2"]
+    prompt = tokenizer.decode(np.asarray(session.asked[-1][0], np.int32), special=True)
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, f"abc {CALL}", "ok")
+    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+    async with agent_of(session) as (client, episode):
+        async with client.responses.stream(model="", input="abc ok?", tools=[tool]) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed"
+        assert kinds.count("response.output_item.done") == 2
+        assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(
+            range(len(events))
+        )
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == "abc "
+        assert len(deltas) > 1
+        assert final.output_text == "abc "
+        call = final.output[1]
+        assert call.type == "function_call"
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "6"}
+        await client.responses.create(
+            model="", input=[result], previous_response_id=final.id, tools=[tool], stream=False
+        )
+    check_exact(session, episode)
+    assert session.lines == ["a0c1", "a0c1"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({"messages": []}, "length >= 1", "messages"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "invalid enum value 'robot'", "messages[0].role"),
+        ({"messages": [USER], "n": 0}, "n: expected", "n"),
+        ({"messages": [USER], "max_tokens": "9"}, "max_tokens: expected", "max_tokens"),
+        ({"messages": [USER], "stop": ""}, "empty text", "stop"),
+        ({"messages": [USER], "tools": [{"type": "web"}]}, "only functions", "tools[0].type"),
+        ({"messages": [USER], "tools": [ADD], "tool_choice": "required"}, "cannot be forced", "tool_choice"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, "format", "response_format"),
+        ({"messages": [USER], "top_logprobs": 2}, "sampled tokens' own", "top_logprobs"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "only text",
+            "messages[0].content",
+        ),
+        ({"messages": [{"role": "tool", "content": "6"}]}, "tool_call_id", "messages[0].tool_call_id"),
+    ],
+)
+async def test_bad_requests_are_refused_in_openais_form(
+    tokenizer: PolicyTokenizer, body: Any, message: str, param: str
+) -> None:
+    async with agent_of(FakeSession(tokenizer)) as (client, episode):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.post("/chat/completions", cast_to=object, body={"model": "", **body})
+        error: Any = caught.value.body
+        assert message in error["message"]
+        assert error["param"] == param
+        assert error["type"] == "invalid_request_error"
+        assert episode.calls == 0
+
+
+async def test_other_errors_have_their_status(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer)
+    async with agent_of(session) as (client, episode):
+        stranger = client.with_options(api_key="sk-other")
+        with pytest.raises(openai.AuthenticationError, match="names no episode"):
+            await stranger.chat.completions.create(model="", messages=[USER])
+        with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings"):
+            await client.embeddings.create(model="", input="abc")
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        session.fault = "a slot holds 512"
+        with pytest.raises(openai.InternalServerError, match="a slot holds 512"):
+            await client.chat.completions.create(model="", messages=[USER])
+        assert str(episode.fault) == "a slot holds 512"
+        stream = client.chat.completions.create(model="", messages=[USER], stream=True)
+        with pytest.raises(openai.InternalServerError, match="a slot holds 512"):  # not a broken stream
+            await stream
+    assert not session.asked  # and nothing was tried again
+
+
+async def test_a_model_without_a_template_completes_texts_only(tmp_path: Path) -> None:
+    session = FakeSession(tokenizer_with(None, tmp_path), "a", "b")
+    async with agent_of(session) as (client, _):
+        assert (await client.completions.create(model="", prompt="1+1=")).choices[0].text == "a"
+        with pytest.raises(openai.BadRequestError, match="has no chat template"):
+            await client.chat.completions.create(model="", messages=[USER])
+
+
+async def test_limits_are_said_and_the_episode_goes_on_to_its_score(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, "thin thin thin", "abc")
+    async with agent_of(session, Limits(calls=4, tokens=5, context=40)) as (client, episode):
+        create = client.chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="may have 40 tokens"):
+            await create(model="", messages=[{"role": "user", "content": "x" * 40}])
+        assert episode.over == "context_length_exceeded"
+        cut = await create(model="", messages=[USER])
+        assert cut.choices[0].finish_reason == "length"
+        with pytest.raises(openai.BadRequestError, match="may sample 5 tokens") as caught:
+            await create(model="", messages=[USER])
+        assert caught.value.code == "max_total_tokens"
+        with pytest.raises(openai.BadRequestError, match="ask for 4 answers"):
+            await create(model="", messages=[USER], n=3)
+    [trajectory] = episode.trajectories(Score(0.0))
+    assert trajectory.tokens[trajectory.loss_mask].tolist() == session.asked[0][1]
+
+
+async def test_a_closed_episode_ends_its_calls(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, "thin ok")
+    session.go_on = anyio.Event()
+    endpoint = Endpoint()
+    await endpoint.start()
+    episode = Episode(cast("Session", session), "a0")
+    client = AsyncOpenAI(base_url=endpoint.base_url, api_key="none yet")
+    async with anyio.create_task_group() as tasks:
+        async with endpoint.serve(episode) as key:
+            client.api_key = key
+
+            async def ask() -> None:
+                with pytest.raises(openai.BadRequestError, match="the episode is over"):
+                    await client.chat.completions.create(model="", messages=[USER])
+
+            tasks.start_soon(ask)
+            with anyio.fail_after(5):
+                while not session.asked:
+                    await anyio.sleep(0.01)
+    with pytest.raises(openai.AuthenticationError):
+        await client.models.list()
+    await client.close()
+    await endpoint.stop()
+    assert episode.trajectories(Score(0.0)) == []
+
+
+async def test_a_client_that_hangs_up_ends_its_call(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, "thin ok", "abc")
+    session.go_on = anyio.Event()
+    async with agent_of(session) as (client, episode):
+        impatient = client.with_options(timeout=0.2, max_retries=0)
+        with pytest.raises(openai.APITimeoutError):
+            await impatient.chat.completions.create(model="", messages=[USER])
+        with anyio.fail_after(5):
+            await session.cancelled.wait()
+        session.go_on.set()
+        await client.chat.completions.create(model="", messages=[USER])
+    assert session.lines == ["a0c1", "a0c2"]
+    [trajectory] = episode.trajectories(Score(0.0))
+    assert trajectory.tokens[trajectory.loss_mask].tolist() == session.asked[1][1]
+
+
+async def test_ids_trained_are_ids_sampled_over_many_sessions_of_an_unmodified_client(
+    tokenizer: PolicyTokenizer,
+) -> None:
+    endpoint = Endpoint()
+    await endpoint.start()
+    splits = chats = 0
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key="of each episode") as client:
+        for seed in range(120):
+            session = FakeSession(tokenizer, seed=seed)
+            episode = Episode(cast("Session", session), "a0")
+            async with endpoint.serve(episode) as key:
+                await talk(client.with_options(api_key=key), random.Random(seed))
+            check_exact(session, episode)
+            trajectories = episode.trajectories(Score(1.0))
+            splits += len(trajectories) - 1
+            chats += int(trajectories[0].score.metrics["chats"])
+    await endpoint.stop()
+    assert chats == 120  # whatever the answer was, what the client sends back goes on with it
+    assert splits > 20
+
+
+async def talk(client: AsyncOpenAI, draw: random.Random) -> None:
+    """An agent of a few turns, some of them calls."""
+    messages: list[Any] = [USER]
+    for _ in range(draw.randint(1, 4)):
+        answer = await client.chat.completions.create(model="", messages=messages, tools=[ADD])
+        message = answer.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or []:
+            said = draw.choice(["ok", "abc é", "thin", ""])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+        if not message.tool_calls:
+            messages.append(USER)
+
+
+async def test_without_a_model_tokens_are_bytes() -> None:
+    session = FakeSession(ByteTokenizer(), "漢字")
+    async with agent_of(session) as (client, _):
+        stream = await client.chat.completions.create(model="", messages=[USER], stream=True)
+        pieces = [chunk.choices[0].delta.content async for chunk in stream]
+    assert [piece for piece in pieces if piece] == ["漢", "字"]
+
+
+# ------------------------------------------------------------------------------------ runs of agents
+
+CHAT = """curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" \
+-H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" \
+-d "{\\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"$STRETTO_PROMPT\\"}]}" > /dev/null"""
+SANDBOX = pytest.param(
+    "bubblewrap", marks=pytest.mark.skipif(bool(sandbox_problem()), reason="bubblewrap cannot start")
+)
+
+
+class Group(FakeSession):
+    """Of two samples."""
+
+    group_size = 2
+
+
+async def run_agent(session: FakeSession, sandbox: Any = "unsafe", **options: Any) -> Sequence[Trajectory]:
+    """One ticket of the workflow."""
+    config = AgentConfig(use="agent", **options)
+    workflow = AgentWorkflow(config, Context(run="r", name="r", seed=1, sandbox=sandbox))
+    row = {"prompt": "1+1=", "answer": "2"}
+    try:
+        return await workflow.run(Prompt(row, np.ones(1, np.int32)), cast("Session", session))
+    finally:
+        await workflow.endpoint.stop()
+
+
+@pytest.mark.parametrize("sandbox", ["unsafe", SANDBOX])
+async def test_a_command_is_an_agent(
+    tokenizer: PolicyTokenizer, sandbox: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    (tmp_path / "words").write_text("beside")
+    session = Group(tokenizer, "thin", "thin", "thin", "thin")
+    command = f'{CHAT}; {CHAT}; cat words; echo " $SECRET $MINE"; cat'
+    options: Any = {"command": command, "folder": str(tmp_path), "env": {"MINE": "m"}}
+    trajectories = await run_agent(session, sandbox, **options)
+    assert len(trajectories) == 4  # two chats of each run: neither goes on with the other
+    answers, columns = session.scored
+    assert answers == ['beside  m\n{"prompt":"1+1=","answer":"2"}'] * 2
+    assert columns == {
+        "exit_status": [0, 0],
+        "messages": [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "thin"}]] * 2,
+    }
+
+
+async def test_an_agent_that_prints_nothing_is_scored_by_the_last_answer(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer, "thin ok")
+    await run_agent(session, command=["/bin/sh", "-c", CHAT])
+    assert session.scored[0] == ["thin ok"]
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("echo oh >&2; exit 3", {}, "ended with status 3; its last words: oh"),
+        ("exit 3", {"on_error": "score"}, "got no answer of the model and ended with status 3"),
+        ("true", {}, "got no answer of the model and ended with status 0"),
+        ("sleep 100", {"agent_timeout_s": 0.2}, "got no answer of the model and was killed after"),
+        (
+            f"{CHAT}; sleep 100",
+            {"on_timeout": "fail", "agent_timeout_s": 1},
+            "took longer than agent_timeout",
+        ),
+        (["/no/such/agent"], {}, "ended with status 127; its last words: .*/no/such/agent"),
+    ],
+)
+async def test_a_run_that_failed_says_why(
+    tokenizer: PolicyTokenizer, command: Any, options: Any, message: str
+) -> None:
+    with pytest.raises(AgentError, match=message):
+        await run_agent(FakeSession(tokenizer), command=command, **options)
+
+
+async def test_a_call_that_failed_is_the_reason(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer)
+    session.fault = "a slot holds 512"
+    with pytest.raises(AgentError, match="a call of the model failed: a slot holds 512"):
+        await run_agent(session, command=CHAT)
+
+
+async def test_what_there_is_is_scored(tokenizer: PolicyTokenizer) -> None:
+    session = FakeSession(tokenizer)
+    statuses: list[int | None] = []
+    each: list[dict[str, Any]] = [
+        {"command": f"{CHAT}; sleep 100 & sleep 100", "agent_timeout_s": 1.5},
+        {"command": f"{CHAT}; exit 3", "on_error": "score"},
+        {"command": f"{CHAT}; {CHAT} || exit 3", "max_calls": 1},  # a limit is no error
+        {"command": f"{CHAT}; sleep 100 > /dev/stdout &"},  # what it leaves running does not keep it
+    ]
+    for options in each:
+        with anyio.fail_after(20):
+            assert len(await run_agent(session, **options)) == 1
+        assert session.scored[1] is not None
+        statuses.append(session.scored[1]["exit_status"][0])
+    assert statuses == [None, 3, 3, 0]
+
+
+FUNCTION = """\
+import asyncio
+from helper import TOOLS, use
+from openai import AsyncOpenAI
+
+async def agent(prompt, n, client_of=AsyncOpenAI):
+    print("to standard error")
+    client = client_of()
+    messages = [{"role": "user", "content": prompt}]
+    for turn in range(3):
+        answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        message = answer.choices[0].message
+        messages += [message, {"role": "tool", "tool_call_id": f"call0000{turn}", "content": use(n)}]
+    return message.content
+"""
+HELPER = """\
+TOOLS = [{"type": "function", "function": {"name": "half", "parameters": {"type": "object"}}}]
+
+def use(n):
+    return str(n / 2)
+"""
+
+
+def test_a_function_trains(start: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(FUNCTION)
+    (tmp_path / "helper.py").write_text(HELPER)
+    run = start(
+        *("workflow=agent", f"workflow.function={tmp_path}/agent.py:agent", "sandbox=unsafe"),
+        *("model=null", "inference.vocab_size=200", "algorithm.group_size=2"),
+        *("queue.batch_size=1", "queue.max_staleness=0", "steps=2"),
+        out="function",
+    )
+    run.assert_completed(2, batch_size=1, bound=0)
+    for line in run.metrics():
+        assert line["reward/turns"] == line["reward/calls"] == 3
+        assert line["reward/chats"] == 1
+
+
+def test_curl_trains(start: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "ask.sh").write_text(CHAT)
+    run = start(
+        *("workflow=agent", "workflow.command=sh ask.sh", f"workflow.folder={tmp_path}", "steps=2"),
+        *(f"sandbox={'unsafe' if sandbox_problem() else 'bubblewrap'}", "algorithm.group_size=2"),
+        *("model=null", "inference.vocab_size=200", "queue.batch_size=2"),
+        out="curl",
+    )
+    assert run.assert_completed(2, batch_size=2)["tokens"]["trained"] > 0
+
+
+def test_agents_that_never_end_fail_their_tickets_and_leave_nothing(start: Callable[..., Any]) -> None:
+    run = start(
+        *("workflow=agent", "workflow.command=sleep 1000", "workflow.agent_timeout_s=0.5"),
+        *(f"sandbox={'unsafe' if sandbox_problem() else 'bubblewrap'}", "algorithm.group_size=2"),
+        "queue.batch_size=1",
+        out="never",
+    )
+    run.until(lambda: run.worker("1000"))
+    assert run.end() == 1
+    assert "was killed after agent_timeout_s=0.5" in run.summary()["reason"]
+    run.assert_balanced()
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "expected either `command` or `function`"),
+        ({"command": "true", "function": "a:b"}, "expected either `command` or `function`"),
+        ({"command": "true", "agent_timeout_s": 600}, "must be less than timeout_s=600"),
+    ],
+)
+def test_what_cannot_run_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AgentConfig(use="agent", **options)

@@ -1,0 +1,157 @@
+"""Turns joined token by token: what a trainer is given is what was sampled, whatever a chat template does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from stretto.conversation import Conversation
+from stretto.engine import Sampling
+from stretto.tokenizer import Tokenizer as PolicyTokenizer
+from stretto.tokenizer import load_tokenizer
+from stretto.workflow import Answer, Score
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+KEEPS = CHATML.replace("CONTENT", "m.content")
+# As Qwen3's: the reasoning of earlier answers goes.
+STRIPS = CHATML.replace("CONTENT", "(m.content if loop.last else m.content.split('</think>')[-1])")
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenizer_with(template: str, folder: Any) -> PolicyTokenizer:
+    """Byte-level BPE with a few merges, so that the tokens of a text depend on where it is cut."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "i"), ("thi", "n"), ("a", "b"), ("ab", "c"), ("o", "k"), ("\u0120", "a")]
+    vocabulary = {token: i for i, token in enumerate(SPECIAL + pieces + [a + b for a, b in merges])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=SPECIAL[:2]
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+class Policy:
+    """Samples token ids at random, so that few answers are what a tokenizer would make of their text."""
+
+    def __init__(self, tokenizer: PolicyTokenizer, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.tokenizer = tokenizer
+        self.prompts: list[NDArray[np.int32]] = []
+        self.answers: list[NDArray[np.int32]] = []
+
+    async def __call__(self, ids: NDArray[np.int32], sampling: Sampling) -> Answer:
+        draw = self.random
+        tokens: list[int] = []
+        if draw.random() < 0.5:
+            tokens += self.tokenizer.encode_text("think" * draw.randint(0, 2) + "</think>").tolist()
+        tokens += [draw.randrange(3, 266) for _ in range(draw.randint(1, 12))]
+        stopped = draw.random() < 0.8
+        tokens = [*tokens[: sampling.max_tokens - 1], 2] if stopped else tokens[: sampling.max_tokens]
+        self.prompts.append(ids)
+        self.answers.append(np.asarray(tokens, np.int32))
+        return Answer(
+            tokens=self.answers[-1],
+            logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+            versions=np.full(len(tokens), len(self.answers), np.int32),
+            finish="stop" if stopped else "length",
+            text=self.tokenizer.decode(self.answers[-1]),
+            engine="inference-0",
+        )
+
+
+def chat(tokenizer: PolicyTokenizer, policy: Policy, **options: Any) -> Conversation:
+    prompt = [{"role": "user", "content": "abc ok?"}]
+    return Conversation(policy, tokenizer, Sampling(max_tokens=64), prompt, **options)
+
+
+def check_exact(policy: Policy, conversation: Conversation) -> None:
+    """Every answer is in the trajectories once, behind the very ids it was sampled from."""
+    found: list[tuple[list[int], list[int], set[int]]] = []
+    for trajectory in conversation.trajectories(Score(1.0)):
+        assert len(trajectory.tokens) == len(trajectory.logprobs) == len(trajectory.versions)
+        assert trajectory.loss_mask[-1]
+        assert (trajectory.versions[~trajectory.loss_mask] == -1).all()
+        assert not trajectory.logprobs[~trajectory.loss_mask].any()
+        starts = np.flatnonzero(np.diff(trajectory.versions, prepend=-1) * trajectory.loss_mask)
+        for start in starts:
+            version = trajectory.versions[start]
+            length = int((trajectory.versions == version).sum())
+            answer = trajectory.tokens[start : start + length]
+            logprobs = trajectory.logprobs[start : start + length]
+            assert (logprobs == -np.arange(1, length + 1)).all()
+            found.append((trajectory.tokens[:start].tolist(), answer.tolist(), {int(version)}))
+    expected = [
+        (prompt.tolist(), answer.tolist(), {number})
+        for number, (prompt, answer) in enumerate(zip(policy.prompts, policy.answers, strict=True), 1)
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+async def test_ids_trained_are_ids_sampled_over_a_thousand_sessions(tmp_path: Any) -> None:
+    tokenizer = tokenizer_with(STRIPS, tmp_path)
+    splits = 0
+    for seed in range(1000):
+        policy = Policy(tokenizer, seed)
+        conversation = chat(tokenizer, policy)
+        for _ in range(policy.random.randint(1, 4)):
+            assert await conversation.reply()
+            conversation.add({"role": "tool", "content": policy.random.choice(["ok", "abc é", "thin", ""])})
+        check_exact(policy, conversation)
+        splits += conversation.splits
+    assert splits > 200
+
+
+async def test_a_template_that_keeps_history_never_splits(tmp_path: Any) -> None:
+    tokenizer = tokenizer_with(KEEPS, tmp_path)
+    for seed in range(50):
+        policy = Policy(tokenizer, seed)
+        conversation = chat(tokenizer, policy)
+        for _ in range(4):
+            await conversation.reply()
+            conversation.add({"role": "user", "content": "abc"})
+        check_exact(policy, conversation)
+        # Bytes that are no UTF-8 read as replacement characters, and these stay what they are.
+        assert conversation.splits == 0
+        [trajectory] = conversation.trajectories(Score(0.5, {"correct": 1.0}))
+        assert trajectory.score.metrics == {"correct": 1.0, "turns": 4.0, "splits": 0.0}
+        between = trajectory.tokens[len(policy.prompts[0]) :][~trajectory.loss_mask[len(policy.prompts[0]) :]]
+        assert "<|im_start|>user\nabc" in tokenizer.decode(between, special=True)
+
+
+async def test_the_limit_counts_the_whole(tmp_path: Any) -> None:
+    tokenizer = tokenizer_with(KEEPS, tmp_path)
+    policy = Policy(tokenizer, 3)
+    conversation = chat(tokenizer, policy, limit=120)
+    while await conversation.reply():
+        conversation.add({"role": "user", "content": "more"})
+    [trajectory] = conversation.trajectories(Score(0.0))
+    assert len(trajectory.tokens) <= 120
+    assert len(policy.answers) > 1
+
+
+async def test_a_plain_text_goes_on(tmp_path: Any) -> None:
+    tokenizer = tokenizer_with(KEEPS, tmp_path)
+    policy = Policy(tokenizer, 1)
+    conversation = Conversation(policy, tokenizer, Sampling(max_tokens=9), "1+2=")
+    await conversation.reply()
+    conversation.add(" wrong: ")
+    await conversation.reply()
+    check_exact(policy, conversation)
+    assert isinstance(conversation.history, str)
+    assert conversation.history.startswith("1+2=")
+    assert conversation.splits == 0
+    with pytest.raises(TypeError, match="expected text"):
+        conversation.add({"role": "user", "content": "no"})

@@ -1,0 +1,321 @@
+"""Which engine a request goes to; and what is in the log when one of them was killed in the middle of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from stretto.bus.client import connect
+from stretto.bus.messages import Beacon, Peer, Subjects, TrajectoryBundle, WireTrajectory
+from stretto.bus.server import Bootstrap
+from stretto.engine import Load
+from stretto.roles.pool import Pool
+from stretto.roles.rollout import sample_seed
+
+Start = Callable[..., Any]
+
+
+class Kernel:
+    """What a pool hears of: beacons, at a time of the test's own."""
+
+    def __init__(self) -> None:
+        self.beacon: Beacon | None = None
+        self.now = 0.0
+        self._listeners: list[Any] = []
+
+    def on_beacon(self, listener: Any) -> None:
+        self._listeners.append(listener)
+
+    def tells(self, **loads: Load | None) -> None:
+        peers = tuple(Peer(worker, "inference", load) for worker, load in loads.items())
+        for listener in self._listeners:
+            listener(Beacon(1, 0, "running", peers))
+
+    def pool(self) -> Pool:
+        return Pool(cast(Any, self), "inference", lambda: self.now)
+
+
+def load(in_hand: int = 0, *, slots: int = 80, version: int = 0, tokens: int = 0) -> Load:
+    running = min(in_hand, slots)
+    return Load(version, running, in_hand - running, slots, tokens, 0.0, 0, 0.0, 0.0)
+
+
+def other(worker: str) -> str:
+    return "b" if worker == "a" else "a"
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+async def chosen(pool: Pool, times: int = 40, affinity: str = "", **how: Any) -> Counter[str]:
+    """Who gets each of some calls, one after the other."""
+    workers: Counter[str] = Counter()
+    for _ in range(times):
+        async with pool.member(affinity, **how) as worker:
+            workers[worker] += 1
+    return workers
+
+
+# ------------------------------------------------------------------------------------- the choice
+
+
+async def test_calls_wait_for_a_worker_and_leave_silently_with_it(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    seen: list[str] = []
+
+    async def call() -> None:
+        while True:
+            async with pool.member() as worker:
+                seen.append(worker)
+                await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        await anyio.wait_all_tasks_blocked()
+        assert seen == []
+        kernel.tells(a=load())
+        await anyio.wait_all_tasks_blocked()
+        kernel.tells(b=load())
+        await anyio.wait_all_tasks_blocked()
+        assert seen == ["a", "b"]
+        tasks.cancel_scope.cancel()
+
+
+async def test_other_rollout_workers_count_and_ones_own_calls_count_once(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.tells(a=load(), b=load())
+    async with AsyncExitStack() as calls:
+        for _ in range(4):  # 2 x 4 samples each
+            await calls.enter_async_context(pool.member(samples=lambda: 4))
+        kernel.tells(a=load(8 + 3), b=load(8))  # 3 of a's are somebody else's
+        assert await chosen(pool) == {"b": 40}
+        kernel.tells(a=load(8), b=load(8 + 3))
+        assert await chosen(pool) == {"a": 40}
+
+
+async def test_a_sample_that_is_over_makes_room(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.tells(a=load(), b=load())
+    left = {"a": 3, "b": 2}
+    async with AsyncExitStack() as calls:
+        while len(left) > 0:
+            worker = next(iter(left))
+            samples = left.pop(worker)
+            await calls.enter_async_context(pool.member(samples=lambda n=samples: n, avoid=other(worker)))
+        assert await chosen(pool) == {"b": 40}
+        pool.ended("a")
+        pool.ended("a")
+        assert await chosen(pool) == {"a": 40}
+
+
+async def test_one_that_is_behind_is_taken_only_when_the_other_has_more_to_do(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.tells(a=load(40, version=3), b=load(40, version=4))
+    assert await chosen(pool, min_version=4) == {"b": 40}
+    assert len(await chosen(pool, min_version=3)) == 2
+    kernel.tells(a=load(40, version=3), b=load(70, version=4))
+    assert await chosen(pool, min_version=4) == {"a": 40}
+
+
+async def test_one_that_has_work_and_does_nothing_is_passed_over(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.tells(a=load(), b=load())
+    kernel.now = 1000.0  # idle for long, which is no fault
+    kernel.tells(a=load(20, tokens=10), b=load(60, tokens=10))
+    kernel.now += 29
+    kernel.tells(a=load(30, tokens=10), b=load(60, tokens=900))
+    assert await chosen(pool) == {"a": 40}
+    kernel.now += 2
+    assert pool.stuck("a")
+    assert not pool.stuck("b")
+    assert await chosen(pool) == {"b": 40}
+    kernel.tells(a=load(30, tokens=11), b=load(60, tokens=900))
+    assert await chosen(pool) == {"a": 40}
+    kernel.now += 31  # both stand still: nobody is better off
+    assert not pool.stuck("a")
+    assert not pool.stuck("b")
+
+
+# --------------------------------------------------------------------------------------- affinity
+
+
+async def test_a_session_stays_where_it_was_and_moves_only_from_the_overloaded(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.tells(a=load(), b=load())
+    [home] = await chosen(pool, affinity="s")
+    away = other(home)
+    kernel.tells(**{home: load(115), away: load(20)})  # 1.44 <= 1 + 2 * 0.25
+    assert await chosen(pool, affinity="s") == {home: 40}
+    assert await chosen(pool) == {away: 40}
+    kernel.tells(**{home: load(130), away: load(20)})
+    assert await chosen(pool, affinity="s") == {away: 40}
+    kernel.tells(**{home: load(0), away: load(80)})  # it has moved: its prefix is there now
+    assert await chosen(pool, affinity="s") == {away: 40}
+
+
+async def test_a_session_forgets_an_engine_that_is_gone(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.tells(a=load())
+    assert await chosen(pool, affinity="s") == {"a": 40}
+    kernel.tells(b=load())
+    assert await chosen(pool, affinity="s") == {"b": 40}
+    kernel.tells(a=load(), b=load(40))
+    assert await chosen(pool, affinity="s") == {"b": 40}
+
+
+async def test_the_memory_of_sessions_is_bounded(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.tells(a=load())
+    await chosen(pool, affinity="first")
+    for number in range(20_000):
+        await chosen(pool, 1, affinity=f"{number}")
+    kernel.tells(a=load(60), b=load())
+    assert await chosen(pool, affinity="19999") == {"a": 40}
+    assert await chosen(pool, affinity="first") == {"b": 40}
+
+
+# ------------------------------------------------------------------------- under load, in time of its own
+
+
+TICKS = 200
+
+
+@dataclass
+class Replica:
+    """An engine: its slots decode so many tokens a tick each."""
+
+    slots: int
+    rate: float
+    samples: deque[tuple[list[float], anyio.Event]] = field(default_factory=deque[Any])
+    tokens: float = 0.0
+    fullest: float = 0.0
+
+    def tick(self) -> None:
+        for sample, over in list(self.samples)[: self.slots]:
+            self.tokens += min(self.rate, sample[0])
+            sample[0] -= self.rate
+            if sample[0] <= 0:
+                over.set()
+        self.samples = deque(each for each in self.samples if each[0][0] > 0)
+        self.fullest = max(self.fullest, len(self.samples) / self.slots)
+
+    def load(self) -> Load:
+        return load(len(self.samples), slots=self.slots, tokens=int(self.tokens))
+
+
+async def simulate(replicas: dict[str, Replica], requests: int, seed: int) -> None:
+    """Two rollout workers keep requests of 4 samples under way; figures are a second or two old."""
+    lengths = random.Random(seed)
+    kernel = Kernel()
+    pools = [kernel.pool(), kernel.pool()]
+    kernel.tells(**{name: replica.load() for name, replica in replicas.items()})
+
+    async def ask(pool: Pool) -> None:
+        while True:
+            await one([([lengths.lognormvariate(3, 0.6)], anyio.Event()) for _ in range(4)], pool)
+
+    async def one(samples: list[tuple[list[float], anyio.Event]], pool: Pool) -> None:
+        async with pool.member(samples=lambda: sum(not over.is_set() for _, over in samples)) as worker:
+            replicas[worker].samples.extend(samples)
+            async with anyio.create_task_group() as waits:
+                for _, over in samples:
+                    waits.start_soon(until_over, pool, worker, over)
+
+    async def until_over(pool: Pool, worker: str, over: anyio.Event) -> None:
+        await over.wait()
+        pool.ended(worker)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(requests):
+            tasks.start_soon(ask, pools[number % 2])
+        figures: dict[str, Load] = {}
+        for tick in range(TICKS):
+            for _ in range(10):  # rounds of the event loop, until everybody waits again
+                await anyio.lowlevel.checkpoint()
+            for replica in replicas.values():
+                replica.tick()
+            kernel.now += 0.1
+            if tick % 10 == 0:
+                if figures:
+                    kernel.tells(**figures)
+                figures = {name: replica.load() for name, replica in replicas.items()}
+        tasks.cancel_scope.cancel()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(8, 24), st.sampled_from([1.0, 2.0])), min_size=2, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_no_replica_starves_and_none_is_flooded(sizes: list[tuple[int, float]], seed: int) -> None:
+    replicas = {f"r{number}": Replica(slots, rate) for number, (slots, rate) in enumerate(sizes)}
+    total = sum(replica.slots for replica in replicas.values())
+    requests = round(1.5 * total / 4)  # half again as many samples as there are slots
+    anyio.run(simulate, replicas, requests, seed)
+    for replica in replicas.values():
+        at_most = TICKS * replica.slots * replica.rate
+        assert replica.tokens > 0.5 * at_most, replicas  # starved
+        assert replica.fullest < 3, replicas  # twice what each would have if it were even
+
+
+# ---------------------------------------------------------------------------------- in a whole run
+
+
+async def test_a_replica_killed_in_the_middle_of_answers_costs_no_token_and_doubles_none(
+    start: Start,
+) -> None:
+    """A mock engine's tokens follow from the seed, so every sample in the log can be compared."""
+    run = start("inference.replicas=2", "steps=9", "inference.tokens_per_s=4000", "checkpoint.every=0")
+    engines: dict[str, str] = {}
+    await anyio.to_thread.run_sync(run.until, lambda: run.worker("rollout-0"))
+    login = Bootstrap.read(run.folder / "bus" / "kernel.json")
+    names = Subjects(login.run)
+
+    async with connect(login, names.inbox("kernel")) as bus, anyio.create_task_group() as tasks:
+
+        async def compare() -> None:
+            log = bus.follow(names.log_stream, names.trajectories, TrajectoryBundle, start=1)
+            async for _, bundle in log:
+                for wire in bundle.trajectories:
+                    index = int(wire.id.rsplit("/", 1)[1])
+                    assert sampled(wire).tolist() == drawn(1, bundle.ticket, index).tolist(), wire.id
+                    engines[wire.id] = wire.engine
+
+        tasks.start_soon(compare)
+        await anyio.to_thread.run_sync(run.until_step, 3)
+        killed = run.worker("inference-1")
+        assert killed is not None
+        killed.kill()
+        await anyio.to_thread.run_sync(run.until_step, 8)
+        tasks.cancel_scope.cancel()
+    assert len(engines) >= 8 * 4 * 4
+    assert set(engines.values()) == {"inference-0", "inference-1"}
+    summary = run.assert_completed(9)
+    assert summary["ledger"]["failed"] == 0
+    assert summary["restarts"] == 1
+
+
+def sampled(wire: WireTrajectory) -> NDArray[np.int32]:
+    return wire.tokens.numpy()[wire.loss_mask.numpy()]
+
+
+def drawn(seed: int, ticket: int, index: int) -> NDArray[np.int32]:
+    """What a mock engine with the settings of `start` answers."""
+    random = np.random.default_rng(sample_seed(f"{seed}/train/{ticket}", "1", index))
+    length = max(1, round(24 * random.lognormal(-(0.6**2) / 2, 0.6)))
+    return random.integers(64, size=min(length, 256), dtype=np.int32)

@@ -1,0 +1,188 @@
+"""The sandbox, by what real processes in it can and cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from stretto.sandbox import SandboxMode, confined, kill, sandbox_problem
+
+# What is in argv[1] is tried and told: Python expressions, by name.
+LOOK = """
+import json, os, socket, sys
+from pathlib import Path
+
+def tried(what):
+    try:
+        return eval(what)
+    except OSError as error:
+        return type(error).__name__
+
+print(json.dumps({name: tried(what) for name, what in json.loads(sys.argv[1]).items()}))
+"""
+
+
+def look(questions: dict[str, str], sandbox: SandboxMode = "bubblewrap", **options: Any) -> dict[str, Any]:
+    made = confined([sys.executable, "-c", LOOK, json.dumps(questions)], sandbox=sandbox, **options)
+    done = subprocess.run(
+        made.argv, env=made.env, cwd=made.folder, capture_output=True, check=True, timeout=60
+    )
+    return json.loads(done.stdout)
+
+
+def until(condition: Callable[[], Any], deadline_s: float = 20) -> Any:
+    deadline = time.monotonic() + deadline_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return result
+
+
+def test_it_starts_here() -> None:
+    assert sandbox_problem() == ""
+
+
+def test_credentials_and_what_is_not_shown_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "of the run")
+    project, run, scratch = tmp_path / "project", tmp_path / "project" / "out", tmp_path / "scratch"
+    for folder in (run / "bus", run / "agent", scratch):
+        folder.mkdir(parents=True)
+    (project / "tools.py").write_text("here")
+    (run / "bus" / "rollout.json").write_text("password")
+    (run / "agent" / "notes").write_text("shown after all")
+    (tmp_path / "other").write_text("x")
+    seen = look(
+        {
+            "tool": f"Path({str(project / 'tools.py')!r}).read_text()",
+            "credentials": f"Path({str(run / 'bus' / 'rollout.json')!r}).read_text()",
+            "run": f"os.listdir({str(run)!r})",
+            "deeper": f"Path({str(run / 'agent' / 'notes')!r}).read_text()",
+            "other": f"Path({str(tmp_path / 'other')!r}).exists()",
+            "home": f"os.listdir({str(Path.home())!r})",
+            "change": f"Path({str(project / 'tools.py')!r}).write_text('gone')",
+            "inside_run": f"Path({str(run / 'x')!r}).write_text('x')",
+            "write": "Path('made').write_text('by it')",
+            "tmp": "Path('/tmp/x').write_text('x')",
+            "usr": "Path('/usr/x').write_text('x')",
+            "root": "Path('/x').write_text('x')",
+            "cwd": "os.getcwd()",
+            "processes": "[name for name in os.listdir('/proc') if name.isdigit()]",
+            "env": "dict(os.environ)",
+            "package": "__import__('stretto').__name__",
+            "me": "os.getpid()",
+        },
+        readable=[project, run / "agent", Path.home(), Path("/tmp")],
+        hidden=[run, tmp_path / "none"],
+        writable=scratch,
+        env={"KEY": "k"},
+    )
+    assert seen["tool"] == "here"
+    assert seen["credentials"] == "FileNotFoundError"
+    assert seen["run"] == ["agent"]
+    assert seen["deeper"] == "shown after all"
+    assert seen["other"] is False
+    assert not set(seen["home"]) & {".ssh", ".bashrc", ".cache"}
+    assert seen["change"] == seen["usr"] == seen["root"] == "OSError"  # a read-only file system
+    assert not (run / "x").exists()
+    assert seen["tmp"] == 1
+    assert not Path("/tmp/x").exists()
+    assert (scratch / "made").read_text() == "by it"
+    assert seen["cwd"] == str(scratch)
+    assert len(seen["processes"]) < 5
+    assert seen["package"] == "stretto"
+    expected = {"PATH", "HOME", "LANG", "KEY"}
+    assert expected <= seen["env"].keys() <= expected | {"PWD", "SHLVL", "OLDPWD", "_", "LC_CTYPE"}
+
+
+def test_the_network_is_there_only_if_asked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        question = {"reached": f"socket.create_connection({server.getsockname()!r}, 5).close()"}
+        assert look(question) == {"reached": "ConnectionRefusedError"}  # of a loopback of its own
+        assert look(question, network=True) == {"reached": None}
+
+
+def test_unsafe_scrubs_the_environment_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SECRET", "of the run")
+    questions = {"env": "dict(os.environ)", "cwd": "os.getcwd()"}
+    seen = look(questions, "unsafe", env={"KEY": "k"}, folder=tmp_path)
+    assert "SECRET" not in seen["env"]
+    assert seen["env"]["KEY"] == "k"
+    assert seen["cwd"] == str(tmp_path)
+
+
+def test_memory_is_bounded() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        look({"much": "len(bytearray(2**30))"}, memory_mb=512)
+    assert b"MemoryError" in failed.value.stderr
+
+
+BOTH = pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe"])
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes that sleep for `mark` seconds."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if (process.info["cmdline"] or [])[:2] == ["sleep", mark]:
+            found.append(process)
+    return found
+
+
+@BOTH
+async def test_kill_ends_all_that_was_started(sandbox: SandboxMode) -> None:
+    mark = f"1000.{os.getpid()}1"
+    process = await confined(["sh", "-c", f"sleep {mark} & sleep {mark}"], sandbox=sandbox).start()
+    with anyio.fail_after(20):
+        while len(marked(mark)) < 2:
+            await anyio.sleep(0.02)
+        kill(process)
+        await process.wait()
+        while marked(mark):
+            await anyio.sleep(0.02)
+    await process.aclose()
+
+
+PARENT = """
+import sys, anyio
+from stretto.sandbox import confined
+
+async def main():
+    await confined(["sh", "-c", "sleep {mark}; true"], sandbox="{sandbox}").start()
+    await anyio.sleep(1000)
+
+anyio.run(main)
+"""
+
+
+@BOTH
+def test_it_ends_with_whoever_started_it(sandbox: SandboxMode) -> None:
+    mark = f"1000.{os.getpid()}2"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(mark=mark, sandbox=sandbox)])
+    try:
+        until(lambda: marked(mark))
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    until(lambda: not marked(mark))
+
+
+def test_a_machine_without_it_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert sandbox_problem() == "bubblewrap cannot start: bwrap: No permissions to create a new namespace"

@@ -1,0 +1,298 @@
+"""Tools: schemas of functions, calls in answers, and the process that makes them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import anyio
+import msgspec
+import pytest
+
+from stretto.roles.children import Children, Ended, Program
+from stretto.roles.tools import Invocation, command, told
+from stretto.tools import Call, MCPServer, ToolAnswer, ToolsConfig, assistant_message, parse_calls, tool_of
+
+
+@dataclass
+class Point:
+    x: float
+    y: float = 0
+
+
+def search(
+    query: str,
+    near: Point,
+    limit: Annotated[int, msgspec.Meta(ge=1, description="how many")] = 5,
+    unit: Literal["km", "mi"] = "km",
+    tags: list[str] = [],  # noqa: B006
+) -> list[str]:
+    """Find places.
+
+    The nearest come first.
+
+    Args:
+        query: what to look for,
+            in English
+        near (Point): where
+
+    Returns:
+        names
+    """
+    tags.append("x")
+    return [f"{query} {near.x:g} {near.y:g} {limit} {unit} {tags}"]
+
+
+def test_a_function_becomes_a_schema() -> None:
+    assert tool_of(search).schema == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Find places.\n\nThe nearest come first.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "what to look for, in English"},
+                    "near": {"$ref": "#/$defs/Point", "description": "where"},
+                    "limit": {"type": "integer", "minimum": 1, "description": "how many", "default": 5},
+                    "unit": {"enum": ["km", "mi"], "default": "km"},
+                    "tags": {"type": "array", "items": {"type": "string"}},
+                },
+                "required": ["query", "near"],
+                "additionalProperties": False,
+                "$defs": {
+                    "Point": {
+                        "title": "Point",
+                        "type": "object",
+                        "properties": {"x": {"type": "number"}, "y": {"type": "number", "default": 0}},
+                        "required": ["x"],
+                    }
+                },
+            },
+        },
+    }
+
+
+async def test_arguments_are_checked_before_the_function_sees_them() -> None:
+    tool = tool_of(search)
+    for _ in range(2):  # a default that can change is a new one each time
+        assert await tool.run({"query": "café", "near": {"x": 1}}) == ["café 1 0 5 km ['x']"]
+    for given, fault in (
+        ({"query": 3, "near": {"x": 1}}, r"Expected `str`, got `int` - at `\$.query`"),
+        ({"query": "a"}, "missing required field `near`"),
+        ({"query": "a", "near": {"x": 1}, "nearby": 2}, "unknown field `nearby`"),
+        ({"query": "a", "near": {"x": 1}, "limit": 0}, "`int` >= 1"),
+    ):
+        with pytest.raises(msgspec.ValidationError, match=fault):
+            await tool.run(given)
+
+    def loose(*args: int) -> None: ...
+
+    with pytest.raises(TypeError, match="parameter 'args' cannot be given by name"):
+        tool_of(loose)
+
+
+# ------------------------------------------------------------------------------------------- calls
+
+F, G = Call("f", {"a": 1}), Call("g", {})
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        ("hermes", "no call", []),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>', [F]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}<|im_end|>', [F]),  # tag left open
+        (
+            "hermes",
+            'so <tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call> '
+            '<tool_call>{"name": "g"}</tool_call>',
+            [F, G],
+        ),
+        ("hermes", '<think>{"name"} <tool_call>x</tool_call></think>done', []),
+        ("hermes", '<think><tool_call>{"name": "g"}</tool_call>', []),
+        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', [F]),
+        ("llama3", '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', [F, G]),
+        ("llama3", '{"result": 3}', []),
+        ("llama3", 'The answer is {"name": "f"}', []),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]</s>', [F, G]),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}</s>',
+         [Call("f", {"a": 1}, id="abcdefgh1"), G]),
+        ("mistral", "no call</s>", []),
+    ],
+)  # fmt: skip
+def test_calls_are_read(parser: Any, text: str, calls: list[Call]) -> None:
+    assert parse_calls(text, parser) == calls
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "fault"),
+    [
+        ("hermes", "<tool_call>f(1)</tool_call>", "not valid JSON: Expecting value"),
+        ("hermes", '<tool_call>{"name": "f", "argum', "not valid JSON"),
+        ("hermes", '<tool_call>["f"]</tool_call>', 'JSON object with "name"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": []}</tool_call>', "are not a JSON object"),
+        ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', "not valid JSON"),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "nested too deep"),
+        ("llama3", '{"name": "f", "parameters": {', "not valid JSON"),
+        ("mistral", "[TOOL_CALLS]f(1)", "not valid JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_malformed_says_why(parser: Any, text: str, fault: str) -> None:
+    [call] = parse_calls(text, parser)
+    assert fault in call.fault
+    assert call.arguments == {}
+
+
+def test_only_mistral_is_shown_its_calls_as_data() -> None:
+    assert assistant_message("x", [F], "hermes") == {"role": "assistant", "content": "x"}
+    message = assistant_message("x", [Call("f", {"a": 1}, id="abcdefgh1")], "mistral")
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert message["tool_calls"] == [{"id": "abcdefgh1", "type": "function", "function": function}]
+
+
+# ----------------------------------------------------------------------------------- the tool process
+
+TOOLS = '''
+import os, sys, time
+from pathlib import Path
+
+def double(n: int) -> int:
+    """Twice."""
+    print("noise on the standard output")
+    return 2 * n
+
+async def seen() -> dict:
+    """What a tool sees."""
+    import socket
+    credentials = Path(__file__).parent / "out" / "bus" / "rollout.json"
+    return {
+        "env": dict(os.environ),
+        "credentials": credentials.exists(),
+        "beside": (Path(__file__).parent / "data.txt").read_text(),
+        "interfaces": [name for _, name in socket.if_nameindex()],
+    }
+
+def broken() -> None:
+    """Raises."""
+    raise KeyError("no such key")
+
+def text() -> str:
+    """Long, with what UTF-8 cannot say."""
+    return "\\ud800" + "x" * 500
+
+def hang() -> None:
+    """Never ends, nor what it starts."""
+    os.system("sleep 1000")
+
+def leave() -> None:
+    """Ends its process."""
+    os._exit(3)
+'''
+
+
+@asynccontextmanager
+async def tool_process(
+    config: ToolsConfig, folder: Path, count: int = 1
+) -> AsyncGenerator[tuple[Children, bytes]]:
+    confined = command(config, "bubblewrap", str(folder))
+    program = Program("the tools", confined.argv, told(config), confined.env, confined.folder)
+    children = Children(program, count)
+    async with anyio.create_task_group() as tasks:
+        yield children, await children.open(tasks)
+        await children.close()
+        tasks.cancel_scope.cancel()
+
+
+async def call(children: Children, name: str, timeout_s: float = 20, **arguments: Any) -> ToolAnswer:
+    invocation = Invocation(name, json.dumps(arguments).encode())
+    return msgspec.msgpack.decode(await children.ask(invocation, timeout_s), type=ToolAnswer)
+
+
+async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "of the run")
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "data.txt").write_text("readable")
+    credentials = tmp_path / "out" / "bus" / "rollout.json"
+    credentials.parent.mkdir(parents=True)
+    credentials.write_text("{}")
+    names = ("double", "seen", "broken", "text", "hang", "leave")
+    config = ToolsConfig(
+        tools=tuple(f"{tmp_path}/tools.py:{name}" for name in names), max_result_chars=400, env={"KEY": "k"}
+    )
+    async with tool_process(config, tmp_path / "out", count=2) as (children, _):
+        assert await call(children, "double", n=4) == ToolAnswer("8")
+        wrong = await call(children, "double", n="four")
+        assert wrong == ToolAnswer(
+            "error: wrong arguments: Expected `int`, got `str` - at `$.n`", failed=True
+        )
+        assert (await call(children, "broken")).text == "error: KeyError: 'no such key'"
+        unknown = await call(children, "duoble")
+        assert unknown.failed
+        assert "no tool 'duoble'; did you mean 'double'?" in unknown.text
+        assert (await call(children, "text")).text == "?" + "x" * 399 + "\n[cut after 400 of 501 characters]"
+        seen = json.loads((await call(children, "seen")).text.partition("\n[cut")[0] or "{}")
+        assert seen["credentials"] is False
+        assert seen["beside"] == "readable"
+        assert seen["interfaces"] == ["lo"]
+        assert seen["env"]["KEY"] == "k"
+        assert "SECRET" not in seen["env"]
+        # One that hangs is killed with what it started, in time, while another call goes on.
+        began = time.monotonic()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call, children, "double")
+            with pytest.raises(TimeoutError):
+                await call(children, "hang", timeout_s=0.5)
+        assert time.monotonic() - began < 10
+        with pytest.raises(Ended, match="exit status 3"):
+            await call(children, "leave")
+        assert await call(children, "double", n=5) == ToolAnswer("10")
+
+
+MCP_SERVER = """
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("things")
+
+@server.tool()
+def colour(thing: str) -> str:
+    "The colour of a thing."
+    if thing == "air":
+        raise ToolError("it has none")
+    return f"{thing} is blue"
+
+server.run("stdio")
+"""
+
+
+async def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    (tmp_path / "tools.py").write_text("def colour() -> None: ...\ndef double(n: int) -> int: return 2 * n\n")
+    server = MCPServer(command=("python", str(tmp_path / "server.py")))
+    shown = f"{tmp_path}/tools.py"  # what lies beside it is seen, the server too
+    config = ToolsConfig(tools=(f"{shown}:double",), mcp=(server,))
+    async with tool_process(config, tmp_path / "out") as (children, listed):
+        schemas = msgspec.msgpack.decode(listed, type=list[dict[str, Any]])
+        assert [schema["function"]["name"] for schema in schemas] == ["double", "colour"]
+        assert schemas[1]["function"]["description"] == "The colour of a thing."
+        assert schemas[1]["function"]["parameters"]["required"] == ["thing"]
+        assert await call(children, "colour", thing="sky") == ToolAnswer("sky is blue")
+        refused = await call(children, "colour", thing="air")
+        assert refused.failed
+        assert "it has none" in refused.text
+        assert (await call(children, "colour", thing=1)).failed
+        assert await call(children, "double", n=1) == ToolAnswer("2")
+
+
+def test_a_server_is_started_or_named() -> None:
+    for given in ({}, {"command": ["x"], "url": "http://localhost/mcp"}):
+        with pytest.raises(msgspec.ValidationError, match="either `command` or `url`"):
+            msgspec.convert(given, MCPServer)

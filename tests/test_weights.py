@@ -1,0 +1,672 @@
+"""Weights on their way from trainer to engine: the transports, what a worker does with them, and runs in
+which something goes wrong with them on purpose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from stretto import Context
+from stretto.array import Array
+from stretto.bus.client import Bus, connect
+from stretto.bus.messages import (
+    ChunkBatch,
+    Drift,
+    Generate,
+    GroupDone,
+    GroupFailed,
+    Subjects,
+    Swap,
+    SwapDone,
+    Welcome,
+)
+from stretto.bus.server import Bootstrap, NatsServer, lock_run
+from stretto.config import BusConfig
+from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport
+from stretto.errors import EngineError, WeightsError
+from stretto.roles.inference import InferenceWork
+from stretto.roles.setting import Setting
+from stretto.roles.wire import BusWire
+from stretto.weight_files import VersionFolders
+from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire, digest_of, tensor_hash
+from stretto_bus import BusTransport, BusTransportConfig
+from stretto_collective import CollectiveConfig, CollectiveTransport
+from stretto_file import FilePublisher, FileSubscriber, FileTransport, FileTransportConfig
+
+OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
+Start = Callable[..., Any]
+TinyModels = Callable[[str], Path]
+
+
+def tensors(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((3, 2), value)), ("b.c", torch.arange(4).bfloat16()), ("d", torch.tensor([1]))]
+
+
+def context(worker: str) -> Context:
+    return Context(run="r", name="n", seed=1, worker=worker)
+
+
+# ------------------------------------------------------------------------------------------- file
+
+
+def ends(folder: Path, *, keep: int = 3, shard_gb: float = 2.0) -> tuple[FilePublisher, FileSubscriber]:
+    return FilePublisher(VersionFolders(folder / "versions", keep, shard_gb)), FileSubscriber()
+
+
+async def test_weights_arrive_as_they_were_published(tmp_path: Path) -> None:
+    publisher, subscriber = ends(tmp_path, shard_gb=1e-8)  # a file for each tensor
+    note = publisher.publish(3, iter(tensors(1.5)))
+    update = await subscriber.receive(note)
+    assert len(list(Path(note.address).glob("*.safetensors"))) == 3
+    for name, tensor in tensors(1.5):
+        assert torch.equal(update.tensors()[name], tensor)
+        assert update.hashes()[name] == tensor_hash(tensor)
+    assert digest_of(update.hashes().items()) == note.digest
+    assert publisher.publish(4, iter(tensors(1.5))).digest == note.digest
+    assert publisher.publish(5, iter(tensors(1.25))).digest != note.digest
+
+
+async def test_old_versions_go_and_say_so(tmp_path: Path) -> None:
+    publisher, subscriber = ends(tmp_path, keep=2)
+    notes = [publisher.publish(version, iter(tensors(version))) for version in range(4)]
+    opened = await subscriber.receive(notes[3])
+    held = opened.tensors()["a"]
+    with pytest.raises(WeightsError, match=r"version 1 at .* cannot be read") as caught:
+        await subscriber.receive(notes[1])
+    assert caught.value.version == 1
+    publisher.close()
+    assert torch.equal(held, torch.full((3, 2), 3.0))  # a reader keeps what it has opened
+    transport = FileTransport(FileTransportConfig(folder=str(tmp_path)), context("kernel"))
+    left = tmp_path / "stretto-r-trainer-0-17"
+    left.mkdir()
+    transport.clean()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
+    publisher, subscriber = ends(tmp_path)
+    note = publisher.publish(7, iter(tensors(1.0)))
+    file = Path(note.address) / "model-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(WeightsError, match=r"version 7 .* is not the announced one: \['.+'\] differ"):
+        await subscriber.receive(note)
+    other = WeightsNote(7, note.address, "0" * 64)
+    with pytest.raises(WeightsError, match="not the announced one"):
+        await subscriber.receive(other)
+
+
+def test_weights_that_cannot_be_written_say_why(tmp_path: Path) -> None:
+    (tmp_path / "versions").write_text("")
+    with pytest.raises(WeightsError, match="version 0 cannot be written"):
+        ends(tmp_path)[0].publish(0, iter(tensors(1.0)))
+
+
+# -------------------------------------------------------------------------------------------- bus
+
+
+class Given(Setting):
+    """What a worker of a run of mock engines is given; an inference worker, with an engine of the test's."""
+
+    engine: Any = None
+
+    def make(self, path: str) -> Any:
+        return self.engine if path == "inference" and self.engine else super().make(path)
+
+
+def setting(bus: Bus, worker: str, nonce: str, **sections: Any) -> Given:
+    run = {
+        "name": "test",
+        "steps": 1,
+        "algorithm": {"use": "grpo"},
+        "dataset": {"use": "jsonl", "path": __file__},
+        "training": {"use": "mock"},
+        "inference": {"use": "mock"},
+        **sections,
+    }
+    welcome = Welcome(msgspec.msgpack.encode(run), "test-run", "", 0, 10.0, {})
+    role: Any = worker.partition("-")[0]
+    return Given(bus, Subjects("test-run"), worker, role, nonce, welcome)
+
+
+class Tampered:
+    """A wire on which something happens to answers."""
+
+    def __init__(self, wire: Wire, happens: Callable[[int, bytes], bytes]) -> None:
+        self._wire = wire
+        self._happens = happens
+        self.asked = 0
+
+    @property
+    def address(self) -> str:
+        return self._wire.address
+
+    @property
+    def limit(self) -> int:
+        return self._wire.limit
+
+    def answer(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
+        self._wire.answer(handler)
+
+    async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
+        self.asked += 1
+        number = self.asked
+        return self._happens(number, await self._wire.ask(address, question, deadline_s=deadline_s))
+
+
+def as_it_is(_: int, data: bytes) -> bytes:
+    return data
+
+
+BIG = [("big", torch.arange(20_000, dtype=torch.float32)), *tensors(1.0)]  # 80 pieces of a KiB, or some more
+
+
+class BusEnds:
+    """Publisher and subscriber in two roles on a real server."""
+
+    def __init__(self, trainer: Bus, inference: Bus, folder: Path, **options: Any) -> None:
+        config = BusTransportConfig(use="bus", folder=str(folder), piece_kb=1, **options)
+        self._inference = inference
+        self.wire = BusWire(setting(trainer, "trainer-0", "first"))
+        self.publisher = BusTransport(config, context("trainer-0")).publisher(self.wire)
+        self._receiving = BusTransport(config, context("inference-0"))
+
+    def subscriber(self, happens: Callable[[int, bytes], bytes] = as_it_is) -> tuple[Subscriber, Tampered]:
+        wire = Tampered(BusWire(setting(self._inference, "inference-0", "x")), happens)
+        return self._receiving.subscriber(wire), wire
+
+
+@asynccontextmanager
+async def bus_ends(open_bus: OpenBus, folder: Path, **options: Any) -> AsyncGenerator[BusEnds]:
+    async with open_bus("trainer") as trainer, open_bus("inference") as inference:
+        made = BusEnds(trainer, inference, folder, **options)
+        await made.wire.open()
+        yield made
+
+
+async def test_bus_carries_a_version_piece_by_piece(open_bus: OpenBus, tmp_path: Path) -> None:
+    async with bus_ends(open_bus, tmp_path, shard_gb=1e-8) as made:
+        note = made.publisher.publish(3, iter(BIG))
+        subscriber, wire = made.subscriber()
+        update = await subscriber.receive(note)
+        assert wire.asked > 80
+        folder = update.folder
+        assert folder is not None
+        assert len(list(folder.glob("*.safetensors"))) == len(BIG)
+        loaded = update.tensors()
+        for name, tensor in BIG:
+            assert torch.equal(loaded[name], tensor)
+        assert digest_of(update.hashes().items()) == note.digest
+        update.close()
+        assert not folder.exists()
+        assert torch.equal(loaded["big"], BIG[0][1])  # what is mapped stays
+        subscriber.close()
+        made.publisher.close()
+        assert list(tmp_path.glob("stretto-r-*")) == []
+
+
+async def test_bus_asks_again_for_a_damaged_piece_alone(open_bus: OpenBus, tmp_path: Path) -> None:
+    def damaged(number: int, data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1]) if number in (7, 20) else data
+
+    async with bus_ends(open_bus, tmp_path) as made:
+        note = made.publisher.publish(0, iter(BIG))
+        plain, all_well = made.subscriber()
+        (await plain.receive(note)).close()
+        subscriber, wire = made.subscriber(damaged)
+        update = await subscriber.receive(note)
+        assert wire.asked == all_well.asked + 2
+        assert torch.equal(update.tensors()["big"], BIG[0][1])
+
+
+async def test_bus_goes_on_with_the_pieces_that_are_missing(open_bus: OpenBus, tmp_path: Path) -> None:
+    broken = True
+
+    def damaged(number: int, data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1]) if broken and number > 40 else data
+
+    async with bus_ends(open_bus, tmp_path, in_flight=2) as made:
+        note = made.publisher.publish(0, iter(BIG))
+        plain, all_well = made.subscriber()
+        (await plain.receive(note)).close()
+        subscriber, wire = made.subscriber(damaged)
+        with pytest.raises(WeightsError, match=r"version 0 from trainer-0/first: a piece of .* damaged 3"):
+            await subscriber.receive(note)
+        broken, before = False, wire.asked
+        update = await subscriber.receive(note)
+        assert wire.asked - before == all_well.asked - 40  # one of the 40 was for the manifest
+        assert torch.equal(update.tensors()["big"], BIG[0][1])
+
+
+async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_path: Path) -> None:
+    async with bus_ends(open_bus, tmp_path, keep=2, deadline_s=0.3) as made:
+        subscriber, _ = made.subscriber()
+        notes = [made.publisher.publish(version, iter(tensors(version))) for version in range(4)]
+        with pytest.raises(WeightsError, match=r"version 1 is not here \(any more\); the newest is 3"):
+            await subscriber.receive(notes[1])
+        successor = msgspec.structs.replace(notes[3], address="trainer-0/second")
+        with pytest.raises(WeightsError, match=r"trainer-0 .* was started again since it published"):
+            await subscriber.receive(successor)
+        other = msgspec.structs.replace(notes[3], address="trainer-1/first")
+        with pytest.raises(WeightsError, match="trainer-1 did not answer"):
+            await subscriber.receive(other)
+        wrong = msgspec.structs.replace(notes[3], digest="0" * 64)
+        with pytest.raises(WeightsError, match="not the announced one"):
+            await subscriber.receive(wrong)
+
+
+# ------------------------------------------------------------------------------------- collective
+
+
+class Deaf:
+    """A wire on which no transfer is ever asked for."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.address, self.limit, self.answer = wire.address, wire.limit, wire.answer
+
+    async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
+        if b"send" in question:
+            await anyio.sleep_forever()
+        return await self._wire.ask(address, question, deadline_s=deadline_s)
+
+
+async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
+    open_bus: OpenBus, tmp_path: Path
+) -> None:
+    config = CollectiveConfig(
+        use="collective", folder=str(tmp_path), bucket_mb=1, deadline_s=5, keep=2, shard_gb=0.002
+    )
+    big = [("big", torch.arange(700_000)), ("half", torch.arange(300_000).bfloat16()), *tensors(1.0)]
+    async with open_bus("trainer") as trainer, open_bus("inference") as inference:
+        wire = BusWire(setting(trainer, "trainer-0", "first"))
+        asking = BusWire(setting(inference, "inference-0", "x"))
+        publisher = CollectiveTransport(config, context("trainer-0")).publisher(wire)
+        await wire.open()
+        receiving = CollectiveTransport(config, context("inference-0"))
+        subscriber = receiving.subscriber(asking)
+        notes = [publisher.publish(version, iter(big)) for version in range(3)]
+        for note in notes[1:]:
+            update = await subscriber.receive(note)
+            assert update.folder is not None
+            loaded = update.tensors()
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in big)
+            assert digest_of(update.hashes().items()) == note.digest
+            update.close()
+        with pytest.raises(WeightsError, match=r"version 0 is not here \(any more\); the newest is 2"):
+            await subscriber.receive(notes[0])
+        hasty = msgspec.structs.replace(config, deadline_s=0.3)
+        deaf = CollectiveTransport(hasty, context("inference-0")).subscriber(Deaf(asking))
+        with pytest.raises(WeightsError, match="version 2 from trainer-0/first was not received"):
+            await deaf.receive(notes[2])
+        (await subscriber.receive(notes[2])).close()  # whoever failed before
+        publisher.close()
+        subscriber.close()
+        assert list(tmp_path.glob("stretto-r-*")) == []
+
+
+def test_collective_is_refused_where_an_engine_has_no_torch(start: Start) -> None:
+    run = start("weights={use: collective, interface: nowhere0}")
+    assert run.end() == 2
+    assert "weights.use: the worker of inference engine 'mock' has no torch" in run.text()
+    assert "weights.interface: this machine has no network interface 'nowhere0'" in run.text()
+
+
+# ------------------------------------------------------------------------------- an inference worker
+
+
+async def cannot() -> list[Any]:
+    raise EngineError("it keeps no logits")
+
+
+class Told:
+    """An engine that does what the test tells it to."""
+
+    def __init__(self) -> None:
+        self.emit: Emit = list[Chunk]().extend
+        self.report: Callable[[WeightUpdate], SwapReport] = honest
+        self.score: Callable[[], Awaitable[list[Any]]] = cannot
+
+    async def start(self, emit: Emit, tasks: Any) -> None:
+        self.emit = emit
+
+    async def swap(self, update: WeightUpdate) -> SwapReport:
+        return self.report(update)
+
+    async def logprobs(self, sequences: Sequence[Any]) -> list[Any]:
+        return await self.score()
+
+    def generate(self, request: GenerateRequest) -> None: ...
+
+    def abort(self, request: str) -> None: ...
+
+    def load(self) -> Load:
+        return Load(0, 0, 0, 1, 0, 0.0, 0, 0.0, 0.0)
+
+    async def stop(self) -> None: ...
+
+    def say(self, sample: int, position: int, *versions: int, finish: Any = "") -> None:
+        """New tokens of a sample of request `q`."""
+        count = len(versions)
+        tokens, logprobs = np.arange(count, dtype=np.int32), np.zeros(count, np.float32)
+        self.emit([Chunk("q", sample, position, tokens, logprobs, np.array(versions, np.int32), finish)])
+
+
+def hashes_of(update: WeightUpdate) -> dict[str, str]:
+    return {name: tensor_hash(tensor) for name, tensor in update.tensors().items()}
+
+
+def honest(update: WeightUpdate) -> SwapReport:
+    hashes = hashes_of(update)
+    return SwapReport(update.note.version, digest_of(hashes.items()), 0.0, hashes)
+
+
+class Worker:
+    """An inference worker under test, with a kernel and a rollout worker around it."""
+
+    def __init__(self, engine: Told, publisher: FilePublisher, kernel: Bus, rollout: Bus) -> None:
+        self.engine = engine
+        self._publisher = publisher
+        self._kernel = kernel
+        self._subject = Subjects("test-run").worker("inference", "inference-0", "swap")
+        self.heard: list[tuple[int, int, list[int]]] = []
+        """(sample, position, versions) of every chunk that has left."""
+        self._rollout = rollout
+        self._news = anyio.Event()
+
+    async def open(self) -> None:
+        reply = f"{self._rollout.inbox('inference')}.chunks"
+        await self._rollout.subscribe(reply, ChunkBatch, self._hear)
+        request = GenerateRequest("q", Array.of(np.ones(1, np.int32)), (1, 2), Sampling(), 0)
+        subject = Subjects("test-run").worker("inference", "inference-0", "generate")
+        await self._rollout.publish(subject, Generate(request, reply))
+
+    def note(self, version: int, canary: Canary | str = "") -> WeightsNote:
+        note = self._publisher.publish(version, iter(tensors(version)))
+        return msgspec.structs.replace(note, canary=canary)
+
+    async def swap(self, note: WeightsNote) -> SwapDone:
+        return await self._kernel.request(
+            self._subject, Swap(0, note), SwapDone, who="inference-0", deadline_s=5
+        )
+
+    async def until(self, count: int) -> list[tuple[int, int, list[int]]]:
+        with anyio.fail_after(5):
+            while len(self.heard) < count:
+                self._news = anyio.Event()
+                await self._news.wait()
+        return self.heard
+
+    def _hear(self, batch: ChunkBatch) -> None:
+        at, versions = 0, batch.versions.numpy().tolist()
+        for head in batch.heads:
+            self.heard.append((head.sample, head.position, versions[at : at + head.count]))
+            at += head.count
+        self._news.set()
+
+
+@asynccontextmanager
+async def inference_worker(open_bus: OpenBus, folder: Path, **canary: Any) -> AsyncGenerator[Worker]:
+    engine = Told()
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout, open_bus("inference") as bus:
+        own = setting(bus, "inference-0", "x", inference={"use": "mock", "canary": canary})
+        own.engine = engine
+        worker = Worker(engine, ends(folder)[0], kernel, rollout)
+        ready = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(InferenceWork(own).run, ready.set)
+            await ready.wait()
+            await worker.open()
+            yield worker
+            tasks.cancel_scope.cancel()
+
+
+TEXT = Array.of(np.ones((1, 3), np.int32))
+CANARY = Canary(TEXT, Array.of(np.array([[-1.0, -2.0]], np.float32)))
+
+
+async def test_what_a_version_says_is_held_until_it_is_known_to_be_the_announced_one(
+    open_bus: OpenBus, tmp_path: Path
+) -> None:
+    async with inference_worker(open_bus, tmp_path) as worker:
+        engine, scored, swapped = worker.engine, anyio.Event(), anyio.Event()
+        answers: list[SwapDone] = []
+
+        async def score() -> list[Any]:
+            swapped.set()
+            await scored.wait()
+            return [np.array([-1.0, -2.5], np.float32)]
+
+        async def swap() -> None:
+            answers.append(await worker.swap(worker.note(1, CANARY)))
+
+        assert not (await worker.swap(worker.note(0))).fault
+        engine.score = score
+        async with anyio.create_task_group() as tasks:
+            engine.say(0, 0, 0, 0)
+            tasks.start_soon(swap)
+            await swapped.wait()
+            engine.say(0, 2, 0, 1)  # doubted from here on
+            engine.say(0, 4, finish="stop")
+            engine.say(1, 0, 0)
+            assert await worker.until(2) == [(0, 0, [0, 0]), (1, 0, [0])]
+            scored.set()
+        assert (await worker.until(4))[2:] == [(0, 2, [0, 1]), (0, 4, [])]
+        [done] = answers
+        assert (done.fault, done.unscored, dict(done.report.hashes)) == ("", "", {})
+        assert done.drift == Drift(0.25, 0.5)
+
+
+def altered(update: WeightUpdate) -> SwapReport:
+    hashes = hashes_of(update) | {"a": "0" * 64}
+    return SwapReport(update.note.version, digest_of(hashes.items()), 0.0, hashes)
+
+
+def skipped(update: WeightUpdate) -> SwapReport:
+    return SwapReport(update.note.version - 1, "0" * 64, 0.0)
+
+
+def of_another_digest(update: WeightUpdate) -> SwapReport:
+    return SwapReport(update.note.version, "0" * 64, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("report", "fault"),
+    [
+        (altered, r"^version 1 is not served as the trainer published it .*: 'a' differ$"),
+        (skipped, r"^asked to serve version 1, the engine serves version 0, .*: the swap was skipped$"),
+        (of_another_digest, r"^version 1 is not served .* served 000000000000\)$"),
+    ],
+)
+async def test_nothing_of_a_version_that_is_not_the_announced_one_leaves(
+    open_bus: OpenBus, tmp_path: Path, report: Callable[[WeightUpdate], SwapReport], fault: str
+) -> None:
+    async with inference_worker(open_bus, tmp_path) as worker:
+        engine = worker.engine
+        await worker.swap(worker.note(0))
+        engine.report = report
+        assert re.search(fault, (await worker.swap(worker.note(1))).fault)
+        engine.say(0, 0, 1)
+        engine.say(1, 0, 0)
+        assert await worker.until(1) == [(1, 0, [0])]
+        engine.report = honest
+        assert not (await worker.swap(worker.note(2))).fault
+        engine.say(0, 1, 2)
+        engine.say(1, 1, 2, finish="stop")
+        assert (await worker.until(2))[1:] == [(1, 1, [2])]
+
+
+async def nothing_like_it() -> list[Any]:
+    return [np.array([-1.0, np.nan], np.float32)]
+
+
+async def test_a_drift_is_told_and_ends_what_must_not_go_on_with_it(
+    open_bus: OpenBus, tmp_path: Path
+) -> None:
+    async with inference_worker(open_bus, tmp_path / "warn") as worker:
+        worker.engine.score = nothing_like_it
+        done = await worker.swap(worker.note(0, CANARY))
+        assert (done.fault, done.drift) == ("", Drift(np.inf, np.inf))
+        worker.engine.score = cannot
+        done = await worker.swap(worker.note(1, CANARY))
+        assert (done.fault, done.drift, done.unscored) == ("", None, "it keeps no logits")
+    async with inference_worker(open_bus, tmp_path / "stop", on_drift="stop", bound=0.2) as worker:
+        worker.engine.score = nothing_like_it
+        done = await worker.swap(worker.note(0, CANARY))
+        assert re.search(r"canary of version 0 drifts by inf .*inference.canary.bound is 0.2", done.fault)
+        worker.engine.score = cannot
+        done = await worker.swap(worker.note(1, CANARY))
+        assert re.search(r"version 1 was not compared \(it keeps no logits\), and .*on_drift", done.fault)
+        worker.engine.say(0, 0, 1)
+        worker.engine.say(1, 0, finish="abort")
+        assert await worker.until(1) == [(1, 0, [])]
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+BROKEN = '''
+"""From version 2 on, something is wrong with the weights; what is then sampled must not be trained on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+
+from stretto import Component, hookimpl
+from stretto.weights import digest_of, tensor_hash
+from stretto_file import FileSubscriber, FileTransport, FileTransportConfig
+from stretto_mock import MockInferenceConfig
+from stretto_mock.inference import MockInference
+
+
+class Honest(MockInference):
+    """Says what it has loaded; where that is broken, it samples a while with it before it does."""
+
+    async def swap(self, update):
+        report = await super().swap(update)
+        if update.note.version >= 2:
+            await self.sample_a_while()
+        hashes = {name: tensor_hash(tensor) for name, tensor in update.tensors().items()}
+        return msgspec.structs.replace(report, digest=digest_of(hashes.items()), hashes=hashes)
+
+    async def sample_a_while(self):
+        before = self._generated
+        with anyio.move_on_after(1):
+            while self._generated < before + 500:
+                await anyio.sleep(0.01)
+
+
+class Skipping(Honest):
+    async def swap(self, update):
+        if update.note.version < 2:
+            self.report = await super().swap(update)
+        else:
+            self._version = update.note.version
+            await self.sample_a_while()
+        return self.report
+
+
+class Drifting(Honest):
+    async def logprobs(self, sequences):
+        drift = 0.5 if self._version >= 2 else 0.001
+        return [np.full(len(tokens) - 1, -drift, np.float32) for tokens in sequences]
+
+
+@dataclass
+class Altered:
+    update: Any
+
+    def __getattr__(self, name):
+        return getattr(self.update, name)
+
+    def tensors(self):
+        return {name: tensor + 1 for name, tensor in self.update.tensors().items()}
+
+
+class AlteringSubscriber(FileSubscriber):
+    async def receive(self, note):
+        update = await super().receive(note)
+        return Altered(update) if note.version >= 2 else update
+
+
+class Altering(FileTransport):
+    def subscriber(self, wire):
+        return AlteringSubscriber()
+
+
+@hookimpl
+def stretto_weights():
+    yield Component("altering", Altering, FileTransportConfig, "alters tensors on their way")
+
+
+@hookimpl
+def stretto_inference():
+    for engine in (Honest, Skipping, Drifting):
+        name = engine.__name__.lower()
+        yield Component(name, engine, MockInferenceConfig, name, needs_model=False)
+'''
+
+
+async def newest_in_the_log(run: Any) -> int:
+    """Newest version of any token of any group that reached the log."""
+    folder, names = run.folder / "bus", Subjects(run.summary()["run"])
+    lock = lock_run(folder)
+    server = await NatsServer.start(folder, run.summary()["run"], BusConfig(), run.folder / "logs")
+    async with connect(Bootstrap.read(folder / "kernel.json"), names.inbox("kernel")) as bus:
+        last = await bus.last_sequence(names.log_stream, names.groups)
+        newest = -1
+        async for sequence, group in bus.follow(
+            names.log_stream, names.groups, GroupDone | GroupFailed, start=1
+        ):
+            if isinstance(group, GroupDone):
+                newest = max(newest, *(member.newest for member in group.members))
+            if sequence == last:
+                break
+    await server.stop()
+    lock.close()
+    return newest
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (
+            ["inference=honest", "weights=altering"],
+            r"inference-0: version (\d+) is not served as the trainer published it .*: 'steps' differ",
+        ),
+        (
+            ["inference=skipping"],
+            r"inference-0: asked to serve version (\d+), the engine serves version 1, .*: 'steps' differ",
+        ),
+        (
+            ["inference=drifting", "inference.canary={on_drift: stop, bound: 0.05}"],
+            r"inference-0: the canary of version (\d+) drifts by 0.5 .*; inference.canary.bound is 0.05",
+        ),
+    ],
+    ids=["altered", "skipped", "drift"],
+)
+async def test_weights_that_are_not_the_announced_ones_end_the_run_before_they_are_trained_on(
+    start: Start, tiny_models: TinyModels, tmp_path: Path, overrides: list[str], reason: str
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    model = [f"model={tiny_models('qwen2')}"] if "inference=drifting" in overrides else []
+    run = start(f"plugins=[{tmp_path}/broken.py]", *model, *overrides)
+    assert run.end() == 1, run.text()
+    summary = run.assert_balanced()
+    found = re.search(reason, summary["reason"])
+    assert found, summary["reason"]
+    assert 2 <= int(found[1]) <= summary["version"]
+    assert await newest_in_the_log(run) <= 1
+    run.assert_nothing_is_left()

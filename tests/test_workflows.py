@@ -1,0 +1,432 @@
+"""Workflows of several turns: what they make of a group, and whole runs of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from stretto import Context
+from stretto.config import compose
+from stretto.conversation import Conversation
+from stretto.engine import Sampling
+from stretto.environment import Feedback, feedback_of
+from stretto.errors import EngineError
+from stretto.tokenizer import ByteTokenizer, Message
+from stretto.tools import ToolAnswer, tool_of
+from stretto.workflow import Answer, Prompt, Score, Trajectory
+from stretto_multi_turn import MultiTurn, MultiTurnConfig
+from stretto_tool_use import ToolUse, ToolUseConfig
+
+CONTEXT = Context(run="r", name="n", seed=1)
+ENGINE = Path(__file__).with_name("scripted_engine.py")
+Start = Callable[..., Any]
+
+
+class Forgetful(ByteTokenizer):
+    """Its chats are written with only the last answer in full, as templates that drop reasoning do."""
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        last = max((n for n, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
+        lines = [
+            str(each["content"]) if each["role"] != "assistant" or n == last else str(each["content"])[-1:]
+            for n, each in enumerate(messages)
+        ]
+        names = ",".join(tool["function"]["name"] for tool in tools)
+        return f"[{names}]" + "".join(f"{line}\n" for line in lines)
+
+
+class FakeSession:
+    """A session without a run: a script answers, tools and environment are called here."""
+
+    def __init__(
+        self,
+        script: Callable[[str, int], str],
+        *,
+        size: int = 2,
+        tokenizer: ByteTokenizer | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        environment: Callable[..., Any] | None = None,
+        reward: Callable[[str], float] = len,
+    ) -> None:
+        self.group_size = size
+        self.sampling = Sampling(max_tokens=400)
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.scored: list[Any] = []
+        self._script, self._environment, self._reward = script, environment, reward
+        self._tools = [tool_of(function) for function in tools]
+        self._conversations = 0
+
+    def conversation(self, prompt: str | Sequence[Message], **options: Any) -> Conversation:
+        number, self._conversations = self._conversations, self._conversations + 1
+
+        async def one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
+            text = self._script(self.tokenizer.decode(ids), number)[: sampling.max_tokens]
+            tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+            versions = np.zeros(len(tokens), np.int32)
+            return Answer(tokens, np.zeros(len(tokens), np.float32), versions, "stop", text, "e")
+
+        return Conversation(one, self.tokenizer, self.sampling, prompt, **options)
+
+    async def score(self, prompt: Prompt, answers: Sequence[Any], *, columns: Any = None) -> list[Score]:
+        texts = [answer.text for answer in answers]
+        self.scored.append((texts, columns))
+        return [Score(float(self._reward(text)), {"scored": 1.0}) for text in texts]
+
+    async def tools(self) -> list[Any]:
+        return [tool.schema for tool in self._tools]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        tool = next((tool for tool in self._tools if tool.name == name), None)
+        return ToolAnswer(str(await tool.run(arguments))) if tool else ToolAnswer("error: none", failed=True)
+
+    async def feedback(self, prompt: Prompt, conversation: Conversation, state: Any) -> Feedback:
+        assert self._environment is not None
+        own = {"completion": conversation.answers[-1].text, "turn": len(conversation.answers)}
+        return feedback_of(self._environment(**own, **prompt.row, state=state), state)
+
+
+def prompt_of(text: Any, **columns: Any) -> Prompt:
+    return Prompt({"prompt": text, **columns}, np.zeros(1, np.int32))
+
+
+def text_of(trajectory: Trajectory) -> tuple[str, str]:
+    """The whole, and what the policy wrote of it."""
+    whole = trajectory.tokens.astype(np.uint8)
+    return whole.tobytes().decode(), whole[trajectory.loss_mask].tobytes().decode()
+
+
+# --------------------------------------------------------------------------------------- multi_turn
+
+
+async def multi_turn(session: FakeSession, prompt: Prompt, **options: Any) -> list[Trajectory]:
+    config = MultiTurnConfig(use="multi_turn", environment="x.py:x", **options)
+    return list(await MultiTurn(config, CONTEXT).run(prompt, session))  # type: ignore[arg-type]
+
+
+def warmer(completion: str, secret: int, turn: int, state: dict[str, Any], **_: Any) -> Any:
+    """Once it is guessed, a reward; before that, a little."""
+    state["sum"] = state.get("sum", 0) + int(completion)
+    if int(completion) == secret:
+        return {"reward": 1, "sum": state["sum"]}
+    return {"feedback": f" more than {completion}: ", "reward": -0.25, "sum": state["sum"], "turn": turn}
+
+
+def go_on(turn: int, **_: Any) -> Any:
+    """Three turns."""
+    return "go on" if turn < 3 else None
+
+
+async def test_an_environment_answers_until_it_has_nothing_to_say() -> None:
+    session = FakeSession(lambda text, number: str(text.count("more") + number), environment=warmer)
+    first, second = await multi_turn(session, prompt_of("0..9: ", secret=2))
+    assert text_of(first) == ("0..9: 0 more than 0: 1 more than 1: 2", "012")
+    assert first.score == Score(0.5, {"sum": 3, "turn": 2, "turns": 3, "splits": 0})
+    assert text_of(second) == ("0..9: 1 more than 1: 2", "12")
+    assert second.score.reward == 0.75
+    assert session.scored == []
+
+
+async def test_without_a_reward_of_its_own_the_last_answer_is_scored() -> None:
+    def environment(turn: int, **_: Any) -> Any:
+        return [{"role": "user", "content": "and?"}] if turn < 5 else None
+
+    script = "a" * 3
+    session = FakeSession(lambda text, number: script[: number + 1], environment=environment)
+    chat = [{"role": "user", "content": "hi"}]
+    made = await multi_turn(session, prompt_of(chat), max_turns=2)
+    [(texts, columns)] = session.scored
+    assert texts == ["a", "aa"]
+    assert columns["turns"] == [2, 2]
+    said = [("user", "hi"), ("assistant", "aa"), ("user", "and?"), ("assistant", "aa"), ("user", "and?")]
+    assert [(each["role"], each["content"]) for each in columns["messages"][1]] == said
+    assert [trajectory.score.reward for trajectory in made] == [1.0, 2.0]
+
+
+async def test_the_pieces_of_a_split_conversation_share_its_score() -> None:
+    session = FakeSession(
+        lambda text, number: f"thought {number}",
+        tokenizer=Forgetful(),
+        environment=go_on,
+        reward=lambda text: float(text[-1]),
+    )
+    made = await multi_turn(session, prompt_of([{"role": "user", "content": "hi"}]))
+    told = [(each.score.reward, each.score.metrics["splits"], text_of(each)[1]) for each in made]
+    assert told == [
+        *((0, 1, "thought 0thought 0"), (0, 1, "thought 0")),  # when the first is no longer the last
+        *((1, 1, "thought 1thought 1"), (1, 1, "thought 1")),
+    ]
+
+
+async def test_the_limit_ends_a_conversation_and_is_named_where_nothing_fits() -> None:
+    session = FakeSession(lambda text, number: "12345", environment=go_on, size=1)
+    [trajectory] = await multi_turn(session, prompt_of("prompt"), max_tokens=19)
+    assert text_of(trajectory)[0] == "prompt12345go on123"
+    with pytest.raises(EngineError, match=r"workflow\.max_tokens=6 leaves no room"):
+        await multi_turn(session, prompt_of("prompt"), max_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("returned", "fault"),
+    [
+        (3, "expected text, a chat message"),
+        ([{"content": "x"}], "expected text, a chat message"),
+        ({"reward": float("nan")}, "'reward' of what the environment returned is nan"),
+        ({"feedback": "x", "done": "yes"}, "'done' of what the environment returned is 'yes'"),
+    ],
+)
+def test_an_environment_is_told_what_it_may_return(returned: Any, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        feedback_of(returned, {})
+
+
+# ----------------------------------------------------------------------------------------- tool_use
+
+
+def add(a: int, b: int) -> int:
+    """A sum."""
+    return a + b
+
+
+async def test_calls_are_answered_and_counted() -> None:
+    call = '<tool_call>{"name": "%s", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+    def script(text: str, number: int) -> str:
+        if number == 0 or "3\n" in text:
+            return "no call"
+        return call % "add" + call % "sub" + "<tool_call>add(1, 2)</tool_call>"
+
+    session = FakeSession(script, tokenizer=ByteTokenizer(), tools=[add])
+    config = ToolUseConfig(use="tool_use", tools=("x.py:add",))
+    made = await ToolUse(config, CONTEXT).run(prompt_of("1+2"), session)  # type: ignore[arg-type]
+    assert [text_of(each)[1] for each in made] == ["no call", script("", 1) + "no call"]
+    counted = {"tool_calls": 3, "tool_errors": 2}
+    assert made[1].score.metrics == {"scored": 1, "turns": 2, "splits": 0, **counted}
+    [(texts, columns)] = session.scored
+    assert texts == ["no call", "no call"]
+    assert columns["tool_calls"] == [0, 3]
+    answers = [each for each in columns["messages"][1] if each["role"] == "tool"]
+    assert [(each["name"], each["tool_call_id"]) for each in answers] == [
+        *(("add", "call00000"), ("sub", "call00001"), ("", "call00002"))
+    ]
+    assert answers[0]["content"] == "3"
+    assert answers[2]["content"].startswith("error: the call is not valid JSON")
+
+
+async def test_calls_of_the_last_turn_are_not_made() -> None:
+    script = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    session = FakeSession(lambda text, number: script, tools=[add], size=1)
+    config = ToolUseConfig(use="tool_use", tools=("x.py:add",), max_turns=3)
+    [trajectory] = await ToolUse(config, CONTEXT).run(prompt_of("1+2"), session)  # type: ignore[arg-type]
+    assert trajectory.score.metrics["turns"] == 3
+    assert trajectory.score.metrics["tool_calls"] == 2
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def scripted(tmp_path: Path, script: str) -> list[str]:
+    (tmp_path / "script.py").write_text(script)
+    return [f"plugins=[{ENGINE}]", "inference=scripted", f"inference.script={tmp_path}/script.py:answer"]
+
+
+TOOLS = '''
+import time
+
+def add(a: int, b: int = 1) -> int:
+    """A sum."""
+    return a + b
+
+def slow() -> str:
+    """Takes its time."""
+    time.sleep(1000)
+'''
+
+CALLS = """
+import json
+
+def answer(text):
+    lines = text.splitlines()
+    if len(lines) > 2:
+        return lines[2]  # what the tool said
+    n = int(text.split("+")[0])
+    name, arguments = ("slow", {}) if n % 4 == 3 else ("add", {"a": n})
+    return f'<tool_call>{json.dumps({"name": name, "arguments": arguments})}</tool_call>'
+"""
+
+REWARD = """
+def score(prompt, completion, answer, messages, tool_calls, turns):
+    assert messages[0] == {"role": "user", "content": prompt} and messages[2]["role"] == "tool"
+    return {"reward": float(completion == answer), "slow": float("took longer than 0.3 s" in completion)}
+"""
+
+
+def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "reward.py").write_text(REWARD)
+    run = start(
+        *scripted(tmp_path, CALLS),
+        f"workflow={{use: tool_use, tools: ['{tmp_path}/tools.py:add', '{tmp_path}/tools.py:slow']}}",
+        "workflow.tool_timeout_s=0.3",
+        f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
+        "sampling.max_tokens=200",
+        "algorithm.group_size=2",
+        "steps=10",
+        out="tools",
+    )
+    run.until_step(2)
+    run.worker("verifier-0").send_signal(signal.SIGKILL)
+    summary = run.assert_completed(10)
+    assert summary["restarts"] == 1
+    assert summary["ledger"]["failed"] == 0
+    lines = run.metrics()
+    assert all(line["reward/tool_calls"] == 1 and line["reward/turns"] == 2 for line in lines)
+    assert all(line["reward/tool_errors"] == line["reward/slow"] == 1 - line["reward"] for line in lines)
+    assert 0 < sum(line["reward/slow"] for line in lines) < len(lines)
+
+
+ENVIRONMENT = """
+import time
+
+async def count(completion, n, turn, state, messages):
+    if n % 8 == 7:
+        time.sleep(1000)
+    assert state.get("turns", 0) == turn - 1 and messages.endswith(completion)
+    state["turns"] = turn
+    if turn == 1 + n % 3:
+        return {"reward": float(n % 2), "accuracy": 1}
+    return " again: "
+"""
+
+
+def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    file = tmp_path / "run.yaml"
+    file.write_text(file.read_text().replace("reward: exact\n", ""))
+    run = start(
+        f"workflow={{use: multi_turn, environment: {tmp_path}/environment.py:count}}",
+        "workflow.environment_timeout_s=0.5",
+        "verifier.children=2",
+        "algorithm.group_size=2",
+        "steps=6",
+        out="environment",
+    )
+    summary = run.assert_completed(6)
+    assert summary["ledger"]["failed"] > 0
+    [reason] = [reason for reason in summary["reasons"] if "environment" in reason]
+    assert "environment took longer than workflow.environment_timeout_s=0.5" in reason
+    turns = [line["reward/turns"] for line in run.metrics()]
+    assert 1 < sum(turns) / len(turns) < 3
+
+
+UNEVEN = """
+from stretto import Component, WorkflowConfig, hookimpl
+from stretto.workflow import Trajectory
+
+class Uneven:
+    def __init__(self, config, context): ...
+
+    async def run(self, prompt, session):
+        answers = await session.generate(prompt.ids, n=1 + prompt.row["n"] % 5)
+        scores = await session.score(prompt, answers)
+        return [Trajectory.of(prompt.ids, *pair) for pair in zip(answers, scores, strict=True)]
+
+@hookimpl
+def stretto_workflow():
+    yield Component("uneven", Uneven, WorkflowConfig, "groups of one to five")
+"""
+
+
+@pytest.mark.slow
+def test_groups_of_any_size_are_trained(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    run = start(
+        f"plugins=[{tmp_path}/uneven.py]",
+        "workflow=uneven",
+        "training.calls_loss=true",
+        "algorithm={use: grpo, group_size: 4, minibatches: 2, loss_mean: sequence}",
+        "steps=4",
+    )
+    summary = run.assert_completed(4)
+    assert sum(summary["staleness"].values()) != 4 * 4 * 4  # sequences, of 16 groups
+
+
+def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "workflows.md").read_text()
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
+    for name, code in blocks:
+        (tmp_path / name).write_text(code)
+    guess, lookup = (
+        {name: _defined(code, name.removesuffix(".py")) for name, code in blocks}[file]
+        for file in ("guess.py", "tools.py")
+    )
+    state: dict[str, Any] = {}
+    assert feedback_of(guess(" 3", 7, 1, state), state).said == (" No. Not 3. Again: ",)
+    assert feedback_of(guess("7", 7, 2, state), state).reward == 0.5
+    assert tool_of(lookup).schema["function"]["parameters"]["properties"]["city"]["description"]
+    run = start(f"plugins=[{tmp_path}/reconsider.py]", "workflow={use: reconsider}", "steps=2")
+    run.assert_completed(2)
+    assert [line["reward/turns"] for line in run.metrics()] == [2, 2]
+
+
+def _defined(code: str, file: str) -> Any:
+    """The first function of a block."""
+    names: dict[str, Any] = {}
+    exec(compile(code, file, "exec"), names)
+    return next(value for name, value in names.items() if callable(value) and not name.startswith("_"))
+
+
+# -------------------------------------------------------------------------------------------- check
+
+
+def told(tmp_path: Path, workflow: Mapping[str, Any], *overrides: str) -> list[str]:
+    """What `check` says of a workflow."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    run = {
+        "name": "t",
+        "steps": 1,
+        "algorithm": {"use": "grpo", "group_size": 2},
+        "training": "mock",
+        "inference": "mock",
+        "reward": "exact",
+        "dataset": {"use": "jsonl", "path": f"{tmp_path}/rows.jsonl"},
+        "workflow": dict(workflow),
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    composed = compose(tmp_path / "run.yaml", overrides)
+    check = composed.components["workflow"].check
+    assert check is not None
+    found = check(composed.config.workflow, composed.config)
+    return [f"{problem.severity} {problem.path}: {problem.message}" for problem in found]
+
+
+def test_check_tries_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS + "\ndef loose(*args): ...\n")
+    tools: dict[str, Any] = {"use": "tool_use", "tools": ["tools.py:add"]}
+    assert told(tmp_path, tools) == []
+    [warning] = told(tmp_path, tools, "sandbox=unsafe")
+    assert warning.startswith("warning sandbox: unsafe: tools and commands run with this user's rights")
+    [unknown] = told(tmp_path, {**tools, "tools": ["tools.py:ad"]})
+    assert re.match(r"error workflow.tools.0: .*tools.py defines no 'ad'; did you mean 'add'\?", unknown)
+    [loose] = told(tmp_path, {**tools, "tools": ["tools.py:loose"]})
+    assert "the tools cannot be made: TypeError: tool 'loose': parameter 'args'" in loose
+    [none] = told(tmp_path, {"use": "tool_use"})
+    assert "there is no tool" in none
+    [unreachable] = told(tmp_path, {**tools, "mcp": [{"url": "http://127.0.0.1:1/mcp"}]})
+    assert "workflow.mcp.0.url: cannot be reached without `workflow.network: true`" in unreachable
+    [missing] = told(tmp_path, {"use": "multi_turn", "environment": "tools.py:sub"})
+    assert "workflow.environment" in missing
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    [refused] = told(tmp_path, tools)
+    assert refused.startswith("machine sandbox: bubblewrap cannot start: no namespaces")
