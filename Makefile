@@ -2,11 +2,13 @@
 # make test         set everything up and run the tests
 # make lint         ruff and pyright (strict)
 # make format       what ruff can mend
+# make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
 #
 # PYTHON=python3.12       another interpreter than the first that is new enough
 # PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 #                         handed to pip, here for builds of torch without CUDA
+# SGLANG_PYTHON, VLLM_PYTHON   interpreters with these servers, for `make test-integration` to install none
 # ARGS="seed=2"           handed to stretto run by `make quickstart`, and to pytest by `make test`
 
 VENV := .venv
@@ -16,17 +18,26 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 	command -v $$python >/dev/null 2>&1 && $$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 PIP_ARGS ?=
 ARGS ?=
+ENGINES := build/engines
+SGLANG_PYTHON ?=
+VLLM_PYTHON ?=
 
-.PHONY: quickstart test test-slow lint format bench clean
+.PHONY: quickstart test test-slow test-integration lint format bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not integration" $(ARGS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m slow --timeout=1200 $(ARGS)
+
+test-integration: $(VENV)/installed
+test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLLM_PYTHON),,$(ENGINES)/vllm/installed)
+	SGLANG_PYTHON=$(or $(SGLANG_PYTHON),$(CURDIR)/$(ENGINES)/sglang/bin/python) \
+	VLLM_PYTHON=$(or $(VLLM_PYTHON),$(CURDIR)/$(ENGINES)/vllm/bin/python) \
+	$(BIN)/python -m pytest -q -m integration --timeout=600 $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -46,7 +57,11 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/algorithms.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ENGINES)
+
+$(ENGINES)/%/installed: tests/integration/install.sh tests/integration/%.txt
+	PIP_ARGS="$(PIP_ARGS)" tests/integration/install.sh $* $(ENGINES)/$*
+	@touch $@
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "stretto needs Python 3.11 or newer: none of python3, python3.11 ... python3.14 is; give one with make PYTHON=..."; exit 1; }

@@ -23,6 +23,8 @@ from stretto.config import BusConfig
 
 RUN = "test-run"
 
+pytest.register_assert_rewrite("stretto.testing")  # its failures then show the values compared
+
 # Two compute threads for each of two processes on two cores would wait for each other; torch reads this when
 # it is imported, which is later.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -140,7 +140,7 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
         ("name='a b'", ["name", "found 'a b'"]),
         ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, d"]),
         ("launcher=slrum", ["did you mean 'slurm'? (not in this version)", "installed: local"]),
-        ("inference.use=sglang", ["this version of stretto does not have it yet", "mock, torch"]),
+        ("launcher.use=slurm", ["this version of stretto does not have it yet", "installed: local"]),
         ("algorithm.correction.use=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
         ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
         ("training=[1]", ["overrides training=[1] do not fit"]),
@@ -369,7 +369,7 @@ def test_the_schema_accepts_what_compose_accepts_and_no_more(run_file: Path) -> 
     assert list(validator.iter_errors(plain)) == []
     for wrong in (
         {**plain, "stepz": 1},
-        {**plain, "steps": 0},
+        {**plain, "steps": -1},
         {**plain, "training": {"use": "torch", "slots": 1}},
         {**plain, "training": {"use": "gpt"}},
         {key: value for key, value in plain.items() if key != "dataset"},

@@ -166,10 +166,12 @@ def test_a_missing_extra_is_named_with_what_to_install() -> None:
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:
-    with pytest.raises(
-        PluginError, match=r"no inference 'sglan'; did you mean 'sglang'\? \(not in this version\)"
-    ):
+    with pytest.raises(PluginError, match=r"no inference 'sglan'; did you mean 'sglang'\?"):
         Plugins().get("inference", "sglan")
+    with pytest.raises(
+        PluginError, match=r"no launcher 'slur'; did you mean 'slurm'\? \(not in this version\)"
+    ):
+        Plugins().get("launcher", "slur")
     with pytest.raises(PluginError, match=r"no reward 'zzz'; installed: exact, function, math"):
         Plugins().get("reward", "zzz")
 

@@ -95,14 +95,6 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(start: Start, work
     assert summary["restarts"] == 1
 
 
-def test_a_killed_replica_leaves_its_answers_to_the_other(start: Start) -> None:
-    run = start("inference.replicas=2", "steps=25", "inference.tokens_per_s=4000")
-    run.until_step(3)
-    run.until(lambda: run.worker("inference-1")).kill()
-    summary = run.assert_completed(25)
-    assert summary["ledger"]["failed"] == 0
-
-
 def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start, tmp_path: Path) -> None:
     # Fine when the run is checked, and never again.
     body = "def score(prompt, completion):\n    return 1\nopen(__file__ + '.once', 'x')\n"

@@ -1,4 +1,4 @@
-"""The command line: `stretto run | resume | check | plugins | schema | worker`.
+"""The command line: `stretto run | resume | evaluate | check | plugins | schema | worker`.
 
 Exit status: 0 done; 1 a run failed; 2 refused before anything was started; 130 interrupted.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from stretto.errors import ConfigError, PluginError, StrettoError
 if TYPE_CHECKING:
     from stretto.component import Kind
     from stretto.config import Composed
+    from stretto.evaluate import Estimate, Result
 
 __all__ = ["main"]
 
@@ -49,7 +51,9 @@ def main() -> None:
 @app.command()
 def run(file: RunFile, overrides: Overrides = None) -> None:
     """Train: compose the run, start its processes, and follow it to the end."""
-    composed = _accepted(file, overrides, starting=True)
+    from stretto.config import compose
+
+    composed = _accepted(compose(file, overrides or ()), starting=True)
     from stretto.kernel.kernel import run_to_end
 
     raise typer.Exit(run_to_end(composed))
@@ -64,6 +68,50 @@ def resume(folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's
 
 
 @app.command()
+def evaluate(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model folder, or a hub id.")
+    ],
+    overrides: Overrides = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Held-out rows: a .jsonl file, or a dataset component.", metavar="FILE_OR_NAME"),
+    ] = None,
+    reward: Annotated[str | None, typer.Option(help="What scores the answers.", metavar="NAME")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Answers to each row.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Use the first so many rows.")] = None,
+    inference: Annotated[str | None, typer.Option(help="The engine that samples.", metavar="NAME")] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Of a run: a version or checkpoint; default its newest.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Score from which on an answer passes.")] = 1.0,
+    out: Annotated[str | None, typer.Option(help="Folder to write to.", metavar="FOLDER")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file too.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Evaluate a model or a run's checkpoint: avg@n and pass@k with 95 % intervals."""
+    from stretto.evaluate import Wanted, compose_evaluation, run_evaluation
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_file}: there is no folder {str(json_file.absolute().parent)!r}")
+    wanted = Wanted(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
+    composed = _accepted(compose_evaluation(source, wanted, overrides or ()), starting=True)
+    result, summary, folder = run_evaluation(composed, threshold)
+    if result is None:
+        from stretto.kernel.kernel import exit_status
+        from stretto.kernel.report import final_lines
+
+        typer.echo(final_lines(summary, folder), err=True)
+        raise typer.Exit(exit_status(summary) or 1)
+    if json_file is not None:
+        json_file.write_text(json.dumps(summary["result"], indent=1) + "\n")
+    _show_result(result, summary["reasons"], folder)
+
+
+@app.command()
 def check(
     file: RunFile,
     overrides: Overrides = None,
@@ -72,8 +120,9 @@ def check(
 ) -> None:
     """Validate a run and print what it would be, without starting anything."""
     from stretto import plan
+    from stretto.config import compose
 
-    composed = _accepted(file, overrides, starting=False)
+    composed = _accepted(compose(file, overrides or ()), starting=False)
     if mermaid:
         typer.echo(plan.graph(composed).mermaid())
     elif graph:
@@ -126,12 +175,10 @@ def worker(
 # ----------------------------------------------------------------------------------------- helpers
 
 
-def _accepted(file: Path, overrides: list[str] | None, *, starting: bool) -> Composed:
+def _accepted(composed: Composed, *, starting: bool) -> Composed:
     """The composed run, once nothing stands against it. Warnings are printed."""
-    from stretto.config import compose
     from stretto.plan import problems
 
-    composed = compose(file, overrides or ())
     for notice in composed.notices:
         typer.echo(f"note: {notice}", err=True)
     fatal: list[str] = []
@@ -143,6 +190,32 @@ def _accepted(file: Path, overrides: list[str] | None, *, starting: bool) -> Com
     if fatal:
         raise ConfigError("\n".join(fatal))
     return composed
+
+
+def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_row(f"avg@{result.n}", _interval(result.avg))
+    if result.reward != result.avg:
+        table.add_row("reward", _interval(result.reward))
+    for k, estimated in result.pass_at.items():
+        table.add_row(f"pass@{k}", _interval(estimated))
+    failed = f", {result.failed} rows failed" if result.failed else ""
+    table.add_row("rows", f"{result.rows}, {result.samples} samples{failed}")
+    table.add_row("length", f"{result.length:.1f} tokens, {100 * result.truncated:.1f} % truncated")
+    table.add_row("speed", f"{result.tokens_per_s:,.0f} tokens/s")
+    table.add_row("model", result.source)
+    table.add_row("answers", str(folder / "answers" / "step-000000.jsonl"))
+    for reason, count in reasons.items():
+        table.add_row(f"{count} x", reason)
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+def _interval(estimated: Estimate) -> str:
+    width = "" if estimated.ci95 is None else f" ± {estimated.ci95:.4f}"
+    return f"{estimated.mean:.4f}{width}"
 
 
 def _list_components(installed: Any, kind: str | None) -> None:

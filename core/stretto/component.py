@@ -81,6 +81,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     every start of the group. Engines of one process share its process group."""
     folder: str = ""
     """The run's folder; empty in a process that cannot see it."""
+    sandbox: Literal["bubblewrap", "unsafe"] = "bubblewrap"
+    """Where commands are to run that are not stretto's own (`stretto.sandbox`)."""
     worker: str = "kernel"
     """Id of the process the component lives in."""
 

@@ -34,6 +34,7 @@ from stretto.errors import ConfigError, PluginError, nearest, offer
 from stretto.launcher import LauncherConfig, Resources
 from stretto.plugins import BASES, Plugins
 from stretto.reward import RewardConfig
+from stretto.sandbox import SandboxMode
 from stretto.tracker import TrackerConfig
 from stretto.weights import WeightsConfig
 from stretto.workflow import WorkflowConfig
@@ -85,6 +86,9 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Answers to each row."""
     sampling: Sampling | None = None
     """How answers are drawn; default as in training."""
+    keep_answers: bool = False
+    """Write every answer, with its prompt, reward and length, to `answers/step-000040.jsonl` in the run's
+    folder."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +130,10 @@ class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     processes: PositiveInt = 1
     """Verifier workers."""
     children: PositiveInt = 1
-    """Scoring processes of each; a child that exceeds the time limit is killed alone."""
+    """Scoring processes of each, and as many for an environment; a child that exceeds the time limit is
+    killed alone."""
+    tool_children: PositiveInt = 4
+    """Tool processes of each. One is started at once, the others when calls wait for them."""
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,8 +156,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
     """Name of the run; letters, digits, `-` and `_`."""
-    steps: PositiveInt
-    """Train steps."""
+    steps: NonNegativeInt
+    """Train steps. 0 trains nothing: the initial policy is evaluated, and that is all."""
     algorithm: AlgorithmConfig
     """What is optimised."""
     dataset: DatasetConfig
@@ -194,6 +201,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What starts the workers."""
     bus: BusConfig = BusConfig()
     """The NATS server."""
+    sandbox: SandboxMode = "bubblewrap"
+    """What tools, and commands of agents, run in. `unsafe`: in nothing, with the run's rights and a scrubbed
+    environment."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Where the figures go besides the run's folder."""
 
@@ -244,20 +254,29 @@ class Composed:
         return self.components[path].factory(self.section(path), context)
 
 
-def compose(file: Path, overrides: Sequence[str] = (), plugins: Plugins | None = None) -> Composed:
+def compose(
+    file: Path,
+    overrides: Sequence[str] = (),
+    plugins: Plugins | None = None,
+    *,
+    document: Mapping[str, Any] | None = None,
+) -> Composed:
     """Read a run file, merge `key=value` overrides, and type every section.
+
+    Args:
+        document: what is taken instead of the file's content; the file is then what errors name.
 
     Raises:
         ConfigError: for a key, a type or a path that is wrong, with its place.
         PluginError: for a component that is not to be had.
     """
-    source = _Source(file, overrides)
+    source = _Source(file, overrides, document)
     notices: list[str] = []
     plain, secret = _read(source)
     composed = _Composer(source, plugins or Plugins()).run(plain, notices)
-    document = _overlay(msgspec.to_builtins(composed.config), secret, plain)
+    whole = _overlay(msgspec.to_builtins(composed.config), secret, plain)
     return Composed(
-        composed.config, composed.plugins, composed.components, document, tuple(notices), source.place
+        composed.config, composed.plugins, composed.components, whole, tuple(notices), source.place
     )
 
 
@@ -273,8 +292,11 @@ def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
 class _Source:
     """Where the keys of a run come from, to say so in errors."""
 
-    def __init__(self, file: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self, file: Path, overrides: Sequence[str], document: Mapping[str, Any] | None = None
+    ) -> None:
         self.file = file
+        self._document = document
         self.overrides = dict(self._split(item) for item in overrides)
         self.items = [f"{key}={value}" for key, value in self.overrides.items()]
 
@@ -286,6 +308,10 @@ class _Source:
         names_component = re.fullmatch(rf"groups\.{_GROUP_NAME}", key) or key in SECTIONS
         names_component = names_component and not value.startswith(("{", "["))
         return (f"{key}.use" if names_component else key), value
+
+    def load(self) -> Any:
+        """What OmegaConf makes of the content, before overrides."""
+        return OmegaConf.load(self.file) if self._document is None else OmegaConf.create(dict(self._document))
 
     def overridden(self, path: str) -> bool:
         return any(f"{path}.".startswith(f"{key}.") for key in self.overrides)
@@ -320,7 +346,7 @@ class _Source:
 def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
     """The merged run file with all interpolations resolved, and again with those of the environment kept."""
     try:
-        loaded = OmegaConf.load(source.file)
+        loaded = source.load()
     except FileNotFoundError:
         raise ConfigError(f"no run file {str(source.file)!r}", value=str(source.file)) from None
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -342,14 +368,14 @@ def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _shorts_expanded(loaded: DictConfig) -> DictConfig:
-    """`workflow: single_turn` is short for `workflow: {use: single_turn}`."""
+    """`workflow: single_turn` is short for `workflow: {use: single_turn}`; `${…}` is a whole section."""
     whole = cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))
     named = [f"{path}.{name}" for path in NAMED_SECTIONS for name in (whole.get(path) or {})]
     for path in (*SECTIONS, *named):
         raw: Any = whole
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part) if isinstance(raw, dict) else None
-        if isinstance(raw, str):
+        if isinstance(raw, str) and not raw.startswith("${"):
             OmegaConf.update(loaded, path, {"use": raw}, merge=False)
     return loaded
 
@@ -488,7 +514,7 @@ class _Composer:
 
     def _former_keys(self, kind: Kind, path: str) -> set[str] | None:
         """Keys of the component that the file itself names; None if that one cannot be loaded here."""
-        raw: Any = OmegaConf.to_container(OmegaConf.load(self.source.file), resolve=False)
+        raw: Any = OmegaConf.to_container(self.source.load(), resolve=False)
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part, {}) if isinstance(raw, dict) else raw
         name = raw if isinstance(raw, str) else cast("dict[str, Any]", raw).get("use", "")
@@ -590,6 +616,11 @@ class _Composer:
                 }
             elif isinstance(value, str):
                 changes[field.name] = self._resolve_path(_marks(field.type), value, here)
+            elif isinstance(value, tuple) and (marks := _marks_of_items(field.type)):
+                items = cast("tuple[str, ...]", value)
+                changes[field.name] = tuple(
+                    self._resolve_path(marks, item, f"{here}.{index}") for index, item in enumerate(items)
+                )
         return msgspec.structs.replace(struct, **changes) if changes else struct
 
     def _resolve_path(self, marks: set[str], value: str, path: str) -> str:
@@ -623,7 +654,7 @@ def find_path(path: str, run_file: Path) -> Path | None:
     """A path as written in a run file: from the working directory, else beside the file; None if neither."""
     for candidate in (Path(path).expanduser(), run_file.parent / path):
         if candidate.exists():
-            return candidate.resolve()
+            return candidate.absolute()  # links as they are: a virtual environment's interpreter is one
     return None
 
 
@@ -654,6 +685,13 @@ def _marks(annotation: Any) -> set[str]:
         for part in (info, *getattr(info, "types", ()))
         if isinstance(part, msgspec.inspect.Metadata)
     }
+
+
+def _marks_of_items(annotation: Any) -> set[str]:
+    """The marks of the items, where a field is a list of any length."""
+    info = msgspec.inspect.type_info(annotation)
+    item = info.item_type if isinstance(info, msgspec.inspect.VarTupleType) else None
+    return {(item.extra or {}).get("stretto", "")} if isinstance(item, msgspec.inspect.Metadata) else set()
 
 
 def _in_words(message: str, value: Any, annotation: Any) -> str:

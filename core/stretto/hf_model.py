@@ -38,6 +38,7 @@ __all__ = [
     "file_name",
     "layers_of",
     "load_model",
+    "load_policy",
     "merged",
     "published",
     "reads_images",
@@ -72,6 +73,20 @@ def load_model(
             log.info("rows are padded", reason=reason)
             del model  # before there is another
         return _from_pretrained(source, made_for, head, None, device), padded_rows
+    except (OSError, ValueError) as error:
+        raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
+
+
+def load_policy(source: str) -> PreTrainedModel:
+    """A model as its files have it, in their own type and on the CPU: to be passed on, not to be trained.
+
+    Raises:
+        EngineError: if it cannot be loaded, or is no language model.
+    """
+    try:
+        made_for = AutoConfig.from_pretrained(source)
+        kind = AutoModelForImageTextToText if reads_images(made_for) else AutoModelForCausalLM
+        return _read(kind, source, torch.device("cpu"), dtype="auto", config=made_for)
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
@@ -125,7 +140,13 @@ def _from_pretrained(
 
 
 def _read(
-    kind: Any, source: str, device: torch.device, *, new_head: bool = False, **options: Any
+    kind: Any,
+    source: str,
+    device: torch.device,
+    *,
+    new_head: bool = False,
+    dtype: torch.dtype | str = torch.float32,
+    **options: Any,
 ) -> PreTrainedModel:
     """The model of a folder or of the hub, on a device. Nothing is unpickled, and nothing drawn at random.
 
@@ -136,7 +157,7 @@ def _read(
     transformers_logging.set_verbosity_error()  # it would warn of what is missing; here that is judged
     try:
         model, found = kind.from_pretrained(
-            source, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
     finally:
         transformers_logging.set_verbosity(verbosity)

@@ -21,6 +21,7 @@ from stretto.algorithm import Algorithm, Call
 from stretto.component import Context, Problem
 from stretto.config import Composed, RunConfig
 from stretto.dataset import Dataset, Row
+from stretto.environment import EnvironmentConfig
 from stretto.errors import ConfigError, StrettoError, offer, place_of
 from stretto.images import has_images, is_vision_language, known_config
 from stretto.kernel.dataflow import Graph, graph_of
@@ -101,7 +102,13 @@ def workers(config: RunConfig, placement: Placement) -> list[Worker]:
 def context_of(config: RunConfig, *, run: str = "", folder: str = "", worker: str = "kernel") -> Context:
     """What a component is told about the run."""
     return Context(
-        run=run, name=config.name, seed=config.seed, model=config.model, folder=folder, worker=worker
+        run=run,
+        name=config.name,
+        seed=config.seed,
+        model=config.model,
+        folder=folder,
+        sandbox=config.sandbox,
+        worker=worker,
     )
 
 
@@ -161,7 +168,9 @@ def _problems(composed: Composed) -> Iterator[Problem]:
         if path in composed.components:
             yield from _of_plugin(path, partial(_dataset_problems, composed, path, placed.graph))
     yield from _batch_problems(config, placed)
-    if placed.graph.samples:
+    if config.steps == 0 and config.evaluation is None:
+        yield Problem("steps", "is 0, and there is no `evaluation`: nothing is to be done")
+    if placed.graph.samples and config.steps:
         yield from _sampling_problems(config)
     yield from _thread_problems(config, placed)
     yield from _of_plugin("launcher", partial(_launcher_problems, composed, placed))
@@ -229,7 +238,8 @@ def _launcher_problems(composed: Composed, placed: Placement) -> Iterable[Proble
 def _reward_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
     """Have a scoring process make the reward, as the verifiers will."""
     if composed.config.reward is None:
-        if placed.graph.scores or composed.config.evaluation is not None:
+        told = isinstance(composed.config.workflow, EnvironmentConfig)  # by the environment, perhaps
+        if (placed.graph.scores or composed.config.evaluation is not None) and not told:
             yield Problem("reward", "required: answers are to be scored; such as `reward: exact`")
         return
     from stretto.roles.scoring import try_to_make
@@ -412,18 +422,19 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "sampling.temperature", "0 is greedy: nothing to learn from; expected above 0 in training"
         )
-    if sampling.top_p < 1 or sampling.top_k > 0:
+    if sampling.reshapes:
         yield Problem(
             "sampling",
-            "top_p < 1 and top_k > 0 are refused in training: the trainer's logprobs would not be those "
-            "of the distribution sampled from; they are for `evaluation.sampling`",
+            "top_p < 1, top_k > 0, min_p > 0 and logit_bias are refused in training: the trainer's logprobs "
+            "would not be those of the distribution sampled from; they are for `evaluation.sampling`",
         )
 
 
 def _thread_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     started = workers(config, placed)
-    training = sum(worker.resources.threads for worker in started if worker.role == "trainer")
+    trainers = [worker for worker in started if worker.role == "trainer" and config.steps]
+    training = sum(worker.resources.threads for worker in trainers)
     inference = sum(worker.resources.threads for worker in started if worker.role == "inference")
     if training + inference > cores:
         yield Problem(
@@ -472,7 +483,8 @@ def describe(composed: Composed) -> str:
             lines.append(f"{'rows' if path == 'dataset' else 'held out':10} {len(dataset)} ({name})")
     if config.evaluation is not None:
         every = f", every {config.evaluation.every} versions" if config.evaluation.every else ""
-        lines.append(f"evaluation version 0 and {config.steps}{every}")
+        last = f" and {config.steps}" if config.steps else ""
+        lines.append(f"evaluation version 0{last}{every}")
     every = f"every {config.checkpoint.every} steps and " if config.checkpoint.every else ""
     lines.append(f"checkpoint {every}at the end, the newest {config.checkpoint.keep} kept")
     lines.append(f"writes to  {run_folder(config)}")
@@ -485,7 +497,8 @@ def _worker_rows(composed: Composed, placed: Placement) -> Iterator[list[str]]:
     for group in placed.groups.values():
         what = f"{group.path}: {composed.components[group.path].name}"
         yield _row("trainer", len(group.workers), group.section, what)
-    sections = {"inference": "inference", "rollout": "workflow", "verifier": "reward"}
+    sections = {"inference": "inference", "rollout": "workflow"}
+    sections["verifier"] = "reward" if composed.config.reward is not None else "workflow"
     for role, section in sections.items():
         members = [worker for worker in started if worker.role == role]
         if members:

@@ -51,12 +51,12 @@ BASES: dict[Kind, type[msgspec.Struct]] = {
 _PLANNED: dict[Kind, tuple[str, ...]] = {
     "algorithm": (),
     "training": (),
-    "inference": ("sglang", "vllm"),
-    "workflow": ("multi_turn", "tool_use", "agent"),
+    "inference": (),
+    "workflow": (),
     "reward": ("code",),
     "dataset": (),
     "launcher": ("slurm", "ray"),
-    "weights": ("bus", "collective"),
+    "weights": (),
     "tracker": ("wandb", "tensorboard"),
 }
 

@@ -1,0 +1,1243 @@
+"""The promises of an inference engine as tests, for pytest to run against an engine of one's own.
+
+    from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
+
+    ACME = EngineUnderTest("acme", {"slots": 8}, seeds=True)
+
+    class TestAcme(InferenceConformance):
+        engine = ACME
+
+    class TestAcmeInRuns(RunConformance):
+        engine = ACME
+
+`InferenceConformance` drives the engine alone, through `stretto.engine.InferenceEngine`: one engine, started
+once, answers almost all of its tests. `RunConformance` starts whole runs of several processes and kills some.
+Both make their own tiny models and compare every logprob with transformers' forward, so they need pytest and
+`stretto[torch]`.
+
+With `pytest.register_assert_rewrite("stretto.testing")` in a conftest.py, failures show the values compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+from anyio.abc import TaskStatus
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from numpy.typing import NDArray
+
+from stretto.array import Array
+from stretto.component import Component, Context
+from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
+from stretto.errors import EngineError, WeightsError, one_error
+from stretto.hooks import hookimpl
+from stretto.plugins import Plugins
+from stretto.weight_files import VersionFolders, open_version
+from stretto.weights import digest_of
+from stretto.workflow import Answer, Prompt, Score, Session, Trajectory, WorkflowConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "EngineUnderTest",
+    "InferenceConformance",
+    "Reference",
+    "RunConformance",
+    "Sample",
+    "Served",
+    "TinyModel",
+    "make_tiny_model",
+]
+
+
+@dataclass(frozen=True)
+class EngineUnderTest:
+    """The engine that the tests are about, as a run file would name it, and what it offers."""
+
+    use: str
+    """Its name."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More keys of the section `inference`. The tests' model has 1,024 positions, which must be served."""
+    plugins: tuple[str, ...] = ()
+    """Files to load it from, if it is no installed component."""
+    seeds: bool = False
+    """Whether the same seed gives the same answer, whatever else the engine is doing."""
+    refuses: frozenset[str] = frozenset()
+    """Which of `top_p`, `top_k`, `min_p` and `logit_bias` it answers with an error rather than with
+    tokens."""
+    servers: bool = False
+    """Whether its worker runs the model in processes below it, which are then killed without it as well."""
+    tolerance: float = 1e-3
+    """Largest difference between a logprob and the reference's, in nats, in float32."""
+    start_s: float = 120.0
+    """Seconds a start may take."""
+
+    def make(self, model: Path, folder: Path, **options: Any) -> InferenceEngine:
+        """The engine, not started, in a run whose folder is `folder`."""
+        plugins = Plugins()
+        for path in self.plugins:
+            plugins.add_path(Path(path))
+        component = plugins.get("inference", self.use)
+        config = msgspec.convert({"use": self.use, **self.options, **options}, component.config)
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        context = Context(
+            run="conformance",
+            name="conformance",
+            seed=0,
+            model=str(model),
+            folder=str(folder),
+            worker="inference-0",
+        )
+        return component.factory(config, context)
+
+
+# ------------------------------------------------------------------------------------ tiny models
+
+SPECIAL = ("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END = SPECIAL.index("<|im_end|>")
+VOCABULARY = len(SPECIAL) + 97
+"""Tokens of a tiny model; not a multiple of what engines pad their embeddings to."""
+POSITIONS = 1024
+_DEEP = 16
+"""Layers that make a model slow enough to be caught in the middle of an answer."""
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
+    """Write a random Qwen2 into a folder: float32, 2 heads of 32, one token a printable ASCII character.
+
+    Sharp enough that a wrong token, position or version shows in the logprobs. The folder is returned.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    generator = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():  # norms and biases too, or an error in them would not show
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    torch.random.set_rng_state(generator)
+    model.generation_config.eos_token_id = END
+    model.save_pretrained(folder)
+    _tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tiny_tokenizer() -> Any:
+    """Byte-level BPE without merges: what engines read without a class of their own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    written = {" ": "\u0120", "\n": "\u010a", "\t": "\u0109"}
+    characters = sorted(set(string.printable) - set("\r\x0b\x0c"))
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *(written.get(c, c) for c in characters)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[END],
+        additional_special_tokens=[*SPECIAL[1:3]],
+        chat_template=_TEMPLATE,
+    )
+
+
+class Reference:
+    """What a model folder says, by transformers' plain forward in float32. L: tokens, V: vocabulary."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        self._model: Any = model.float().eval().requires_grad_(False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a trainer would publish: no name twice for the same tensor."""
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float64]:
+        """(L, V) logits after each token."""
+        import torch
+
+        return self._model(torch.tensor([list(tokens)])).logits[0].double().numpy()
+
+    def logprobs(
+        self, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0
+    ) -> NDArray[np.float64]:
+        """(A,) logprobs of an answer's tokens; those of temperature 0 are those of 1."""
+        logits = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+        return _log_softmax(logits / (temperature or 1.0))[np.arange(len(answer)), list(answer)]
+
+    def logprobs_over(
+        self, older: Reference, prompt: Sequence[int], answer: Sequence[int], kept: int, switch: int
+    ) -> NDArray[np.float64]:
+        """(A - switch,) logprobs of an answer's tokens from `switch` on, which these weights give over the
+        keys and values that older ones computed of the first `kept` tokens of prompt and answer, 1 <= kept <
+        P + switch.
+        """
+        import torch
+
+        tokens = torch.tensor([[*prompt, *answer]])
+        cache = older._model(tokens[:, :kept], use_cache=True).past_key_values
+        logits = self._model(tokens[:, kept:-1], past_key_values=cache, use_cache=True).logits[0]
+        rows = _log_softmax(logits[len(prompt) + switch - 1 - kept :].double().numpy())
+        return rows[np.arange(len(rows)), list(answer[switch:])]
+
+
+def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A tiny model on disk, and its reference."""
+
+    folder: Path
+    reference: Reference
+
+    @classmethod
+    def make(cls, folder: Path, *, seed: int, layers: int) -> TinyModel:
+        """See `make_tiny_model`."""
+        return cls(make_tiny_model(folder, seed=seed, layers=layers), Reference(folder))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(self.folder)
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+# -------------------------------------------------------------------------------- a served engine
+
+
+@dataclass
+class Sample:
+    """One sample, put together from its chunks."""
+
+    start: int = 0
+    """Position of its first token."""
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish: Finish = ""
+    error: str = ""
+    arrivals: list[float] = field(default_factory=list[float])
+    """When each of its chunks came, on the clock of `time.monotonic`."""
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk.
+
+        Raises:
+            AssertionError: if it is not the next one, or not what a chunk must be.
+        """
+        assert not self.finish, f"a chunk after the last one: {chunk}"
+        if not self.arrivals:
+            self.start = chunk.position
+        assert chunk.position == self.start + len(self.tokens), f"a gap, or a token twice: {chunk}"
+        types = (chunk.tokens.dtype, chunk.logprobs.dtype, chunk.versions.dtype)
+        assert types == (np.int32, np.float32, np.int32), f"columns of {types}"
+        assert len(chunk.tokens) == len(chunk.logprobs) == len(chunk.versions), f"uneven columns: {chunk}"
+        assert (chunk.finish == "error") == bool(chunk.error), f"errors have a reason: {chunk}"
+        assert len(chunk.tokens) or chunk.finish, "an empty chunk"
+        self.arrivals.append(time.monotonic())
+        self.tokens += chunk.tokens.tolist()
+        self.logprobs += chunk.logprobs.tolist()
+        self.versions += chunk.versions.tolist()
+        self.finish, self.error = chunk.finish, chunk.error
+
+    def copy(self) -> Sample:
+        """As it is now."""
+        return Sample(
+            self.start,
+            self.tokens[:],
+            self.logprobs[:],
+            self.versions[:],
+            self.finish,
+            self.error,
+            self.arrivals[:],
+        )
+
+
+Key = tuple[str, int]
+"""A request's id, and the index of a sample."""
+
+
+class Served:
+    """An engine in an event loop of its own, and all that it has emitted. Called from the test's thread.
+
+    Weights reach it in folders, as of the transport `file`: version 0, 1, ... in the order of `swap`.
+    """
+
+    def __init__(self, under_test: EngineUnderTest, model: Path, folder: Path, **options: Any) -> None:
+        self.engine = under_test.make(model, folder, **options)
+        self.under_test = under_test
+        self.weights: dict[int, Reference] = {}
+        """What each version must say."""
+        self.messages = 0
+        """Calls of `emit` so far."""
+        self._folders = VersionFolders(folder / "weights", keep=3, shard_gb=1.0)
+        self._published = count()
+        self._portal: BlockingPortal
+        self._samples: dict[Key, Sample] = {}
+        self._asked: dict[Key, None] = {}
+        self._broken: BaseException | None = None
+        """What ended the engine."""
+        self._violations: list[AssertionError] = []
+        self._news = anyio.Event()
+        self._over = anyio.Event()
+
+    @contextmanager
+    def running(self) -> Generator[Served]:
+        """Started; stopped at the end."""
+        with start_blocking_portal("asyncio") as portal:
+            self._portal = portal
+            end, _ = portal.start_task(self._live)
+            try:
+                yield self
+            finally:
+                portal.call(self._over.set)
+                end.result(self.under_test.start_s)
+                self._folders.close()
+
+    # -------------------------------------------------------------------------- what a worker does
+
+    def ask(self, *requests: GenerateRequest) -> None:
+        """Have the engine take requests."""
+        for request in requests:
+            have = request.have or (0,) * len(request.seeds)
+            self._asked |= {(request.id, i): None for i in range(len(request.seeds)) if have[i] >= 0}
+        self._portal.call(lambda: [self.engine.generate(request) for request in requests])
+
+    def abort(self, request: str) -> None:
+        """Have it end a request."""
+        self._portal.call(self.engine.abort, request)
+
+    def load(self) -> Load:
+        """Its figures."""
+        return self._portal.call(self.engine.load)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """What it says of given text."""
+        arrays = [np.array(sequence, np.int32) for sequence in sequences]
+        return self._portal.call(self.engine.logprobs, arrays)
+
+    def swap(self, reference: Reference) -> SwapReport:
+        """Have it serve a model's weights as the next version."""
+        report = self.swap_tensors(reference.tensors())
+        self.weights[report.version] = reference
+        return report
+
+    def swap_tensors(self, tensors: Mapping[str, Tensor]) -> SwapReport:
+        """Have it serve tensors as the next version, whether they fit or not."""
+        return self._portal.call(self._swap, next(self._published), tensors)
+
+    def stop(self) -> None:
+        """Stop the engine, before its time."""
+        self._portal.call(self.engine.stop)
+
+    @property
+    def version(self) -> int:
+        """The newest version it was given."""
+        return max(self.weights)
+
+    # -------------------------------------------------------------------------------- what comes
+
+    def until(self, *keys: Key, tokens: int | None = None, within_s: float = 60.0) -> list[Sample]:
+        """Samples as they are once all of them have finished, or have so many tokens."""
+        return self._portal.call(self._until, keys, tokens, within_s)
+
+    def finished(self, request: GenerateRequest) -> list[Sample]:
+        """All samples of a request, finished."""
+        return self.until(*((request.id, i) for i in range(len(request.seeds))))
+
+    def answers(self, *requests: GenerateRequest) -> list[list[Sample]]:
+        """The finished samples of each request."""
+        self.ask(*requests)
+        return [self.finished(request) for request in requests]
+
+    def answer(self, request: GenerateRequest) -> Sample:
+        """The one sample of a request."""
+        return self.answers(request)[0][0]
+
+    def until_load(self, condition: Callable[[Load], bool], within_s: float = 10.0) -> Load:
+        """The figures as soon as they are so."""
+        deadline = time.monotonic() + within_s
+        while not condition(load := self.load()):
+            assert time.monotonic() < deadline, f"the figures stay {load}"
+            time.sleep(0.002)
+        return load
+
+    def settle(self) -> None:
+        """End what is still under way."""
+        open_ = [key for key in self._asked if not self._samples.get(key, Sample()).finish]
+        for request in {key[0] for key in open_}:
+            self.abort(request)
+        self.until(*open_)
+        self._asked.clear()
+        self.until_load(lambda load: load.running == load.waiting == 0)
+
+    def assert_own_logprobs(self, asked: GenerateRequest, sample: Sample, begun: Sequence[int] = ()) -> None:
+        """Every token has the logprob that its version's own forward gives it."""
+        prompt, answer = asked.prompt_ids.numpy().tolist(), [*begun, *sample.tokens]
+        for version in set(sample.versions):
+            forward = self.weights[version].logprobs(prompt, answer, asked.sampling.temperature)[len(begun) :]
+            own = np.array(sample.versions) == version
+            off = np.abs(forward - sample.logprobs)[own]
+            assert off.max() <= self.under_test.tolerance, (
+                f"{asked.id}: logprobs differ from version {version}'s by {off.max():.2g}, first at token "
+                f"{np.flatnonzero(own)[off > self.under_test.tolerance][0]} of {len(answer)}"
+            )
+
+    # --------------------------------------------------------------------------- on the event loop
+
+    async def _live(self, *, task_status: TaskStatus[None]) -> None:
+        try:
+            with one_error():
+                async with anyio.create_task_group() as tasks:
+                    with anyio.fail_after(self.under_test.start_s):
+                        await self.engine.start(self._emit, tasks)
+                    task_status.started()
+                    await self._over.wait()
+                    tasks.cancel_scope.cancel()
+        except BaseException as error:
+            self._broken = error
+            self._news.set()
+            raise
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.engine.stop()
+
+    def _emit(self, chunks: list[Chunk]) -> None:
+        try:
+            assert chunks, "an empty message"
+            self.messages += 1
+            for chunk in chunks:
+                self._samples.setdefault((chunk.request, chunk.sample), Sample()).add(chunk)
+        except AssertionError as error:  # the test is to fail by it, not the engine
+            self._violations.append(error)
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def _until(self, keys: Sequence[Key], tokens: int | None, within_s: float) -> list[Sample]:
+        with anyio.move_on_after(within_s) as scope:
+            while not all(self._reached(key, tokens) for key in keys) and not self._violations:
+                if self._broken is not None:
+                    raise EngineError("the engine has ended") from self._broken
+                await self._news.wait()
+        if self._violations:
+            raise self._violations.pop()
+        missing = [key for key in keys if not self._reached(key, tokens)]
+        assert not scope.cancelled_caught, f"after {within_s:g} s there is not enough of {missing[:5]}"
+        return [self._samples[key].copy() for key in keys]
+
+    def _reached(self, key: Key, tokens: int | None) -> bool:
+        sample = self._samples.get(key, Sample())
+        return bool(sample.finish) or (tokens is not None and len(sample.tokens) >= tokens)
+
+    async def _swap(self, version: int, tensors: Mapping[str, Tensor]) -> SwapReport:
+        note = self._folders.write(version, tensors.items())
+        update = open_version(note, Path(note.address))
+        try:
+            with anyio.fail_after(self.under_test.start_s):
+                return await self.engine.swap(update)
+        finally:
+            update.close()
+
+
+_ids = count()
+
+
+def request(
+    prompt: int | Sequence[int] = 12,
+    n: int = 1,
+    *,
+    seed: int = 0,
+    min_version: int = 0,
+    begun: Sequence[Sequence[int]] = (),
+    have: tuple[int, ...] = (),
+    priority: int = 0,
+    deadline_s: float = 600.0,
+    max_tokens: int = 20,
+    ignore_eos: bool = True,
+    **sampling: Any,
+) -> GenerateRequest:
+    """A request with a prompt, or one of some length that no other request has."""
+    number = next(_ids)
+    if isinstance(prompt, int):
+        prompt = np.random.default_rng(number).integers(len(SPECIAL), VOCABULARY, prompt).tolist()
+    return GenerateRequest(
+        id=f"{number}/1/0",
+        prompt_ids=Array.of(prompt, np.int32),
+        seeds=tuple(range(seed, seed + n)),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, **sampling),
+        min_version=min_version,
+        begun=tuple(Array.of(tokens, np.int32) for tokens in begun),
+        have=have,
+        priority=priority,
+        deadline_s=deadline_s,
+    )
+
+
+# ------------------------------------------------------------------------------------- the engine
+
+_BLOCK = 16
+"""Engines keep keys and values in blocks of a multiple of so many tokens, or token by token."""
+_DELIVERY_S = 0.25
+"""What chunks may take besides the decoding: they are collected for 20 ms and travel."""
+
+
+class InferenceConformance:
+    """What `InferenceEngine` promises, with one engine that is started once and swapped between two
+    models."""
+
+    engine: ClassVar[EngineUnderTest]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def models(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, TinyModel]:
+        """Two models of one architecture; the engine starts with the folder of the first."""
+        parent = tmp_path_factory.mktemp("models")
+        first = TinyModel.make(parent / "a", seed=0, layers=_DEEP)
+        return first, TinyModel.make(parent / "b", seed=1, layers=_DEEP)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def early(cls) -> GenerateRequest:
+        """A request that is made before the first swap."""
+        return request(max_tokens=30)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def started(
+        cls,
+        models: tuple[TinyModel, TinyModel],
+        early: GenerateRequest,
+        tmp_path_factory: pytest.TempPathFactory,
+    ) -> Iterator[Served]:
+        """The engine, which has just been given its first weights: not those of its folder."""
+        folder = tmp_path_factory.mktemp("run")
+        with Served(cls.engine, models[0].folder, folder, on_swap="recompute").running() as served:
+            served.ask(early)
+            served.until_load(lambda load: load.waiting == 1)
+            assert served.load().version == -1
+            served.swap(models[1].reference)
+            yield served
+
+    @pytest.fixture
+    def served(self, started: Served, models: tuple[TinyModel, TinyModel]) -> Iterator[Served]:
+        """The engine with nothing to do and the first model's weights."""
+        if started.weights[started.version] is not models[0].reference:
+            started.swap(models[0].reference)
+        yield started
+        started.settle()
+
+    # ------------------------------------------------------------------------------ before a swap
+
+    def test_nothing_is_sampled_before_the_first_swap_and_then_with_its_weights(
+        self, started: Served, early: GenerateRequest
+    ) -> None:
+        """The folder's own weights never answer."""
+        (sample,) = started.finished(early)
+        assert (sample.finish, set(sample.versions)) == ("length", {0})
+        started.assert_own_logprobs(early, sample)
+
+    def test_a_model_that_cannot_be_loaded_is_told_by_start(self, tmp_path: Path) -> None:
+        """And nothing stays behind that `stop` could not end."""
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        with pytest.raises(EngineError):
+            with Served(self.engine, empty, tmp_path / "run").running():
+                pytest.fail("it started without a model")
+
+    # ------------------------------------------------------------------------------------ numbers
+
+    def test_logprobs_are_those_of_the_models_own_forward(self, served: Served) -> None:
+        """At any temperature, in mixed company, for prompts of one token and of hundreds."""
+        asked = [
+            request(1 + 37 * i % 400, n=1 + i % 3, max_tokens=5 + 13 * i % 40, temperature=temperature)
+            for i, temperature in enumerate([1.0, 0.7, 0.0, 1.3] * 4)
+        ]
+        for one, samples in zip(asked, served.answers(*asked), strict=True):
+            for sample in samples:
+                assert (sample.finish, len(sample.tokens)) == ("length", one.sampling.max_tokens)
+                assert set(sample.versions) == {served.version}
+                served.assert_own_logprobs(one, sample)
+
+    def test_temperature_0_takes_the_likeliest_token(
+        self, served: Served, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """At every position."""
+        asked = request(temperature=0.0, max_tokens=60)
+        sample = served.answer(asked)
+        prompt = asked.prompt_ids.numpy().tolist()
+        logits = models[0].reference.logits([*prompt, *sample.tokens])[len(prompt) - 1 : -1]
+        chosen = logits[np.arange(len(sample.tokens)), sample.tokens]
+        assert (logits.max(-1) - chosen).max() <= self.engine.tolerance
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            {"temperature": 0.7},
+            {"top_k": 5},
+            {"top_p": 0.6},
+            {"min_p": 0.1},
+            {"logit_bias": {10: 3.0, 20: -100.0}, "temperature": 0.7},
+            {"top_k": 20, "top_p": 0.8, "temperature": 1.5},
+        ],
+        ids=str,
+    )
+    def test_tokens_are_drawn_with_the_probability_they_report(
+        self, served: Served, models: tuple[TinyModel, TinyModel], sampling: dict[str, Any]
+    ) -> None:
+        """Whatever reshapes the distribution; an option that the engine refuses is refused by name."""
+        asked = request(n=600, max_tokens=1, **sampling)
+        (samples,) = served.answers(asked)
+        if refused := self.engine.refuses & sampling.keys():
+            assert all(any(name in sample.error for name in refused) for sample in samples)
+            return
+        logits = models[0].reference.logits(asked.prompt_ids.numpy().tolist())[-1]
+        exact = _distribution(logits, asked.sampling)
+        drawn = np.array([sample.tokens[0] for sample in samples])
+        assert exact[drawn].min() > 0, "a token was drawn that is not kept"
+        reported = np.array([sample.logprobs[0] for sample in samples])
+        np.testing.assert_allclose(reported, np.log(exact[drawn]), atol=self.engine.tolerance)
+        _assert_drawn_from(exact, drawn)
+
+    def test_logprobs_of_given_text_are_those_of_the_weights_served(
+        self, served: Served, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """Also after a swap, though the same text was computed before, and while answers are being given."""
+        text = [request(length).prompt_ids.numpy().tolist() for length in (2, 3, 70, 400)]
+        served.ask(request(n=2, max_tokens=600))
+        for model in models:
+            if served.weights[served.version] is not model.reference:
+                served.swap(model.reference)
+            for sequence, said in zip(text, served.logprobs(text), strict=True):
+                assert said.dtype == np.float32
+                expected = model.reference.logprobs(sequence[:1], sequence[1:])
+                np.testing.assert_allclose(said, expected, atol=self.engine.tolerance)
+
+    def test_the_seed_alone_decides_what_is_drawn(self, served: Served) -> None:
+        """Whatever else the engine is doing; for seeds of 64 bits with and without sign."""
+        if not self.engine.seeds:
+            pytest.skip(f"{self.engine.use} does not offer seeds")
+        prompt = request(16).prompt_ids.numpy().tolist()
+        same = [request(prompt, seed=2**63 + 5, max_tokens=30) for _ in range(2)]
+        alone = served.answer(same[0])
+        other = request(prompt, n=6, seed=-5, max_tokens=30)
+        (together,), others = served.answers(same[1], other)
+        assert together.tokens == alone.tokens
+        assert len({tuple(sample.tokens) for sample in (alone, *others)}) == 7
+
+    def test_samples_of_one_prompt_differ(self, served: Served) -> None:
+        """Each is drawn by itself."""
+        (samples,) = served.answers(request(n=8, max_tokens=30))
+        assert len({tuple(sample.tokens) for sample in samples}) == 8
+
+    # ------------------------------------------------------------------------- how an answer ends
+
+    def test_the_end_of_sequence_token_is_the_answers_last(self, served: Served) -> None:
+        """Unless it is to be ignored."""
+        asked = request(n=32, max_tokens=150, ignore_eos=False)
+        ignoring = request(n=8, max_tokens=150)
+        samples, ignored = served.answers(asked, ignoring)
+        assert any(sample.finish == "stop" for sample in samples)
+        for sample in samples:
+            served.assert_own_logprobs(asked, sample)
+            if sample.finish == "stop":
+                assert sample.tokens.index(END) == len(sample.tokens) - 1
+            else:
+                assert (sample.finish, len(sample.tokens), END in sample.tokens) == ("length", 150, False)
+        assert {(sample.finish, len(sample.tokens)) for sample in ignored} == {("length", 150)}
+        assert any(END in sample.tokens for sample in ignored)
+
+    def test_a_stop_token_is_the_answers_last(self, served: Served) -> None:
+        """Whether or not the model's own end is ignored."""
+        stops = tuple(range(40, 50))
+        asked = [request(n=4, max_tokens=150, stop_token_ids=stops, ignore_eos=eos) for eos in (True, False)]
+        for one, samples in zip(asked, served.answers(*asked), strict=True):
+            assert any(sample.finish == "stop" for sample in samples)
+            for sample in samples:
+                ends = {*stops} if one.sampling.ignore_eos else {*stops, END}
+                met = [i for i, token in enumerate(sample.tokens) if token in ends]
+                assert met == ([len(sample.tokens) - 1] if sample.finish == "stop" else [])
+                served.assert_own_logprobs(one, sample)
+
+    def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
+        self, served: Served, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """Of one token or of several."""
+        prompt = request(30).prompt_ids.numpy().tolist()
+        plain = served.answer(request(prompt, temperature=0.0, max_tokens=60))
+        text = models[0].decode(plain.tokens)
+        several = text[20:23]
+        stopped = served.answer(
+            request(prompt, temperature=0.0, max_tokens=60, stop=("never there", several))
+        )
+        assert stopped.finish == "stop"
+        assert models[0].decode(stopped.tokens) == text[: text.index(several) + 3]
+        characters = tuple("ABCDEFGHIJ")  # in the spelling of no special token
+        (samples,) = served.answers(request(n=8, max_tokens=100, stop=characters))
+        assert any(sample.finish == "stop" for sample in samples)
+        for sample in samples:
+            written = models[0].decode(sample.tokens)
+            met = [i for i, character in enumerate(written) if character in characters]
+            assert met == ([len(written) - 1] if sample.finish == "stop" else [])
+
+    @pytest.mark.parametrize(
+        ("prompt", "max_tokens"),
+        [([10] * 1000, 25), ([10, VOCABULARY], 5), ([10, -1], 5), ([], 5)],
+        ids=["beyond the context", "beyond the vocabulary", "negative", "empty"],
+    )
+    def test_a_request_that_cannot_be_served_is_told_why(
+        self, served: Served, prompt: list[int], max_tokens: int
+    ) -> None:
+        """And the engine goes on serving others."""
+        (samples,) = served.answers(request(prompt, n=2, max_tokens=max_tokens))
+        assert [(sample.finish, sample.tokens) for sample in samples] == [("error", [])] * 2
+        full = served.answer(request([10] * 1000, max_tokens=24))  # no more than the model has positions
+        assert (full.finish, len(full.tokens)) in (("length", 24), ("error", 0))
+        assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
+
+    def test_abort_frees_every_slot_within_a_decode_step(self, served: Served) -> None:
+        """Once and again; for what runs and what waits; and what is next begins at once."""
+        slots = served.load().slots
+        for _ in range(2):
+            long, following = request(n=slots + 2, max_tokens=400), request(max_tokens=5)
+            served.ask(long)
+            early = served.until(*((long.id, i) for i in range(slots)), tokens=5)
+            began, step_s = time.monotonic(), _step_s(early)
+            served.ask(following)
+            served.abort(long.id)
+            served.abort(long.id)
+            ended = served.finished(long)
+            (after,) = served.until((following.id, 0), tokens=1)
+            allowed_s = _DELIVERY_S + step_s
+            assert max(sample.arrivals[-1] for sample in ended) - began <= allowed_s
+            assert after.arrivals[0] - began <= allowed_s + step_s
+            assert {sample.finish for sample in ended} == {"abort"}
+            for sample in ended[:3]:
+                assert len(sample.tokens) < 400
+                served.assert_own_logprobs(long, sample)
+        served.abort("unheard of")
+        assert served.answer(request()).finish == "length"
+
+    def test_a_deadline_ends_what_runs_and_what_waits(self, served: Served) -> None:
+        """With what there is of it, and without harm to others."""
+        began = time.monotonic()
+        held = request(min_version=served.version + 1, deadline_s=0.3)
+        runs = request(n=8, max_tokens=900, deadline_s=0.6)
+        other = request(max_tokens=60)
+        (waited,), ended, (good,) = served.answers(held, runs, other)
+        assert time.monotonic() - began <= 0.6 + 4 * _DELIVERY_S
+        assert (waited.finish, waited.tokens) == ("error", [])
+        assert all(sample.finish == "error" and 0 < len(sample.tokens) < 900 for sample in ended)
+        assert good.finish == "length"
+        for sample in ended:
+            served.assert_own_logprobs(runs, sample)
+
+    # ---------------------------------------------------------------- going on, and asking again
+
+    def test_an_answer_begun_elsewhere_goes_on_after_its_tokens(self, served: Served) -> None:
+        """Nothing is said of a sample that the asker holds to its end."""
+        whole = request(n=2, max_tokens=50, temperature=0.7)
+        (before,) = served.answers(whole)
+        begun = (before[0].tokens[:17], before[1].tokens, [])
+        prompt = whole.prompt_ids.numpy().tolist()
+        asked = request(prompt, n=3, max_tokens=50, temperature=0.7, begun=begun, have=(17, -1, 0))
+        served.ask(asked)
+        part, fresh = served.until((asked.id, 0), (asked.id, 2))
+        assert (part.start, len(part.tokens), part.finish) == (17, 33, "length")
+        assert (fresh.start, len(fresh.tokens), fresh.finish) == (0, 50, "length")
+        served.assert_own_logprobs(asked, part, begun=begun[0])
+        served.assert_own_logprobs(asked, fresh)
+        served.settle()
+        with pytest.raises(AssertionError):
+            served.until((asked.id, 1), within_s=0.1)
+
+    def test_an_answer_that_came_complete_ends_at_once(self, served: Served) -> None:
+        """By the end of sequence, a stop token, or its length."""
+        begun = ([5, 6, END], [5, 6, 7], [5] * 20)
+        asked = request(n=3, begun=begun, have=(3, 3, 20), ignore_eos=False, stop_token_ids=(7,))
+        (samples,) = served.answers(asked)
+        assert [(sample.finish, sample.tokens) for sample in samples] == [
+            ("stop", []),
+            ("stop", []),
+            ("length", []),
+        ]
+        assert [sample.start for sample in samples] == [3, 3, 20]
+
+    def test_a_request_sent_again_is_the_same_request(self, served: Served) -> None:
+        """It is not started twice."""
+        before = served.load().generated_tokens
+        asked = request(n=2, max_tokens=200)
+        served.ask(asked)
+        served.until((asked.id, 0), tokens=1)
+        (samples,) = served.answers(asked)
+        assert [len(sample.tokens) for sample in samples] == [200, 200]
+        served.answer(request(max_tokens=100))
+        assert served.load().generated_tokens - before == 500
+
+    def test_evaluation_has_its_turn(self, served: Served) -> None:
+        """Under a load of training requests that came before it."""
+        training = [request(max_tokens=60) for _ in range(2 * served.load().slots)]
+        evaluation = request(n=2, priority=1, temperature=0.0)
+        *_, samples = served.answers(*training, evaluation)
+        assert [sample.finish for sample in samples] == ["length", "length"]
+
+    # -------------------------------------------------------------------------------------- swaps
+
+    def test_a_swap_reports_what_is_served_and_what_it_cost(
+        self, served: Served, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """The digest is that of the tensors, computed here once more."""
+        before = served.load()
+        began = time.monotonic()
+        reports = [served.swap(models[1].reference), served.swap(models[0].reference)]
+        took = time.monotonic() - began
+        after = served.load()
+        for report, model in zip(reports, reversed(models), strict=True):
+            hashes = _hashes(model.reference.tensors())
+            assert report.digest == digest_of(hashes.items())
+            assert report.hashes in ({}, hashes)
+            assert report.pause_s >= 0
+        assert (reports[1].version, after.version) == (served.version, served.version)
+        assert after.swaps - before.swaps == 2
+        pauses = [report.pause_s for report in reports]
+        assert after.pause_s - before.pause_s == pytest.approx(sum(pauses), abs=1e-6)
+        assert after.pause_max_s == pytest.approx(max(before.pause_max_s, *pauses))
+        assert sum(pauses) <= took
+
+    def test_answers_in_flight_go_on_with_new_weights_and_each_logprob_is_its_versions_own(
+        self, served: Served, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """Under `on_swap: recompute`, over three swaps."""
+        asked = [request(6 + 40 * i, n=2, max_tokens=250) for i in range(3)]
+        served.ask(*asked)
+        for tokens, model in ((20, models[1]), (60, models[0]), (100, models[1])):
+            served.until((asked[0].id, 0), tokens=tokens)
+            served.swap(model.reference)
+        spans: list[int] = []
+        for one in asked:
+            for sample in served.finished(one):
+                assert (sample.finish, len(sample.tokens)) == ("length", 250)
+                assert sample.versions == sorted(sample.versions)
+                served.assert_own_logprobs(one, sample)
+                spans.append(len(set(sample.versions)))
+        assert max(spans) == 4, f"the swaps fell into no answer: {spans}"
+
+    def test_keep_cache_goes_on_over_what_older_weights_computed(
+        self, models: tuple[TinyModel, TinyModel], tmp_path: Path
+    ) -> None:
+        """Of most of the text, for an engine may compute the last block of it anew. But a prompt that comes
+        after the swap is computed by the new weights alone, though it was known before."""
+        older, newer = models[0].reference, models[1].reference
+        with Served(self.engine, models[0].folder, tmp_path, on_swap="keep_cache").running() as served:
+            served.swap(older)
+            prompt = request(300).prompt_ids.numpy().tolist()
+            asked, repeated = request(prompt, n=2, max_tokens=150), request(prompt, max_tokens=10)
+            served.ask(asked)
+            served.until((asked.id, 0), (asked.id, 1), tokens=20)
+            served.swap(newer)
+            fresh = served.answer(repeated)
+            assert set(fresh.versions) == {1}
+            served.assert_own_logprobs(repeated, fresh)
+            for sample in served.finished(asked):
+                switch = sample.versions.index(1)
+                assert sample.versions == [0] * switch + [1] * (150 - switch)
+                before = older.logprobs(prompt, sample.tokens)[:switch]
+                np.testing.assert_allclose(sample.logprobs[:switch], before, atol=self.engine.tolerance)
+                after = np.array(sample.logprobs[switch:])
+                whole = len(prompt) + switch - 1
+                off = {
+                    kept: np.abs(
+                        newer.logprobs_over(older, prompt, sample.tokens, kept, switch) - after
+                    ).max()
+                    for kept in {*range(160, whole, _BLOCK), *range(len(prompt) - 1, whole + 1)}
+                }
+                assert min(off.values()) <= self.engine.tolerance, f"neither kept nor computed anew: {off}"
+
+    def test_a_prompt_known_from_older_weights_is_computed_anew(
+        self, served: Served, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """Nor does going back to weights that were served before bring back their cache."""
+        prompt = request(400).prompt_ids.numpy().tolist()
+        for model in (models[1], models[0], models[1]):
+            for _ in range(2):
+                asked = request(prompt, max_tokens=5)
+                served.assert_own_logprobs(asked, served.answer(asked))
+            served.swap(model.reference)
+
+    def test_a_request_waits_for_the_version_it_needs_and_holds_up_nobody(
+        self, served: Served, models: tuple[TinyModel, TinyModel]
+    ) -> None:
+        """As many as there are slots, and more."""
+        now = served.version
+        needy = request(n=served.load().slots + 1, min_version=now + 1)
+        served.ask(needy)
+        old = served.answer(request(min_version=now))
+        assert set(old.versions) == {now}
+        load = served.load()
+        assert (load.waiting, load.running) == (len(needy.seeds), 0)
+        served.swap(models[1].reference)
+        for sample in served.finished(needy):
+            assert (sample.finish, set(sample.versions)) == ("length", {now + 1})
+            served.assert_own_logprobs(needy, sample)
+
+    @pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
+    def test_weights_that_do_not_fit_leave_the_old_ones(
+        self, served: Served, models: tuple[TinyModel, TinyModel], fault: str
+    ) -> None:
+        """With an error that names the tensor; answers in flight go on."""
+        import torch
+
+        name = "model.norm.weight"
+        tensors = models[1].reference.tensors()
+        norm = tensors.pop(name)
+        if fault == "shape":
+            tensors[name] = torch.cat([norm, norm])
+        elif fault == "unknown":
+            name = "model.normal.weight"
+            tensors |= {"model.norm.weight": norm, name: norm.clone()}
+        running, later = request(max_tokens=200), request()
+        served.ask(running)
+        served.until((running.id, 0), tokens=5)
+        with pytest.raises(WeightsError, match=name):
+            served.swap_tensors(tensors)
+        assert served.load().version == served.version
+        for asked, sample in ((later, served.answer(later)), (running, served.finished(running)[0])):
+            assert (sample.finish, set(sample.versions)) == ("length", {served.version})
+            served.assert_own_logprobs(asked, sample)
+
+    # --------------------------------------------------------------------- streaming and figures
+
+    def test_the_first_chunk_comes_before_a_tenth_of_the_answers_time(self, served: Served) -> None:
+        """512 tokens, in not too many messages."""
+        asked = request(50, max_tokens=512)
+        messages, began = served.messages, time.monotonic()
+        sample = served.answer(asked)
+        took = sample.arrivals[-1] - began
+        assert len(sample.tokens) == 512
+        assert sample.arrivals[0] - began <= took / 10
+        assert 10 <= served.messages - messages <= took / 0.015 + 2
+
+    def test_figures_add_up(self, served: Served) -> None:
+        """With more samples than slots, from the request on."""
+        idle = served.load()
+        assert (idle.version, idle.running, idle.waiting) == (served.version, 0, 0)
+        asked = request(n=idle.slots + 4, max_tokens=60)
+        began = time.monotonic()
+        served.ask(asked)
+        served.until_load(lambda load: load.running + load.waiting == idle.slots + 4)
+        full = served.until_load(lambda load: load.running == idle.slots)
+        assert full.waiting <= 4
+        samples = served.finished(asked)
+        done = served.until_load(lambda load: load.running == load.waiting == 0)
+        took = time.monotonic() - began
+        assert all(len(sample.tokens) == 60 for sample in samples)
+        assert done.generated_tokens - idle.generated_tokens == 60 * (idle.slots + 4)
+        assert 0 < done.busy_s - idle.busy_s <= took
+        assert idle.busy_s <= full.busy_s <= done.busy_s
+
+    def test_stop_ends_the_stream(self, models: tuple[TinyModel, TinyModel], tmp_path: Path) -> None:
+        """In mid-answer; a second call does no harm."""
+        with Served(self.engine, models[0].folder, tmp_path).running() as served:
+            served.swap(models[0].reference)
+            asked = request(n=4, max_tokens=900)
+            served.ask(asked)
+            served.until((asked.id, 0), tokens=5)
+            served.stop()
+            messages = served.messages
+            served.stop()
+        assert served.messages == messages
+
+
+def _step_s(samples: Sequence[Sample]) -> float:
+    """Seconds a decode step takes, by the chunks of samples that are under way."""
+    spans = [(s.arrivals[-1] - s.arrivals[0]) / max(1, len(s.tokens) - 1) for s in samples]
+    return max(spans)
+
+
+def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
+    """(V,) what each token's probability must be, by walking down from the likeliest token."""
+    biased = logits.copy()
+    for token, bias in sampling.logit_bias.items():
+        biased[token] += bias
+    whole = np.exp(_log_softmax(biased / sampling.temperature))
+    order = np.argsort(-whole)[: sampling.top_k or None]
+    among = whole[order].sum()
+    kept: list[int] = []
+    for token in order.tolist():
+        enough = whole[kept].sum() / among >= sampling.top_p
+        if enough or whole[token] < sampling.min_p * whole[order[0]]:
+            break
+        kept.append(token)
+    exact = np.zeros(len(whole))
+    exact[kept] = whole[kept]
+    return exact / exact.sum()
+
+
+def _assert_drawn_from(exact: NDArray[np.float64], drawn: NDArray[np.int64]) -> None:
+    """Pearson's statistic over the tokens expected at least five times, the others taken together."""
+    expected = exact * len(drawn)
+    seen = np.bincount(drawn, minlength=len(exact))
+    often = expected >= 5
+    pairs = [*zip(seen[often], expected[often], strict=True), (seen[~often].sum(), expected[~often].sum())]
+    statistic = sum((n - e) ** 2 / e for n, e in pairs if e > 0)
+    freedom = max(1, sum(e > 0 for _, e in pairs) - 1)
+    assert statistic < freedom + 6 * (2 * freedom) ** 0.5, f"chi-squared {statistic:.1f} of {freedom}"
+
+
+def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {n: sha256(tensor.numpy().astype("<f4").tobytes()).hexdigest() for n, tensor in tensors.items()}
+
+
+# -------------------------------------------------------------------------------- in whole runs
+
+_GROUP, _BATCH, _LENGTH, _STALENESS = 2, 4, 200, 2
+
+
+class RunConformance:
+    """What two replicas of an engine hold together in a run that trains, when one of them is killed."""
+
+    engine: ClassVar[EngineUnderTest]
+
+    @pytest.mark.parametrize("victim", ["worker", "server"])
+    def test_a_replica_killed_in_mid_answer_loses_and_doubles_no_token(
+        self, tmp_path: Path, victim: str
+    ) -> None:
+        """Its answers go on elsewhere, and it serves nothing again before it has the weights of the time:
+        every token of the run has the logprob that the trainer's checkpoint of its version gives it."""
+        if victim == "server" and not self.engine.servers:
+            pytest.skip(f"{self.engine.use} runs the model in its worker")
+        model = make_tiny_model(tmp_path / "model", layers=4)
+        with _Run.started(self.engine, model, tmp_path) as run:
+            run.until(lambda: run.version() >= _STALENESS + 2)
+            before, version, killed = run.records(), run.version(), time.time()
+            under_way = {record["id"] for record in before} - {r["id"] for r in before if "answers" in r}
+            assert len(under_way) >= _BATCH
+            worker = run.process("inference-0")
+            for process in [worker] if victim == "worker" else _descendants(worker):
+                os.kill(process, signal.SIGKILL)
+            run.until(lambda: len(run.answered_by("inference-0", since=killed)) >= _BATCH)
+            run.until(lambda: under_way <= {r["id"] for r in run.records() if "answers" in r})
+            processes = _descendants(run.process_id)
+            summary = run.interrupt()
+            left = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+
+        assert not left, f"processes outlive the run: {left}"
+        ledger = summary["ledger"]
+        assert ledger["failed"] == ledger["expired"] == ledger["filtered"] == 0
+        assert ledger["trained"] == _BATCH * summary["version"]
+        answered = [record["id"] for record in run.records() if "answers" in record]
+        assert len(answered) == len(set(answered)) >= ledger["trained"]
+        for record in run.answered_by("inference-0", since=killed):
+            oldest = min(min(answer["versions"]) for answer in record["answers"])
+            assert oldest >= version - _STALENESS
+        run.assert_own_logprobs(model, self.engine.tolerance)
+
+
+class _Run:
+    """A run of two replicas whose workflow writes down every answer."""
+
+    def __init__(self, engine: EngineUnderTest, model: Path, folder: Path) -> None:
+        self._start_s = engine.start_s
+        self._folder = folder / "run"
+        self._output = folder / "output.txt"
+        rows = [{"prompt": f"{n}+{n % 7}=", "answer": "?"} for n in range(100)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run = {
+            "name": "conformance",
+            "plugins": [__file__, *engine.plugins],
+            "model": str(model),
+            "algorithm": {"use": "grpo", "group_size": _GROUP},
+            "training": {"use": "torch", "lr": 2e-3},
+            "inference": {"use": engine.use, **engine.options, "replicas": 2, "on_swap": "recompute"},
+            "sampling": {"max_tokens": _LENGTH, "ignore_eos": True},
+            "workflow": "recorder",
+            "reward": "exact",
+            "dataset": {"use": "jsonl", "path": str(folder / "rows.jsonl")},
+            "queue": {"batch_size": _BATCH, "max_staleness": _STALENESS},
+            "checkpoint": {"every": 1, "keep": 100_000},
+            "steps": 100_000,
+        }
+        (folder / "run.yaml").write_text(json.dumps(run))  # JSON is YAML
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "stretto", "run", folder / "run.yaml", f"out={self._folder}"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @classmethod
+    @contextmanager
+    def started(cls, engine: EngineUnderTest, model: Path, folder: Path) -> Generator[_Run]:
+        """Killed at the end, if it has not ended."""
+        run = cls(engine, model, folder)
+        try:
+            yield run
+        finally:
+            if run._process.poll() is None:
+                for pid in [*_descendants(run.process_id), run.process_id]:
+                    os.kill(pid, signal.SIGKILL)
+            run._process.wait()
+
+    @property
+    def process_id(self) -> int:
+        """Of the kernel."""
+        return self._process.pid
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Wait for something, twice as long as a start may take at most."""
+        deadline = time.monotonic() + 2 * self._start_s
+        while not condition():
+            assert self._process.poll() is None, f"the run ended early:\n{self._said()}"
+            assert time.monotonic() < deadline, f"waited too long:\n{self._said()}"
+            time.sleep(0.05)
+
+    def interrupt(self) -> dict[str, Any]:
+        """End it as Ctrl-C does; its summary, whose ledger adds up."""
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(2 * self._start_s)
+        summary = json.loads((self._folder / "summary.json").read_text())
+        assert summary["status"] == "interrupted", self._said()
+        ledger = summary["ledger"]
+        assert ledger["issued"] == sum(number for name, number in ledger.items() if name != "issued")
+        return summary
+
+    def _said(self) -> str:
+        """The last that it printed."""
+        return self._output.read_text()[-4000:]
+
+    def version(self) -> int:
+        """Train steps so far."""
+        return len(_json_lines(self._folder / "metrics.jsonl"))
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the workflow wrote down: `id` and `asked` of every prompt, and again with its `answers`."""
+        return _json_lines(self._folder / "answers.jsonl")
+
+    def answered_by(self, worker: str, since: float) -> list[dict[str, Any]]:
+        """Records of prompts asked since then with an answer that this worker finished."""
+        return [
+            record
+            for record in self.records()
+            if record["asked"] > since and any(a["engine"] == worker for a in record.get("answers", ()))
+        ]
+
+    def process(self, worker: str) -> int:
+        """The process id of a worker that runs."""
+        joined = [line for line in _json_lines(self._folder / "logs" / "kernel.jsonl") if "place" in line]
+        return int([line["place"] for line in joined if line["worker"] == worker][-1].split()[-1])
+
+    def assert_own_logprobs(self, model: Path, tolerance: float) -> None:
+        """Of every token of every answer, by the trainer's checkpoints; answers are as long as asked."""
+        answers = [(r, answer) for r in self.records() for answer in r.get("answers", ())]
+        assert {len(answer["tokens"]) for _, answer in answers} == {_LENGTH}
+        by_version: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        for record, answer in answers:
+            for version in set(answer["versions"]):
+                by_version.setdefault(version, []).append((record, answer))
+        assert len(by_version) > _STALENESS
+        for version, having in sorted(by_version.items()):
+            checkpoint = self._folder / "checkpoints" / f"step-{version:06d}" / "model"
+            reference = Reference(checkpoint if version else model)
+            for record, answer in having:
+                own = np.array(answer["versions"]) == version
+                forward = reference.logprobs(record["prompt"], answer["tokens"])
+                off = np.abs(forward - answer["logprobs"])[own].max()
+                assert off <= tolerance, f"version {version}, prompt {record['id']}: off by {off:.2g}"
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file that is being written."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those that they did."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    return [*children, *(below for child in children for below in _descendants(child))]
+
+
+class _Recorder:
+    """Workflow `recorder`: like `single_turn`, with rewards that differ, and every answer written down."""
+
+    def __init__(self, config: WorkflowConfig, context: Context) -> None:
+        del config
+        self._path = context.path("answers.jsonl")
+        self._ids = count()
+
+    async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
+        """One answer a sample, rewarded by the mean of its token ids."""
+        record: dict[str, Any] = {
+            "id": f"{os.getpid()}-{next(self._ids)}",
+            "asked": time.time(),
+            "prompt": prompt.ids.tolist(),
+        }
+        self._write(record)
+        answers = await session.generate(prompt.ids, n=session.group_size)
+        self._write({**record, "answers": [_plain(answer) for answer in answers]})
+        return [Trajectory.of(prompt.ids, answer, Score(float(answer.tokens.mean()))) for answer in answers]
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _plain(answer: Answer) -> dict[str, Any]:
+    return {
+        "tokens": answer.tokens.tolist(),
+        "logprobs": answer.logprobs.tolist(),
+        "versions": answer.versions.tolist(),
+        "engine": answer.engine,
+    }
+
+
+@hookimpl
+def stretto_workflow() -> Iterable[Component[WorkflowConfig]]:
+    """The workflow of `RunConformance`, whose runs load this file as a plugin."""
+    yield Component("recorder", _Recorder, WorkflowConfig, "answers like single_turn and writes them down")

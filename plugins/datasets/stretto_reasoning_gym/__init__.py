@@ -1,0 +1,166 @@
+"""`reasoning_gym`, dataset and reward: tasks of Reasoning Gym (Stojanovski et al. 2025, arXiv 2505.24760).
+
+Rows are made when they are wanted, in a process of their own (`generator.py`), and carry all that the task's
+own `score_answer` asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from stretto import Component, Context, DatasetConfig, RewardConfig, hookimpl
+from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt
+from stretto.dataset import Row
+from stretto_reasoning_gym.generator import Generator, Order, TaskOrder, restored
+
+__all__ = ["ReasoningGym", "ReasoningGymConfig", "ReasoningGymReward", "WeightedTask"]
+
+
+class WeightedTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of several tasks."""
+
+    task: str
+    """Its name, such as `leg_counting`."""
+    weight: PositiveFloat = 1.0
+    """How often it is drawn, against the others."""
+    options: dict[str, Any] = {}
+    """The task's own."""
+
+
+class ReasoningGymConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the dataset `reasoning_gym`."""
+
+    task: str | None = None
+    """Name of the one task, such as `leg_counting`; give it or `tasks`."""
+    options: dict[str, Any] = {}  # noqa: RUF012 - a struct copies it
+    """The task's own, such as `{max_animals: 5}`; see its config in the library."""
+    tasks: tuple[WeightedTask, ...] = ()
+    """Several tasks, drawn by weight."""
+    size: PositiveInt = 1000
+    """Rows."""
+    seed: NonNegativeInt = 1
+    """What rows are drawn by. Give held-out rows another seed than those trained on."""
+    system: str | None = "default"
+    """Instruction before every question: the library's `default`, `DeepSeekZero`, `simple`, `direct` or
+    `chain_of_draft`, which ask for `<answer>` tags, or a text of your own; null for none."""
+    chat: bool = True
+    """Make chat messages of instruction and question, for the model's template; else text."""
+
+    def __post_init__(self) -> None:
+        """Relations between fields."""
+        if (self.task is None) == (not self.tasks):
+            raise ValueError("give either task or tasks")
+        if self.options and self.task is None:
+            raise ValueError("options belong to task; each of tasks has its own")
+
+
+class ReasoningGym:
+    """Rows with the columns prompt, question, answer, task, options and metadata."""
+
+    def __init__(self, config: ReasoningGymConfig, context: Context) -> None:
+        del context
+        self._config = config
+        orders = [TaskOrder(each.task, each.weight, each.options) for each in config.tasks]
+        if config.task is not None:
+            orders = [TaskOrder(config.task, 1.0, config.options)]
+        order = Order(tuple(orders), config.size, config.seed, config.system)
+        self._generator = Generator(order)
+        made_of = (order, config.chat, version("reasoning-gym"), platform.python_version_tuple()[:2])
+        self.fingerprint = hashlib.sha256(msgspec.json.encode(made_of)).hexdigest()
+        """Of all that determines the rows."""
+
+    def __len__(self) -> int:
+        return self._config.size
+
+    def __getitem__(self, index: int) -> Row:
+        entry = self._generator.entry(index)
+        instruction, question = entry.instruction, entry.question
+        prompt: Any = f"{instruction}\n\n{question}\n" if instruction else f"{question}\n"
+        if self._config.chat:
+            system = [{"role": "system", "content": instruction}] if instruction else []
+            prompt = [*system, {"role": "user", "content": question}]
+        return {
+            "id": f"{entry.task}-{index}",
+            "prompt": prompt,
+            "question": question,
+            "answer": entry.answer,
+            "task": entry.task,
+            "options": entry.options,
+            "metadata": entry.metadata,
+        }
+
+
+# ------------------------------------------------------------------------------------------ reward
+
+
+class ReasoningGymReward(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the reward `reasoning_gym`."""
+
+    tag: str = "answer"
+    """The last text between `<tag>` and `</tag>` is what is scored; without one there is no answer."""
+
+
+def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., dict[str, float]]:
+    """The scoring function."""
+    del context
+    from reasoning_gym.factory import create_dataset
+    from reasoning_gym.utils import extract_answer
+
+    tasks: dict[bytes, Any] = {}
+
+    def task_of(name: str, options: dict[str, Any]) -> Any:
+        key = msgspec.json.encode((name, options))
+        if key not in tasks:
+            tasks[key] = create_dataset(name, seed=0, **options)
+        return tasks[key]
+
+    def reasoning_gym(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
+        """Between 0 and 1: `accuracy` is 1 for all of it, `answered` for an answer in its tags. An answer
+        that the task's own code cannot read counts 0, and as `unreadable`."""
+        if "task" not in columns:
+            raise ValueError("the row has no column 'task'; this reward is for rows of dataset reasoning_gym")
+        entry = {name: restored(columns[name]) for name in ("question", "answer", "metadata")}
+        task = task_of(columns["task"], columns["options"])
+        answer = extract_answer(completion, tag_name=config.tag)
+        try:
+            score, unreadable = float(task.score_answer(answer, entry)), 0.0
+        except Exception:  # noqa: BLE001 - some tasks raise whatever parsing a wrong answer raises
+            score, unreadable = 0.0, 1.0
+        return {
+            "reward": score,
+            "accuracy": float(score >= 1),
+            "answered": float(answer is not None),
+            "unreadable": unreadable,
+        }
+
+    return reasoning_gym
+
+
+@hookimpl
+def stretto_dataset() -> Iterator[Component[ReasoningGymConfig]]:
+    """The dataset of this package."""
+    yield Component(
+        "reasoning_gym",
+        ReasoningGym,
+        ReasoningGymConfig,
+        "generated reasoning tasks by name (Reasoning Gym): arithmetic, logic, puzzles, games",
+        requires={"reasoning_gym": "stretto[reasoning-gym]"},
+    )
+
+
+@hookimpl
+def stretto_reward() -> Iterator[Component[ReasoningGymReward]]:
+    """The reward of this package."""
+    yield Component(
+        "reasoning_gym",
+        make_reward,
+        ReasoningGymReward,
+        "what the row's Reasoning Gym task gives the answer in its tags",
+        requires={"reasoning_gym": "stretto[reasoning-gym]"},
+    )

@@ -1,0 +1,272 @@
+"""The process that makes rows, and its owner's end.
+
+Some tasks draw from sets, whose order hangs on the hash seed of the process. With a fixed one the rows are
+the same in every process of a run, and in every run. The library, and what it imports, stays out of kernel
+and rollout workers.
+
+Over its pipes go frames of 4 bytes of length and msgpack: an `Order` in, what is wrong with it (or an empty
+string) out; then an index in, an `Entry` out, until the input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, BinaryIO, cast
+
+import msgspec
+
+from stretto.errors import ConfigError, offer
+
+__all__ = ["Entry", "Generator", "Order", "TaskOrder", "plain", "restored"]
+
+_HEAD = struct.Struct(">I")
+_START_S = 60.0
+"""For the library to be imported and the tasks to be made."""
+_ROW_S = 60.0
+_TUPLE, _INTEGER = "__tuple__", "__integer__"
+
+
+class TaskOrder(msgspec.Struct, frozen=True):
+    """One task."""
+
+    name: str
+    weight: float
+    options: dict[str, Any]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What rows are made of."""
+
+    tasks: tuple[TaskOrder, ...]
+    size: int
+    seed: int
+    system: str | None
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One row, as plain data."""
+
+    task: str
+    options: dict[str, Any]
+    instruction: str
+    question: str
+    answer: Any
+    metadata: dict[str, Any]
+    error: str = ""
+    """Why there is none."""
+
+
+# ------------------------------------------------------------------------------------- the owner
+
+
+class Generator:
+    """Starts the process when the first row is wanted; asked from any thread. It ends with its owner."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._asking = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __del__(self) -> None:
+        self._end()
+
+    def entry(self, index: int) -> Entry:
+        """The row at an index.
+
+        Raises:
+            ConfigError: for an unknown task, or options that it does not have or accept; if the row cannot be
+                made, or not in time.
+        """
+        with self._asking:
+            if self._process is None:
+                self._start()
+            entry: Entry = self._ask(index, Entry, _ROW_S)
+        if entry.error:
+            raise ConfigError(f"row {index} of reasoning_gym: {entry.error}")
+        return entry
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"import {__name__} as generator; generator.main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+        )
+        if error := self._ask(self._order, str, _START_S):
+            self._end()
+            raise ConfigError(error)
+
+    def _ask(self, question: Any, kind: Any, timeout_s: float) -> Any:
+        assert self._process is not None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        deadline = time.monotonic() + timeout_s
+        try:
+            _write(cast("BinaryIO", stdin), question)
+            [size] = _HEAD.unpack(_exactly(stdout.fileno(), _HEAD.size, deadline))
+            return msgspec.msgpack.decode(_exactly(stdout.fileno(), size, deadline), type=kind)
+        except TimeoutError:
+            self._end()
+            raise ConfigError(
+                f"reasoning_gym made no row within {timeout_s:g} s; choose other options of the task"
+            ) from None
+        except (OSError, EOFError) as error:
+            status = self._process.wait()
+            self._end()
+            raise ConfigError(f"the process that makes rows ended with status {status}") from error
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _exactly(descriptor: int, size: int, deadline: float) -> bytes:
+    """So many bytes of a pipe. Raises TimeoutError, or EOFError."""
+    data = bytearray()
+    while len(data) < size:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError
+        part = os.read(descriptor, size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _write(file: BinaryIO, message: Any) -> None:
+    data = msgspec.msgpack.encode(message)
+    file.write(_HEAD.pack(len(data)) + data)
+    file.flush()
+
+
+# -------------------------------------------------------------------------------------- plain data
+
+
+def plain(value: Any) -> Any:
+    """A value of the library as msgpack has it, so that `restored` gives it back: tuples, and integers of
+    more than 64 bits, are marked.
+
+    Raises:
+        TypeError: for what is no plain data.
+    """
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [plain(each) for each in cast("tuple[Any, ...]", value)]}
+    if isinstance(value, list):
+        return [plain(each) for each in cast("list[Any]", value)]
+    if hasattr(value, "tolist"):  # of numpy
+        return plain(value.tolist())
+    if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
+        return {_INTEGER: str(value)}
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise TypeError(f"{type(value).__name__} is no plain data: {value!r:.60}")
+
+
+def restored(value: Any) -> Any:
+    """What `plain` was given."""
+    if isinstance(value, list):
+        return [restored(each) for each in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    mapping = cast("dict[Any, Any]", value)
+    if mapping.keys() == {_TUPLE}:
+        return tuple(restored(each) for each in mapping[_TUPLE])
+    if mapping.keys() == {_INTEGER}:
+        return int(mapping[_INTEGER])
+    return {key: restored(each) for key, each in mapping.items()}
+
+
+# ------------------------------------------------------------------------------------- the process
+
+
+def _made(order: Order) -> Any:
+    """The library's dataset.
+
+    Raises:
+        ConfigError: for an unknown task or an unknown option.
+    """
+    from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    known = sorted(DATASETS.keys() - {"composite"})
+    for task in order.tasks:
+        if task.name not in known:
+            raise ConfigError(f"reasoning_gym has no task {task.name!r}{offer(task.name, known, 'tasks')}")
+        options = sorted({field.name for field in fields(DATASETS[task.name][1])} - {"seed", "size"})
+        for name in task.options:
+            if name not in options:
+                raise ConfigError(
+                    f"task {task.name!r} has no option {name!r}{offer(name, options, 'its options')}"
+                )
+    if len(order.tasks) == 1:
+        [task] = order.tasks
+        return create_dataset(task.name, size=order.size, seed=order.seed, **task.options)
+    specs = [DatasetSpec(task.name, task.weight, task.options) for task in order.tasks]
+    return CompositeDataset(CompositeConfig(order.size, order.seed, specs))
+
+
+def _instruction(order: Order) -> str:
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    return "" if order.system is None else SYSTEM_PROMPTS.get(order.system, order.system).strip()
+
+
+def _entry(order: Order, dataset: Any, index: int, instruction: str) -> Entry:
+    made: Mapping[str, Any] = dataset[index]
+    name: str = made["metadata"]["source_dataset"]
+    options = next(task.options for task in order.tasks if task.name == name)
+    return Entry(name, options, instruction, made["question"], plain(made["answer"]), plain(made["metadata"]))
+
+
+def _serve(read: BinaryIO, write: BinaryIO) -> None:
+    order = msgspec.msgpack.decode(_frame(read), type=Order)
+    try:
+        dataset, instruction = _made(order), _instruction(order)
+    except ConfigError as error:
+        _write(write, str(error))
+        return
+    except Exception as error:  # noqa: BLE001 - a task checks its options by whatever it likes; it is told
+        _write(write, f"{', '.join(task.name for task in order.tasks)}: {type(error).__name__}: {error}")
+        return
+    _write(write, "")
+    while frame := _frame(read):
+        index = msgspec.msgpack.decode(frame, type=int)
+        try:
+            entry = _entry(order, dataset, index, instruction)
+        except Exception as error:  # noqa: BLE001 - so is what making a row raises
+            entry = Entry("", {}, "", "", None, {}, error=f"{type(error).__name__}: {error}")
+        _write(write, entry)
+
+
+def _frame(read: BinaryIO) -> bytes:
+    """The next one, empty at the end."""
+    head = read.read(_HEAD.size)
+    return read.read(_HEAD.unpack(head)[0]) if len(head) == _HEAD.size else b""
+
+
+def main() -> None:
+    """Body of the process."""
+    # The pipes are for the frames alone: whatever the library prints goes where errors go.
+    read, write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with suppress(BrokenPipeError):  # the owner has gone
+        _serve(read, write)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""(torch) The training engine that only passes a model on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from stretto.errors import EngineError
+from stretto.functional import logprobs_of
+from stretto.hf_model import load_policy, published
+
+if TYPE_CHECKING:
+    from stretto import Context
+    from stretto.algorithm import Loss
+    from stretto.batch import Batch
+    from stretto_frozen import FrozenConfig
+
+__all__ = ["FrozenTraining"]
+
+
+class FrozenTraining:
+    """Keeps as much of `stretto.engine.TrainingEngine` as a run without a step asks for."""
+
+    def __init__(self, config: FrozenConfig, context: Context) -> None:
+        self._dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        self._source = context.model
+        torch.set_num_threads(config.threads)
+        transformers_logging.disable_progress_bar()  # logs are files
+
+    def load(self, folder: Path | None) -> None:
+        """Load the run's model, on the CPU."""
+        if folder is not None:
+            raise EngineError(f"the frozen engine goes back to no checkpoint: {folder}")
+        if self._source is None:
+            raise EngineError("the frozen engine needs a model: give `model` in the run file")
+        self._model = load_policy(self._source).eval()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's parameters, tied ones once, and the buffers that its files hold."""
+        for name, tensor in published(self._model):
+            yield name, (tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, *, temperature: float) -> Tensor:
+        """(T,) float32 logprobs of text, one sequence after the other: for what engines are compared with."""
+        if any(batch.media):
+            raise EngineError("the frozen engine looks at no images")
+        said: list[Tensor] = []
+        for tokens in batch["tokens"].split(batch.lengths):
+            logits = self._model(input_ids=tokens[None]).logits[0, :-1].float()
+            said += [torch.zeros(1), logprobs_of(logits, tokens[1:], temperature)]
+        return torch.cat(said)
+
+    def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
+        """Not in a run without a step."""
+        raise EngineError("the frozen engine trains nothing; use another for `training`")
+
+    def save(self, folder: Path) -> None:
+        """There is nothing that was not there before."""
+        raise EngineError("the frozen engine has nothing to save")
+
+    def stop(self) -> None:
+        """The model goes with the process."""

@@ -1,0 +1,62 @@
+"""The inference engine `sglang`: an SGLang server of one's own, beside each inference worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from stretto import Component, Context, Problem, hookimpl
+from stretto.engine import InferenceEngine
+from stretto.sidecar import SidecarConfig, check_sidecar
+
+if TYPE_CHECKING:
+    from stretto.config import RunConfig
+
+__all__ = ["SglangConfig"]
+
+_RESERVED = {
+    "--model-path": "model",
+    "--model": "model",
+    "--config": "",
+    "--host": "",
+    "--port": "",
+    "--api-key": "",
+    "--admin-api-key": "",
+    "--device": "inference.gpus",
+    "--tp-size": "inference.tensor_parallel",
+    "--tensor-parallel-size": "inference.tensor_parallel",
+    "--max-running-requests": "inference.slots",
+    "--context-length": "inference.context_length",
+    "--dtype": "inference.dtype",
+    "--mem-fraction-static": "inference.share",
+    "--skip-tokenizer-init": "",
+    "--incremental-streaming-output": "",
+    "--weight-version": "",
+}
+
+
+class SglangConfig(SidecarConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An SGLang server. Without `gpus` it runs on the CPU, with PyTorch's own attention; its cache then holds
+    `slots` times `context_length` tokens. Seeds of samples have no effect on CPU."""
+
+
+def _make(config: SglangConfig, context: Context) -> InferenceEngine:
+    from stretto_sglang.engine import SglangEngine
+
+    return SglangEngine(config, context)
+
+
+def _check(config: SglangConfig, run: RunConfig) -> Iterator[Problem]:
+    yield from check_sidecar(config, run, "sglang", _RESERVED)
+
+
+@hookimpl
+def stretto_inference() -> Iterable[Component[SglangConfig]]:
+    """The inference engine `sglang`."""
+    yield Component(
+        name="sglang",
+        factory=_make,
+        config=SglangConfig,
+        summary="an SGLang server with its own interpreter, GPU or CPU: exact versions, live swaps",
+        check=_check,
+    )

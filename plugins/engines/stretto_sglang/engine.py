@@ -1,0 +1,232 @@
+"""What an SGLang server is asked, and how.
+
+Streams go to /generate with token ids, and come as segments of token ids with the logprobs of
+`log_softmax(logits / temperature)`; the last names the versions that gave them. Weights are loaded from disk.
+The endpoints that unpickle (/update_weights_from_tensor) are never used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+import msgspec
+
+from stretto.component import Context
+from stretto.engine import Finish, Sampling
+from stretto.errors import EngineError, WeightsError
+from stretto.sidecar import Flag, flags
+from stretto.sidecar_engine import Ask, Piece, SidecarEngine
+from stretto.sidecar_server import Server, ServerCommand, ServerLost, ServerRefused
+from stretto_sglang.checksums import Checksums
+
+if TYPE_CHECKING:
+    from stretto.weights import WeightUpdate
+    from stretto_sglang import SglangConfig
+
+__all__ = ["SglangEngine"]
+
+_SERVE = Path(__file__).with_name("in_server") / "serve.py"
+_CALL_S = 30.0
+_LOAD_S = 300.0
+_SPARE = 16  # SGLang keeps a few tokens of the context length to itself
+_GPU_SHARE = 0.85  # of the part that the worker may take: the rest is for activations and CUDA itself
+
+_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class _Reason(msgspec.Struct, gc=False):
+    type: str
+    message: str = ""
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+
+
+class _Meta(msgspec.Struct, gc=False):
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    finish_reason: _Reason | None = None
+    weight_versions: list[_Span] = []
+
+
+class _Fault(msgspec.Struct, gc=False):
+    message: str = ""
+
+
+class _Event(msgspec.Struct, gc=False):
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: _Fault | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class SglangEngine(SidecarEngine):
+    """Speaks with SGLang 0.5."""
+
+    health = "/health"
+
+    def __init__(self, config: SglangConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self._sglang = config
+        exact = not config.gpus and not config.urls and config.tensor_parallel == 1
+        self._checksums = Checksums(config.dtype, exact=exact)
+
+    def command(self, port: int, key: str) -> ServerCommand:
+        """SGLang's own launcher, behind `in_server/serve.py`."""
+        config = self._sglang
+        own: dict[str, Flag] = {
+            "--model-path": self._model,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--tp-size": config.tensor_parallel,
+            "--max-running-requests": config.slots,
+            "--context-length": self._room + _SPARE,
+            "--dtype": config.dtype,
+            "--skip-tokenizer-init": True,
+            "--incremental-streaming-output": True,
+            "--log-level-http": "warning",
+        }
+        # The spare tokens may go beyond what the model was made for; no sample reaches them.
+        env = {"STRETTO_SERVER_KEY": key, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if config.gpus:
+            if config.share < 1:
+                own["--mem-fraction-static"] = round(_GPU_SHARE * config.share, 3)
+        else:
+            # The default attention of its CPU engine needs AMX.
+            own |= {"--device": "cpu", "--attention-backend": "torch_native"}
+            own["--max-total-tokens"] = config.slots * (self._room + _SPARE)
+            env["SGLANG_USE_CPU_ENGINE"] = "1"
+        if Path(self._model).is_dir():
+            env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        assert config.python is not None, "refused by check"
+        return ServerCommand((config.python, str(_SERVE), *flags(own, config.args)), env | config.env)
+
+    async def greet(self, server: Server) -> None:
+        """See that it takes the key, and streams segments rather than everything again at each token.
+
+        Raises:
+            EngineError: naming the flag that a server which was found running lacks.
+        """
+        try:
+            info = await server.get("/server_info", deadline_s=_CALL_S)
+            room, segments, dtype = (
+                info[name] for name in ("context_length", "incremental_streaming_output", "dtype")
+            )
+        except (ServerRefused, ServerLost, KeyError, TypeError) as error:
+            raise EngineError(f"the server at {server.url} cannot be used as SGLang: {error!r}") from error
+        if not segments:
+            raise EngineError(f"the server at {server.url} lacks --incremental-streaming-output")
+        if room is not None and room < self._room + _SPARE:
+            raise EngineError(
+                f"{server.url} has a context length of {room}; inference.context_length, {self._room}, and"
+                f" {_SPARE} that SGLang keeps to itself need more"
+            )
+        if dtype != self._sglang.dtype:
+            raise EngineError(f"{server.url} computes in {dtype}, inference.dtype is {self._sglang.dtype}")
+        self._checksums.begin(await self._checked(server))
+
+    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+        """See `SidecarEngine`."""
+        body = {
+            "rid": ask.id,
+            "input_ids": ask.tokens,
+            "stream": True,
+            "return_logprob": True,
+            "extra_key": ask.salt,
+            "sampling_params": _sampling(ask.sampling)
+            | {"max_new_tokens": ask.max_tokens, "sampling_seed": ask.seed % 2**31},
+        }
+        async for event in server.stream("/generate", body, _EVENT):
+            if event.error is not None or event.meta_info is None:
+                message = event.error.message if event.error is not None else "an event without meta_info"
+                yield Piece((), (), "error", message)
+                return
+            yield _piece(event.output_ids, event.meta_info)
+
+    async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
+        """See `SidecarEngine`. Ids have one length, since SGLang ends all that begin with what it is
+        given."""
+        for id in ids:
+            await server.post("/abort_request", {"rid": id}, deadline_s=_CALL_S)
+
+    async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
+        """Nothing: SGLang reads the files when it loads them."""
+
+    async def load_weights(
+        self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
+    ) -> Mapping[str, str]:
+        """Have the server load the folder, and compare its checksums with what the files say."""
+        version = update.note.version
+        body = {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "flush_cache": forget,
+            "abort_all_requests": False,
+        }
+        try:
+            await server.post("/update_weights_from_disk", body, deadline_s=_LOAD_S)
+        except ServerRefused as error:
+            if "weights iterator" in error.reason:  # before anything is loaded
+                raise WeightsError(
+                    f"the server refuses version {version}: {error.reason}", version=version
+                ) from error
+            raise ServerLost(f"it may have loaded a part of version {version}: {error.reason}") from error
+        checked = await self._checked(server)
+        return await anyio.to_thread.run_sync(self._checksums.hashes, update.hashes(), folder, checked)
+
+    async def score(self, server: Server, tokens: list[int]) -> list[float]:
+        """See `SidecarEngine`."""
+        body = {
+            "input_ids": tokens,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        }
+        answer = await server.post("/generate", body, deadline_s=_CALL_S)
+        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+    async def _checked(self, server: Server) -> Mapping[str, str]:
+        """The server's own checksum of each tensor that it holds, those of several ranks together."""
+        try:
+            answer = await server.post("/weights_checker", {"action": "checksum"}, deadline_s=_LOAD_S)
+        except ServerRefused as error:
+            raise ServerLost(str(error)) from error
+        found: dict[str, str] = {}
+        for rank in answer["ranks"]:
+            for name, checksum in rank["checksums"].items():
+                found[name] = f"{found.get(name, '')} {checksum}".strip()
+        return found
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
+        "stop_token_ids": sampling.stop_token_ids or None,
+        "ignore_eos": sampling.ignore_eos,
+    }
+
+
+def _piece(tokens: list[int], meta: _Meta) -> Piece:
+    logprobs = [entry[0] for entry in meta.output_token_logprobs]
+    known = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob)]
+    if len(known) < len(tokens):
+        return Piece((), (), "error", "the server's logits are not finite")
+    versions = [span.version for span in meta.weight_versions]
+    reason = meta.finish_reason
+    if reason is None:
+        return Piece(tokens, known)
+    finish = _FINISH.get(reason.type, "error")
+    if finish == "abort":
+        # SGLang does not look whether these tokens end the answer, so they are drawn again when it goes on.
+        return Piece((), (), finish, "", versions)
+    return Piece(tokens, known, finish, reason.message if finish == "error" else "", versions)

@@ -1,0 +1,90 @@
+"""Starts an SGLang server, in SGLang's own interpreter: `serve.py [any flag of the server]`.
+
+It gives the server its key, which comes in the variable STRETTO_SERVER_KEY so that it stands in no command
+line, and keeps it out of the log. With `--device cpu` it makes SGLang run where its CPU kernels (AMX) are not
+to be had.
+
+What stands above `main` is there at import on purpose: SGLang spawns its scheduler and other processes, and
+each imports this file again, so that it applies to them too.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import logging
+import os
+import runpy
+import sys
+import types
+from typing import Any
+
+_KEY = os.environ.get("STRETTO_SERVER_KEY", "")
+_ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+
+
+class _Record(logging.LogRecord):
+    """A record of the log in which the key is blotted out: SGLang logs all its arguments."""
+
+    def getMessage(self) -> str:  # noqa: N802 - the name is the standard library's
+        message = super().getMessage()
+        return message.replace(_KEY, "***") if _KEY else message
+
+
+logging.setLogRecordFactory(_Record)
+
+
+class _Placeholder(types.ModuleType):
+    """Stands for a module that is imported but not used. Whatever in it is called raises, so that nothing is
+    computed wrong in silence."""
+
+    __path__ = []  # noqa: RUF012 - what makes it a package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        child = sys.modules.setdefault(full, _Placeholder(full))
+        setattr(self, name, child)
+        return child
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        raise NotImplementedError(f"{self.__name__} has no implementation for CPUs here")
+
+
+class _PlaceholderFinder:
+    """Finds `sgl_kernel`, whose wheel holds CUDA kernels only and which SGLang imports for speculative
+    decoding and moves of its cache, and `torchvision`, whose wheel breaks with a CPU build of torch."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname.partition(".")[0] in ("sgl_kernel", "torchvision"):
+            loader: Any = _PlaceholderFinder
+            return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)
+        return None
+
+    @staticmethod
+    def create_module(spec: Any) -> types.ModuleType:
+        return _Placeholder(spec.name)
+
+    @staticmethod
+    def exec_module(module: types.ModuleType) -> None:
+        pass
+
+
+if _ON_CPU:
+    # transformers remembers whether torchvision is there; it must see that it is not.
+    from transformers.utils.import_utils import is_torchvision_available
+
+    is_torchvision_available()
+    sys.meta_path.insert(0, _PlaceholderFinder)
+
+
+def main() -> None:
+    """Start the server as its own command line does."""
+    if _KEY:
+        sys.argv += ["--api-key", _KEY]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

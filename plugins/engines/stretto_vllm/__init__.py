@@ -1,0 +1,74 @@
+"""The inference engine `vllm`: a vLLM server of one's own, beside each inference worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from stretto import Component, Context, Problem, hookimpl
+from stretto.component import PositiveInt
+from stretto.engine import InferenceEngine
+from stretto.sidecar import SidecarConfig, check_sidecar
+from stretto.training import local_model_config
+
+if TYPE_CHECKING:
+    from stretto.config import RunConfig
+
+__all__ = ["VllmConfig"]
+
+_CPU_HEAD_DIM = 32
+
+_RESERVED = {
+    "--model": "model",
+    "--served-model-name": "",
+    "--host": "",
+    "--port": "",
+    "--uds": "",
+    "--api-key": "",
+    "--middleware": "",
+    "--tensor-parallel-size": "inference.tensor_parallel",
+    "--max-num-seqs": "inference.slots",
+    "--max-model-len": "inference.context_length",
+    "--dtype": "inference.dtype",
+    "--gpu-memory-utilization": "inference.share",
+    "--logprobs-mode": "",
+    "--enable-scale-out": "",
+    "--worker-extension-cls": "",
+}
+
+
+class VllmConfig(SidecarConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A vLLM server. Without `gpus` it runs on the CPU, where heads of a dimension below 32 are refused."""
+
+    kv_cache_gb: PositiveInt = 1
+    """Without GPUs: memory of the cache of keys and values in GiB. On GPUs it is what `share` leaves."""
+
+
+def _make(config: VllmConfig, context: Context) -> InferenceEngine:
+    from stretto_vllm.engine import VllmEngine
+
+    return VllmEngine(config, context)
+
+
+def _check(config: VllmConfig, run: RunConfig) -> Iterator[Problem]:
+    yield from check_sidecar(config, run, "vllm", _RESERVED)
+    model = local_model_config(run.model)
+    heads, width = model.get("num_attention_heads"), model.get("hidden_size")
+    dim = model.get("head_dim") or (width // heads if heads and width else None)
+    if not config.urls and not config.gpus and dim is not None and dim < _CPU_HEAD_DIM:
+        yield Problem(
+            "model",
+            f"has heads of dimension {dim}; vLLM on CPU needs {_CPU_HEAD_DIM}: use another engine, or GPUs",
+        )
+
+
+@hookimpl
+def stretto_inference() -> Iterable[Component[VllmConfig]]:
+    """The inference engine `vllm`."""
+    yield Component(
+        name="vllm",
+        factory=_make,
+        config=VllmConfig,
+        summary="a vLLM server with its own interpreter, GPU or CPU: exact versions, live swaps",
+        check=_check,
+    )

@@ -1,0 +1,255 @@
+"""What a vLLM server is asked, and how.
+
+Streams go to /inference/v1/generate: token ids in, token ids out, each with the logprob of the distribution
+it was drawn from (`--logprobs-mode processed_logprobs`), and at the end the versions that gave them. Weights
+go through a worker extension of stretto's own (`in_server/stretto_in_vllm.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from stretto.component import Context
+from stretto.engine import Finish, Sampling
+from stretto.errors import EngineError, WeightsError
+from stretto.sidecar import Flag, flags
+from stretto.sidecar_engine import Ask, Piece, SidecarEngine
+from stretto.sidecar_server import Server, ServerCommand, ServerLost, ServerRefused
+
+if TYPE_CHECKING:
+    from stretto.weights import WeightUpdate
+    from stretto_vllm import VllmConfig
+
+__all__ = ["VllmEngine"]
+
+_IN_SERVER = Path(__file__).with_name("in_server")
+_EXTENSION = "stretto_in_vllm.Weights"
+_CALL_S = 30.0
+_READ_S = 300.0
+_LOAD_S = 300.0
+_ASK_EVERY_S = 0.02
+_BATCH = 2048
+_GPU_SHARE = 0.9  # of the part that the worker may take: vLLM does not count what CUDA itself needs
+
+_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Logprob]
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Fault(msgspec.Struct, gc=False):
+    message: str = ""
+    code: int = 500
+
+
+class _Event(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    error: _Fault | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class VllmEngine(SidecarEngine):
+    """Speaks with vLLM 0.32."""
+
+    health = "/health"
+
+    def __init__(self, config: VllmConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self._vllm = config
+        self._hashes: Mapping[str, str] = {}
+        """Of the tensors that the server has read last, by its own account."""
+
+    def command(self, port: int, key: str) -> ServerCommand:
+        """`vllm serve`, with the development endpoints that weights need, all behind the key."""
+        config = self._vllm
+        own: dict[str, Flag] = {
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--served-model-name": "policy",
+            "--tensor-parallel-size": config.tensor_parallel,
+            "--max-num-seqs": config.slots,
+            "--max-model-len": self._room,
+            "--dtype": config.dtype,
+            "--logprobs-mode": "processed_logprobs",
+            "--enable-scale-out": True,
+            "--worker-extension-cls": _EXTENSION,
+            "--middleware": "stretto_in_vllm.RequireKey",
+            "--uvicorn-log-level": "warning",
+            "--enforce-eager": not config.gpus,  # compiling takes minutes
+        }
+        env = {
+            "PYTHONPATH": str(_IN_SERVER),
+            "VLLM_API_KEY": key,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if config.gpus:
+            own["--gpu-memory-utilization"] = round(_GPU_SHARE * config.share, 3)
+        else:
+            # A seeded sample whose prompt is computed in chunks ends vLLM 0.32 on CPU.
+            own |= {"--no-enable-chunked-prefill": True, "--max-num-batched-tokens": max(_BATCH, self._room)}
+            # Otherwise vLLM takes every core, whatever the worker's threads are.
+            env |= {"VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if Path(self._model).is_dir():
+            env["HF_HUB_OFFLINE"] = "1"
+        assert config.python is not None, "refused by check"
+        module = (config.python, "-m", "vllm.entrypoints.cli.main", "serve", self._model)
+        return ServerCommand((*module, *flags(own, config.args)), env | config.env)
+
+    async def greet(self, server: Server) -> None:
+        """See that it takes the key, has the extension, and says of each token what it was drawn with.
+
+        Raises:
+            EngineError: naming the flag that a server which was found running lacks.
+        """
+        try:
+            models = await server.get("/v1/models", deadline_s=_CALL_S)
+            room = models["data"][0]["max_model_len"]
+            shown = await server.get("/server_info?config_format=json", deadline_s=_CALL_S)
+            await self._rpc(server, "stretto_loads", deadline_s=_CALL_S)
+        except (ServerRefused, ServerLost, KeyError, IndexError, TypeError) as error:
+            raise EngineError(
+                f"the server at {server.url} cannot be used: {error}; a server for inference.urls needs"
+                f" VLLM_SERVER_DEV_MODE=1, PYTHONPATH={_IN_SERVER}, --enable-scale-out,"
+                f" --logprobs-mode processed_logprobs and --worker-extension-cls {_EXTENSION}"
+            ) from error
+        if "processed_logprobs" not in str(shown):
+            raise EngineError(f"the server at {server.url} lacks --logprobs-mode processed_logprobs")
+        if room < self._room:
+            raise EngineError(
+                f"{server.url} has room for {room} tokens; inference.context_length is {self._room}"
+            )
+
+    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+        """See `SidecarEngine`."""
+        body = {
+            "request_id": ask.id,
+            "token_ids": ask.tokens,
+            "stream": True,
+            "cache_salt": ask.salt,
+            "sampling_params": _sampling(ask.sampling)
+            | {"max_tokens": ask.max_tokens, "seed": ask.seed, "logprobs": 0, "detokenize": False},
+        }
+        async for event in server.stream("/inference/v1/generate", body, _EVENT):
+            if event.error is not None:
+                if event.error.code >= 500:
+                    raise ServerLost(event.error.message)
+                yield Piece((), (), "error", event.error.message)
+            for choice in event.choices:
+                yield _piece(choice)
+
+    async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
+        """See `SidecarEngine`."""
+        names = [f"generate-tokens-{id}" for id in ids]
+        await server.post("/abort_requests", {"request_ids": names}, deadline_s=_CALL_S)
+
+    async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
+        """Have the server read the files, and say what it has read.
+
+        Raises:
+            WeightsError: if they are not its model's.
+        """
+        await self._rpc(server, "stretto_read", str(folder), deadline_s=_CALL_S)
+        with anyio.move_on_after(_READ_S):
+            while not (read := await self._rpc(server, "stretto_have_read", deadline_s=_CALL_S))["done"]:
+                await anyio.sleep(_ASK_EVERY_S)
+            if read["error"]:
+                version = update.note.version
+                raise WeightsError(f"the server refuses version {version}: {read['error']}", version=version)
+            self._hashes = read["hashes"]
+            return
+        raise ServerLost(f"it did not read {folder} within {_READ_S:g} s")
+
+    async def load_weights(
+        self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
+    ) -> Mapping[str, str]:
+        """Have the server load what it has read."""
+        await self._rpc(server, "stretto_load", deadline_s=_LOAD_S)
+        try:
+            version = {"new_version": str(update.note.version)}
+            await server.post("/update_weight_version", version, deadline_s=_CALL_S)
+            if forget:
+                await server.post("/reset_prefix_cache", deadline_s=_CALL_S)
+        except ServerRefused as error:
+            raise ServerLost(str(error)) from error
+        return self._hashes
+
+    async def score(self, server: Server, tokens: list[int]) -> list[float]:
+        """See `SidecarEngine`. vLLM reads no prefix cache where it is asked for logprobs of a prompt."""
+        body = {
+            "token_ids": tokens,
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 0,
+                "detokenize": False,
+            },
+        }
+        answer = await server.post("/inference/v1/generate", body, deadline_s=_CALL_S)
+        found = answer["prompt_logprobs"]
+        return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i]
+
+    async def _rpc(self, server: Server, method: str, *arguments: str, deadline_s: float) -> Any:
+        """Call a method of the worker extension in every worker of the server; what the first one answers,
+        once it is seen that all answer alike.
+
+        Raises:
+            ServerLost: if it fails.
+        """
+        body = {"method": method, "args": arguments}
+        try:
+            answer = await server.post("/collective_rpc", body, deadline_s=deadline_s)
+        except ServerRefused as error:
+            raise ServerLost(f"{method}: {error.reason}") from error
+        results: list[Any] = answer["results"]
+        if method == "stretto_have_read" and not all(result["done"] for result in results):
+            return {"done": False}
+        if any(result != results[0] for result in results):
+            raise ServerLost(f"{method}: the server's workers do not agree: {results}")
+        return results[0]
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": sampling.ignore_eos,
+    }
+
+
+def _piece(choice: _Choice) -> Piece:
+    logprobs = [token.logprob for token in choice.logprobs.content]
+    if not all(map(math.isfinite, logprobs)):
+        return Piece((), (), "error", "the server's logits are not finite")
+    versions = [span.version for span in choice.weight_versions or ()]
+    finish: Finish = _FINISH.get(choice.finish_reason, "error") if choice.finish_reason else ""
+    error = f"the server ended it with {choice.finish_reason!r}" if finish == "error" else ""
+    return Piece(choice.token_ids, logprobs, finish, error, versions)

@@ -1,0 +1,140 @@
+"""What stretto adds to a vLLM server, in vLLM's own interpreter: nothing of stretto is imported here.
+
+- `Weights`, a worker extension: reads a folder of safetensors beside the sampling, then loads it in one go.
+- `RequireKey`, a middleware: asks for the server's key on every path; vLLM itself does on some only.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+
+class Weights:
+    """Mixed into every worker of the server; called through /collective_rpc."""
+
+    vllm_config: Any
+    model_runner: Any
+    reload_weights: Any
+    _stretto_reading: Any
+
+    def stretto_loads(self) -> dict[str, Any]:
+        """That this extension is here."""
+        return {"loads": "safetensors"}
+
+    def stretto_read(self, folder: str) -> None:
+        """Begin to read, check and hash the tensors of a folder, in a thread: decoding goes on."""
+        self._stretto_reading = _Reading(folder, self.vllm_config.model_config)
+
+    def stretto_have_read(self) -> dict[str, Any]:
+        """`{"done": false}`, or what came of it: `{"done": true, "error": str, "hashes": {name:
+        SHA-256}}`."""
+        reading = self._stretto_reading
+        if reading.is_alive():
+            return {"done": False}
+        return {"done": True, "error": reading.error, "hashes": reading.hashes}
+
+    def stretto_load(self) -> dict[str, Any]:
+        """Load the tensors that were read; they are the model's, or `stretto_have_read` would have said
+        so."""
+        reading, self._stretto_reading = self._stretto_reading, None
+        # Not `model.load_weights`: on CPU linear weights are packed after a load, and this unpacks them.
+        self.reload_weights(weights_iterator=iter(reading.tensors.items()))
+        for module in self.model_runner.get_model().modules():
+            # On CPU a head holds a packed copy of its weights, which a reload leaves as it was where the head
+            # is tied to the embedding.
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+        return {"loaded": len(reading.tensors)}
+
+
+class _Reading(threading.Thread):
+    """Reads a folder. A reload that fails half-way leaves a model that ends the server, so everything that
+    can be wrong is found here."""
+
+    def __init__(self, folder: str, model: Any) -> None:
+        super().__init__(daemon=True)
+        self._folder = folder
+        self._model = model
+        self.error = ""
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.hashes: dict[str, str] = {}
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for file in _files(self._folder):
+                self.tensors.update(load_file(file))
+            self.error = self._fault()
+            self.hashes = {name: _sha256(tensor) for name, tensor in self.tensors.items()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, the worker is told
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _fault(self) -> str:
+        """What of the tensors is not the model's, by the checkpoint that the server was started on."""
+        expected = _shapes(self._model)
+        got = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        if getattr(self._model.hf_config, "tie_word_embeddings", False):
+            for shapes in (expected, got):
+                shapes.pop("lm_head.weight", None)
+        for name in sorted(expected.keys() | got.keys()):
+            if expected.get(name) != got.get(name):
+                return f"tensor {name!r} has shape {got.get(name)}; the model's has {expected.get(name)}"
+        return ""
+
+
+def _files(folder: str) -> list[str]:
+    found = [str(file) for file in sorted(Path(folder).glob("*.safetensors"))]
+    if not found:
+        raise FileNotFoundError(f"no safetensors in {folder}")
+    return found
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    folder = model.model
+    if not Path(folder).is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(folder, revision=model.revision, local_files_only=True)
+    shapes = {}
+    for name in _files(folder):
+        with safe_open(name, "pt") as file:
+            shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+    return shapes
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+class RequireKey:
+    """ASGI middleware. /health alone is open: it says nothing but that the server is there."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One connection."""
+        if scope["type"] == "lifespan" or scope["path"] == "/health":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"error":"this server asks for its key"}'})
+        else:
+            await send({"type": "websocket.close", "code": 1008})

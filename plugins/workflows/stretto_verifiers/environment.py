@@ -1,0 +1,130 @@
+"""An environment of `verifiers`, in a process of the interpreter that has it. Knows nothing of stretto.
+
+Lines of JSON over its standard pipes: `{"config", "path", "size"}` in, `{"tasks"}` or `{"error"}` out. Then
+`{"id", "task", "key", "model", "base_url", "api_key"}` in for each episode, `{"cancel": id}` to give one
+up, and `{"id", "reward", "metrics", "error"}` out when one is over. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def config_of(given: dict[str, Any]) -> Any:
+    """The environment's config; agents whose place is not said run on this machine, not in a cloud."""
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
+
+    kind = vf.env_config_type(given["taskset"]["id"], given.get("id", ""))
+    seats = [name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
+    placed = {name: {"runtime": {"type": "subprocess"}, **given.get(name, {})} for name in seats}
+    return vf.resolve_env_config({**given, **placed})
+
+
+def tasks_of(config: Any, size: int | None) -> list[Any]:
+    """Its tasks, or the first of them."""
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
+
+    tasks = vf.load_environment(config).taskset
+    if size is not None:
+        tasks = tasks.take(size)
+    elif not tasks.bounded:
+        raise ValueError("the environment has tasks without end: give `size`")
+    return list(tasks)
+
+
+def described(task: Any) -> dict[str, Any]:
+    """What a dataset row is made of."""
+    data = task.data
+    return {
+        "key": task.key,
+        "name": data.name or data.id or "",
+        "prompt": data.prompt_text,
+        "system": data.system_prompt or "",
+        "data": data.model_dump(mode="json", exclude_none=True),
+    }
+
+
+async def played(config: Any, task: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """One episode. It has an environment of its own, whose servers end with it."""
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
+
+    if task.key != order["key"]:
+        raise ValueError(f"task {order['task']} is not the one that the row was made of")
+    variable = f"STRETTO_KEY_{order['id']}"
+    os.environ[variable] = order["api_key"]
+    try:
+        client = vf.EvalClientConfig(base_url=order["base_url"], api_key_var=variable)
+        environment = vf.load_environment(config)
+        async with environment.serving():
+            [slot] = environment.slots(task)
+            episode = await environment.run_slot(slot, vf.ModelContext(model=order["model"], client=client))
+    finally:
+        del os.environ[variable]
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not ok")
+    names = sorted({name for trace in episode.traces for name in trace.metrics})
+    return {
+        "reward": fmean(trace.reward for trace in episode.traces),
+        "metrics": {
+            name: fmean(trace.metrics[name] for trace in episode.traces if name in trace.metrics)
+            for name in names
+        },
+        "error": "",
+    }
+
+
+async def serve(tell: Tell) -> None:
+    """Play whatever is asked for, all at once, until the input ends."""
+    lines = asyncio.StreamReader(limit=2**26)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    first = json.loads(await lines.readline())
+    sys.path[:0] = first["path"]
+    try:
+        config = config_of(first["config"])
+        tasks = tasks_of(config, first["size"])
+    except Exception as error:  # noqa: BLE001 - an environment may raise anything; it is told
+        tell({"error": f"{type(error).__name__}: {error}"})
+        return
+    tell({"tasks": [described(task) for task in tasks]})
+    under_way: dict[int, asyncio.Task[None]] = {}
+
+    async def play(order: dict[str, Any]) -> None:
+        try:
+            tell({"id": order["id"], **await played(config, tasks[order["task"]], order)})
+        except Exception as error:  # noqa: BLE001 - so may an episode
+            tell({"id": order["id"], "error": f"{type(error).__name__}: {error}"})
+        finally:
+            del under_way[order["id"]]
+
+    while line := await lines.readline():
+        order = json.loads(line)
+        if "cancel" not in order:
+            under_way[order["id"]] = asyncio.create_task(play(order))
+        elif task := under_way.get(order["cancel"]):
+            task.cancel()
+
+
+def main() -> None:
+    """Body of the process."""
+    # The pipe is for replies alone: whatever else is printed goes where errors go.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(reply: dict[str, Any]) -> None:
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+    asyncio.run(serve(tell))
+
+
+if __name__ == "__main__":
+    main()

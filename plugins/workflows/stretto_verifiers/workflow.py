@@ -1,0 +1,220 @@
+"""Episodes of environments, a process of each environment, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import anyio
+import msgspec
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from stretto import Context, StrettoError
+from stretto.endpoint import Endpoint
+from stretto.episode import Episode, Limits
+from stretto.openai_api import MODEL
+from stretto.sandbox import confined, kill
+from stretto.workflow import Prompt, Session, Trajectory, group_of
+from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
+
+__all__ = ["EpisodeError", "VerifiersWorkflow"]
+
+_START_S = 600.0
+_END_S = 5.0
+_MAX_LINE = 2**30
+_SCRATCH_MB = 4096
+# Where an interpreter is, whichever links lead there.
+_PLACES = "import sys, json; print(json.dumps([sys.prefix, sys.base_prefix]))"
+
+
+class EpisodeError(StrettoError):
+    """An environment that cannot be started, or an episode that gives nothing to train on."""
+
+
+class VerifiersWorkflow:
+    """A group of episodes for each prompt, against one endpoint for all prompts."""
+
+    def __init__(self, config: VerifiersWorkflowConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self.endpoint = Endpoint(config.tool_parser)
+        """Started with the first prompt; it serves as long as the worker lives."""
+        self._environments: dict[bytes, _Environment] = {}
+        self._starting = anyio.Lock()
+        self._episodes = anyio.CapacityLimiter(config.episodes)
+        self._limits = Limits(calls=config.max_calls, context=config.max_tokens)
+
+    async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
+        """The trajectories of all episodes; those of one have one score.
+
+        Raises:
+            EpisodeError: if one failed, or the policy was not asked in it.
+        """
+        if "verifiers" not in prompt.row:
+            raise EpisodeError("the row has no column 'verifiers'; use the dataset `verifiers`")
+        await self.endpoint.start()
+        environment = await self._environment(prompt.row["verifiers"])
+        numbers = count()  # episodes begin in order, so that each has the same seeds in every repetition
+        played = await group_of(session, lambda: self._play(environment, prompt, session, next(numbers)))
+        last = [episode.last.chat if episode.last else [] for episode, _ in played]
+        verdicts = [verdict for _, verdict in played]
+        texts = [str(chat[-1]["content"]) for chat in last]
+        scores = await session.score(prompt, texts, columns={"verdict": verdicts, "messages": last})
+        return [
+            trajectory
+            for (episode, _), score in zip(played, scores, strict=True)
+            for trajectory in episode.trajectories(score)
+        ]
+
+    async def end(self) -> None:
+        """End the processes of all environments. They would end with this one, too."""
+        for environment in self._environments.values():
+            await environment.end()
+
+    async def _play(
+        self, environment: _Environment, prompt: Prompt, session: Session, number: int
+    ) -> tuple[Episode, dict[str, float]]:
+        """One episode, and what the environment says of it."""
+        episode = Episode(session, f"v{number}", self._limits)
+        about = prompt.row["verifiers"]
+        async with self._episodes, self.endpoint.serve(episode) as key:
+            order = {
+                "task": about["task"],
+                "key": about["key"],
+                "model": MODEL,
+                "base_url": self.endpoint.base_url,
+                "api_key": key,
+            }
+            try:
+                with anyio.fail_after(self._config.episode_timeout_s):
+                    reply = await environment.play(order)
+            except TimeoutError:
+                raise EpisodeError(
+                    f"the episode took longer than episode_timeout_s={self._config.episode_timeout_s:g}"
+                ) from None
+        if reply["error"]:
+            cause = f"; a call of the model failed: {episode.fault}" if episode.fault else ""
+            raise EpisodeError(f"the episode failed: {reply['error']}{cause}")
+        if episode.last is None:
+            raise EpisodeError("the environment asked nothing of the policy")
+        return episode, {**reply["metrics"], "reward": reply["reward"]}
+
+    async def _environment(self, about: Mapping[str, Any]) -> _Environment:
+        """The process that plays rows like this one; started with the first, or when the last has ended."""
+        made_by = {key: value for key, value in about.items() if key not in ("task", "key")}
+        name = msgspec.json.encode(made_by)
+        async with self._starting:
+            known = self._environments.get(name)
+            if known is None or known.ended:
+                known = self._environments[name] = await self._started(made_by)
+            return known
+
+    async def _started(self, made_by: dict[str, Any]) -> _Environment:
+        python, config = made_by["python"], self._config
+        places = await anyio.run_process([python, "-c", _PLACES])
+        folders = [Path(python).parent, *map(Path, msgspec.json.decode(places.stdout, type=list[str]))]
+        command = confined(
+            [python, str(PROGRAM)],
+            sandbox=self._context.sandbox,
+            readable=[PROGRAM, *folders, *map(Path, (*made_by["path"], *config.readable))],
+            hidden=[Path(self._context.folder)] if self._context.folder else [],
+            network=True,  # the endpoint is on loopback
+            env=config.env,
+            scratch_mb=_SCRATCH_MB,
+        )
+        # Programs beside the interpreter, such as uv, go before those of this one.
+        path = config.env.get("PATH", f"{Path(python).parent}:{command.env['PATH']}")
+        command.env["PATH"] = path
+        environment = _Environment(await command.start(stdin=PIPE, stdout=PIPE, stderr=None))
+        try:
+            with anyio.fail_after(_START_S):
+                await environment.start(made_by)
+        except BaseException:
+            await environment.end()
+            raise
+        return environment
+
+
+class _Environment:
+    """One process of `environment.py`, asked by many at once. Whoever waits for a reply reads for all."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdout is not None
+        self._process = process
+        self._lines = BufferedByteReceiveStream(process.stdout)
+        self._writing, self._reading = anyio.Lock(), anyio.Lock()
+        self._ids = count(1)
+        self._replies: dict[int, dict[str, Any] | None] = {}
+        """Of the episodes that are waited for; None is not there yet."""
+        self.ended = False
+
+    async def start(self, made_by: Mapping[str, Any]) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            EpisodeError: if it cannot be loaded.
+        """
+        await self._tell(made_by)
+        reply = await self._next()
+        if "error" in reply:
+            raise EpisodeError(f"the environment cannot be loaded: {reply['error']}")
+
+    async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """One episode, to its end; given up if the caller is cancelled.
+
+        Raises:
+            EpisodeError: if the process ends.
+        """
+        id = next(self._ids)
+        self._replies[id] = None
+        try:
+            await self._tell({"id": id, **order})
+            while (reply := self._replies[id]) is None:
+                async with self._reading:
+                    if self._replies[id] is None:
+                        self._take(await self._next())
+            return reply
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True), suppress(EpisodeError):
+                await self._tell({"cancel": id})
+            raise
+        finally:
+            del self._replies[id]
+
+    async def end(self) -> None:
+        """End the process, and all that it started."""
+        self.ended = True
+        kill(self._process)
+        with anyio.CancelScope(shield=True):
+            await self._process.aclose()
+
+    def _take(self, reply: dict[str, Any]) -> None:
+        if reply["id"] in self._replies:  # others have been given up
+            self._replies[reply["id"]] = reply
+
+    async def _tell(self, line: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            async with self._writing:
+                await self._process.stdin.send(msgspec.json.encode(line) + b"\n")
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise await self._gone() from error
+
+    async def _next(self) -> dict[str, Any]:
+        try:
+            line = await self._lines.receive_until(b"\n", _MAX_LINE)
+        except (anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError) as error:
+            raise await self._gone() from error
+        return msgspec.json.decode(line, type=dict[str, Any])
+
+    async def _gone(self) -> EpisodeError:
+        self.ended = True
+        with anyio.move_on_after(_END_S):
+            await self._process.wait()
+        await self.end()
+        return EpisodeError(f"the environment's process ended with status {self._process.returncode}")

@@ -1,0 +1,75 @@
+"""Real SGLang and vLLM servers keep every promise of the conformance suite, and train the quickstart.
+
+`make test-integration` installs the servers and says in the environment where their interpreters are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
+
+ROOT = Path(__file__).parent.parent.parent
+SGLANG_PYTHON = os.environ.get("SGLANG_PYTHON", "")
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
+
+pytestmark = pytest.mark.integration
+with_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="SGLANG_PYTHON names no interpreter with SGLang")
+with_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no interpreter with vLLM")
+
+SGLANG = EngineUnderTest("sglang", {"python": SGLANG_PYTHON, "slots": 8}, servers=True, start_s=240)
+VLLM = EngineUnderTest("vllm", {"python": VLLM_PYTHON, "slots": 8}, seeds=True, servers=True, start_s=240)
+
+
+@with_sglang
+class TestSglang(InferenceConformance):
+    engine = SGLANG
+
+
+@with_sglang
+class TestSglangInRuns(RunConformance):
+    engine = SGLANG
+
+
+@with_vllm
+class TestVllm(InferenceConformance):
+    engine = VLLM
+
+
+@with_vllm
+class TestVllmInRuns(RunConformance):
+    engine = VLLM
+
+
+@pytest.mark.parametrize(
+    ("use", "python"),
+    [
+        pytest.param("sglang", SGLANG_PYTHON, marks=with_sglang),
+        pytest.param("vllm", VLLM_PYTHON, marks=with_vllm),
+    ],
+)
+def test_the_quickstart_trains_with_only_the_engines_name_changed(
+    tmp_path: Path, use: str, python: str
+) -> None:
+    steps = 40
+    out = tmp_path / "run"
+    changed = [f"inference.use={use}", f"inference.python={python}", f"steps={steps}", f"out={out}"]
+    command = [sys.executable, "-m", "stretto", "run", "examples/quickstart/run.yaml", *changed]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    first, *_, last = (line["accuracy"] for line in summary["evaluation"])
+    assert last > first + 0.2
+    assert (summary["version"], summary["ledger"]["failed"], summary["restarts"]) == (steps, 0, 0)
+    assert summary["swaps"]["count"] >= steps
+    assert 0 < summary["swaps"]["pause_mean_s"] <= summary["swaps"]["pause_max_s"]
+    assert max(line.get("mismatch_max", 0.0) for line in metrics) < 1e-3

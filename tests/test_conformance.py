@@ -1,0 +1,15 @@
+"""The torch engine keeps every promise of the conformance suite, alone and in runs."""
+
+from __future__ import annotations
+
+from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
+
+TORCH = EngineUnderTest("torch", {"slots": 8}, seeds=True, tolerance=1e-4)
+
+
+class TestTorch(InferenceConformance):
+    engine = TORCH
+
+
+class TestTorchInRuns(RunConformance):
+    engine = TORCH

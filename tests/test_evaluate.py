@@ -1,0 +1,323 @@
+"""`stretto evaluate`: figures against hand-worked ones, answers against transformers' own, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from stretto.config import compose
+from stretto.errors import ConfigError, PluginError
+from stretto.evaluate import Wanted, compose_evaluation, pass_at_k, result_of
+from stretto.plan import problems
+from stretto.roles.answers import KeptAnswer
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
+MODEL, HELDOUT = str(QUICKSTART / "model"), str(QUICKSTART / "heldout.jsonl")
+
+
+# ------------------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 0), (1, 1), (4, 1), (5, 2), (6, 6), (8, 3)])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(n: int, c: int) -> None:
+    answers = [True] * c + [False] * (n - c)
+    for k in range(1, n + 1):
+        chosen = [any(some) for some in itertools.combinations(answers, k)]
+        assert pass_at_k(n, c, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+
+
+def answer(row: int, reward: float, **fields: Any) -> KeptAnswer:
+    plain: dict[str, Any] = {"sample": 0, "prompt": "", "completion": "", "metrics": {}, "tokens": 10}
+    plain |= {"finish": "stop", **fields}
+    return KeptAnswer(row=row, reward=reward, engine="", **plain)
+
+
+def test_figures_are_those_worked_out_by_hand() -> None:
+    answers = [answer(0, score, sample=index) for index, score in enumerate((1, 0, 0, 0))]
+    answers += [
+        answer(1, score, sample=index, tokens=30, finish="length") for index, score in enumerate((1, 1, 0, 1))
+    ]
+    result = result_of(answers, source="m", failed=2, threshold=1.0, tokens_per_s=5.0)
+    # Row means 1/4 and 3/4: s = 0.353553, and 1.959964 s / sqrt(2) = 0.489991.
+    assert (result.rows, result.samples, result.n, result.failed) == (2, 8, 4, 2)
+    assert result.avg.mean == 0.5
+    assert result.avg.ci95 == pytest.approx(0.489991, abs=1e-6)
+    assert list(result.pass_at) == [1, 2, 4]
+    # pass@2: 1 - C(3, 2) / C(4, 2) = 1/2 for the one row, 1 - C(1, 2) / C(4, 2) = 1 for the other.
+    assert result.pass_at[1].mean == 0.5
+    assert result.pass_at[2].mean == 0.75
+    assert result.pass_at[2].ci95 == pytest.approx(0.489991, abs=1e-6)
+    assert (result.pass_at[4].mean, result.pass_at[4].ci95) == (1.0, 0.0)
+    assert (result.length, result.truncated) == (20.0, 0.5)
+
+
+def test_accuracy_goes_before_reward_and_one_row_has_no_interval() -> None:
+    scores = [(0.9, 0.0), (2.5, 1.0), (0.5, 0.0)]
+    answers = [
+        answer(3, reward, sample=index, metrics={"accuracy": accuracy})
+        for index, (reward, accuracy) in enumerate(scores)
+    ]
+    result = result_of(answers, source="m", failed=0, threshold=1.0, tokens_per_s=0.0)
+    assert (result.avg.mean, result.avg.ci95) == (pytest.approx(1 / 3), None)
+    assert result.reward.mean == pytest.approx(1.3)
+    assert {k: estimate.mean for k, estimate in result.pass_at.items()} == pytest.approx({1: 1 / 3, 2: 2 / 3})
+
+
+def test_a_sample_that_became_several_trajectories_counts_once() -> None:
+    answers = [answer(0, 1.0), answer(0, 1.0, tokens=5, finish="length"), answer(0, 0.0, sample=1)]
+    result = result_of(answers, source="m", failed=0, threshold=1.0, tokens_per_s=0.0)
+    assert (result.samples, result.n, result.avg.mean) == (2, 2, 0.5)
+    assert (result.length, result.truncated) == (12.5, 0.5)
+
+
+def test_a_threshold_says_what_passes() -> None:
+    answers = [answer(0, 0.4), answer(0, 0.6, sample=1)]
+    result = result_of(answers, source="m", failed=0, threshold=0.5, tokens_per_s=0.0)
+    assert result.pass_at[1].mean == 0.5
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def wanted(**changes: Any) -> Wanted:
+    return replace(Wanted(dataset=HELDOUT, reward="exact"), **changes)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """What a run without a checkpoint leaves behind."""
+    folder = tmp_path / "former"
+    folder.mkdir()
+    document = {
+        "name": "former",
+        "steps": 4,
+        "seed": 7,
+        "model": MODEL,
+        "algorithm": {"use": "grpo"},
+        "training": {"use": "torch", "dtype": "bfloat16"},
+        "inference": {"use": "torch", "slots": 3},
+        "reward": {"use": "exact"},
+        "dataset": {"use": "jsonl", "path": str(QUICKSTART / "train.jsonl")},
+        "sampling": {"max_tokens": 24, "stop": ["${oc.env:HOME}"]},
+        "evaluation": {
+            "dataset": {"use": "jsonl", "path": HELDOUT},
+            "rows": 5,
+            "samples": 2,
+            "every": 2,
+            "sampling": {"temperature": 0.0, "max_tokens": 20},
+        },
+        "trackers": [],
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "overrides", "message"),
+    [
+        ("{tmp}", {}, [], r"neither a run \(no config.yaml\) nor a model \(no config.json\)"),
+        (MODEL, {"dataset": None}, [], "no held-out rows: give `--dataset FILE.jsonl`"),
+        (MODEL, {"reward": None}, [], "no reward to score the answers by: give `--reward NAME`"),
+        (MODEL, {"dataset": "jsonnl"}, [], "neither a file nor a dataset component; did you mean 'jsonl'"),
+        (MODEL, {"dataset": "jsonl"}, [], "evaluation.dataset.path: this key is required"),
+        (MODEL, {"version": "3"}, [], "is not a run's folder"),
+        (MODEL, {}, ["dataset.path=x"], "say evaluation.dataset.path=x"),
+        (MODEL, {}, ["inference.slotz=2"], "did you mean 'slots'"),
+        (MODEL, {"n": 0}, [], "evaluation.samples: .*>= 1; found 0"),
+        ("{run}", {}, [], "has no checkpoint; `--version 0` evaluates the model it starts from"),
+        ("{run}", {"version": "40"}, [], "no checkpoint 'step-000040' in .*; there are: none"),
+        ("{run}", {"version": "best"}, [], "no checkpoint 'best'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    source: str,
+    changes: dict[str, Any],
+    overrides: list[str],
+    message: str,
+    run_folder: Path,
+    tmp_path: Path,
+) -> None:
+    source = source.replace("{tmp}", str(tmp_path)).replace("{run}", str(run_folder))
+    with pytest.raises(ConfigError, match=message):
+        compose_evaluation(source, wanted(**changes), overrides)
+
+
+def test_an_unknown_reward_or_model_is_refused() -> None:
+    with pytest.raises(PluginError, match="did you mean 'exact'"):
+        compose_evaluation(MODEL, wanted(reward="exakt"))
+    found = problems(compose_evaluation("./no/such/model", wanted(out="x")))
+    assert [problem.message for problem in found] == ["no such folder: './no/such/model'"]
+
+
+def test_a_damaged_checkpoint_is_refused(run_folder: Path) -> None:
+    checkpoint = run_folder / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text('{"kernel.json": "00"}')
+    (checkpoint / "kernel.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is damaged: kernel.json is not what was written|is damaged"):
+        compose_evaluation(str(run_folder), Wanted(version="2"))
+
+
+def test_a_run_says_how_its_checkpoints_are_evaluated(run_folder: Path) -> None:
+    composed = compose_evaluation(str(run_folder), Wanted(version="0", max_tokens=30), ["inference.slots=8"])
+    config = composed.config
+    assert (config.name, config.steps, config.seed, config.model) == ("evaluate-former", 0, 7, MODEL)
+    assert msgspec.to_builtins(config.training)["use"] == "frozen"
+    assert msgspec.to_builtins(config.training)["dtype"] == "bfloat16"
+    assert msgspec.to_builtins(config.inference)["slots"] == 8
+    assert config.dataset == (evaluation := config.evaluation).dataset  # type: ignore[union-attr]
+    assert evaluation is not None
+    assert (evaluation.rows, evaluation.samples, evaluation.keep_answers) == (5, 2, True)
+    assert evaluation.sampling == config.sampling
+    assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 30)
+    assert "at temperature 0 the 2 answers to a row are all the same" in composed.notices
+
+
+def test_wishes_go_before_the_run(run_folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "own.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
+    asked = Wanted(
+        version="0", dataset=str(rows), reward="math", n=4, temperature=0.5, inference="mock", out="there"
+    )
+    config = compose_evaluation(str(run_folder), asked, ["evaluation.sampling.top_p=0.9"]).config
+    assert config.evaluation is not None
+    assert (config.evaluation.rows, config.evaluation.samples) == (None, 4)
+    assert config.evaluation.sampling is not None
+    assert (config.evaluation.sampling.temperature, config.evaluation.sampling.top_p) == (0.5, 0.9)
+    assert (config.evaluation.sampling.max_tokens, config.out) == (20, "there")
+    assert (config.inference.use, config.reward and config.reward.use) == ("mock", "math")
+
+
+def test_a_run_without_a_step_needs_an_evaluation() -> None:
+    found = problems(compose(QUICKSTART / "run.yaml", ["steps=0", "evaluation=null", "training=frozen"]))
+    assert [(problem.path, problem.message) for problem in found if problem.severity == "error"] == [
+        ("steps", "is 0, and there is no `evaluation`: nothing is to be done")
+    ]
+    [found] = problems(compose(QUICKSTART / "run.yaml", ["training=frozen", "out=x"]))
+    assert found.message == "'frozen' trains nothing, and steps is 200; it is for `steps: 0`"
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command that has ended."""
+    command = [sys.executable, "-m", "stretto", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_answers_are_those_that_transformers_gives(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in Path(HELDOUT).read_text().splitlines()[:12]]
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, completion, answer, id):\n"
+        "    assert id != 'heldout-0003', 'not this one'\n"
+        "    return {'reward': 2.0 * (completion == answer) - 0.5, 'accuracy': completion == answer}\n"
+    )
+    out = tmp_path / "out"
+    done = stretto(
+        *("evaluate", MODEL, "--dataset", HELDOUT, "--rows", "12", "--n", "2", "--temperature", "0"),
+        *("--reward", "function", f"reward.function={tmp_path}/reward.py:score", "--max-tokens", "12"),
+        *("--out", str(out), "--json", str(tmp_path / "figures.json")),
+        *("inference.slots=16", "inference.context_length=64"),
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    expected = _greedy([row["prompt"] for row in rows])
+    kept = [json.loads(line) for line in (out / "answers/step-000000.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["sample"]) for line in kept] == [
+        (row, sample) for row in range(12) if row != 3 for sample in range(2)
+    ]
+    assert [line["completion"] for line in kept] == [expected[line["row"]] for line in kept]
+    assert [line["prompt"] for line in kept] == [rows[line["row"]]["prompt"] for line in kept]
+    right = [float(expected[row] == rows[row]["answer"]) for row in range(12) if row != 3]
+    assert 0 < sum(right) < 11  # the longer answers are cut
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures == summary_of(out)["result"]
+    assert figures["avg"]["mean"] == figures["pass_at"]["2"]["mean"] == pytest.approx(sum(right) / 11)
+    assert figures["reward"]["mean"] == pytest.approx(2 * sum(right) / 11 - 0.5)
+    assert (figures["rows"], figures["failed"], figures["samples"]) == (11, 1, 22)
+    assert figures["truncated"] == pytest.approx(1 - sum(right) / 11)
+    assert figures["tokens_per_s"] > 0
+    text = " ".join(done.stdout.split())
+    assert f"avg@2 {figures['avg']['mean']:.4f} ± {figures['avg']['ci95']:.4f}" in text
+    assert "1 x not evaluated: RewardError: reward raised AssertionError: not this one" in text
+    assert (summary_of(out)["checkpoints"], summary_of(out)["problems"]) == ([], [])
+
+
+def _greedy(prompts: list[str]) -> list[str]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    texts: list[str] = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+        texts.append(tokenizer.decode(out, skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.slow
+def test_no_row_with_a_result_is_a_failure(tmp_path: Path, tiny_models: Callable[[str], Path]) -> None:
+    (tmp_path / "reward.py").write_text("def score(prompt, completion):\n    raise ValueError('never')\n")
+    done = stretto(
+        *("evaluate", str(tiny_models("llama")), "--dataset", HELDOUT, "--inference", "mock", "--rows", "3"),
+        *(
+            "--reward",
+            "function",
+            f"reward.function={tmp_path}/reward.py:score",
+            "--out",
+            str(tmp_path / "out"),
+        ),
+    )
+    assert done.returncode == 1
+    assert "3 x not evaluated: RewardError: reward raised ValueError: never" in done.stderr
+
+
+def test_a_training_run_keeps_the_answers_of_its_evaluations(start: Any, tmp_path: Path) -> None:
+    run = start(
+        *("steps=4", "evaluation.dataset.use=jsonl", f"evaluation.dataset.path={tmp_path}/rows.jsonl"),
+        *("evaluation.rows=9", "evaluation.samples=3", "evaluation.keep_answers=true", "evaluation.every=2"),
+        "checkpoint.every=1",
+    )
+    assert run.end() == 0, run.text()
+    files = sorted(path.name for path in (run.folder / "answers").iterdir())
+    assert files == ["step-000000.jsonl", "step-000002.jsonl", "step-000004.jsonl"]
+    for file, evaluation in zip(files, run.summary()["evaluation"], strict=True):
+        lines = (run.folder / "answers" / file).read_bytes().splitlines()
+        kept = [msgspec.json.decode(line, type=KeptAnswer) for line in lines]
+        assert [(each.row, each.sample) for each in kept] == [(r, s) for r in range(9) for s in range(3)]
+        assert evaluation["samples"] == 27
+    assert run.summary()["problems"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_checkpoint_has_the_accuracy_that_its_run_reported(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    former = stretto(
+        *("run", str(QUICKSTART / "run.yaml"), f"out={run}", "steps=3", "evaluation.every=0"),
+        *("training.dtype=bfloat16", "training.threads=1", "training.schedule=constant", "training.lr=0.002"),
+        *("evaluation.rows=64", "evaluation.sampling.temperature=0", "evaluation.sampling.max_tokens=32"),
+    )
+    assert former.returncode == 0, former.stderr + former.stdout
+    first, last = (each["accuracy"] for each in summary_of(run)["evaluation"])
+    for arguments, expected in (([], last), (["--version", "0"], first)):
+        done = stretto("evaluate", str(run), *arguments, "--out", str(out / str(expected)))
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert summary_of(out / str(expected))["result"]["avg"]["mean"] == expected
+    assert first != last

@@ -1,0 +1,244 @@
+"""Dataset and reward `reasoning_gym`: rows and scores are the library's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from reasoning_gym.factory import create_dataset
+
+from stretto import Context
+from stretto.errors import ConfigError
+from stretto_reasoning_gym import (
+    ReasoningGym,
+    ReasoningGymConfig,
+    ReasoningGymReward,
+    WeightedTask,
+    make_reward,
+)
+from stretto_reasoning_gym.generator import plain, restored
+
+CONTEXT = Context(run="r", name="n", seed=1)
+
+
+def dataset(**keys: Any) -> ReasoningGym:
+    return ReasoningGym(ReasoningGymConfig(use="reasoning_gym", **keys), CONTEXT)
+
+
+def sent(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as a scoring process gets it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=dict[str, Any])
+
+
+def scored(row: dict[str, Any], completion: str, **keys: Any) -> dict[str, float]:
+    reward = make_reward(ReasoningGymReward(use="reasoning_gym", **keys), CONTEXT)
+    return reward(completion=completion, **sent(row))
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("leg_counting", {"max_animals": 3}),
+        ("graph_color", {}),  # integers as keys
+        ("rearc", {}),  # tuples of tuples, which its scores compare
+        ("knights_knaves", {}),  # numpy's strings
+    ],
+)
+def test_rows_and_scores_are_those_of_the_task(task: str, options: dict[str, Any]) -> None:
+    ours = dataset(task=task, options=options, size=3, seed=11)
+    own = create_dataset(task, size=3, seed=11, **options)
+    assert len(ours) == 3
+    for index in range(3):
+        row, entry = sent(ours[index]), own[index]
+        assert row["prompt"][-1] == {"role": "user", "content": entry["question"]}
+        assert (row["id"], row["task"], row["options"]) == (f"{task}-{index}", task, options)
+        assert restored(row["metadata"]) == entry["metadata"]
+        for answer in (str(entry["answer"]), "1", ""):
+            expected = own.score_answer(answer, entry)
+            assert scored(row, f"<answer>no</answer> hm <answer> {answer} </answer>")["reward"] == expected
+
+
+def test_an_answer_is_what_stands_in_the_tags() -> None:
+    row = dataset(task="leg_counting", size=1)[0]
+    right = {"reward": 1.0, "accuracy": 1.0, "answered": 1.0, "unreadable": 0.0}
+    assert scored(row, f"4 legs each: <answer>{row['answer']}</answer>") == right
+    assert scored(row, row["answer"]) == dict.fromkeys(right, 0.0)
+    assert scored(row, f"<final>{row['answer']}</final>", tag="final") == right
+
+
+def test_an_answer_that_the_task_cannot_read_counts_nothing() -> None:
+    row = dataset(task="prime_factorization", size=1)[0]
+    found = scored(row, "<answer>seven × eleven</answer>")
+    assert found == {"reward": 0.0, "accuracy": 0.0, "answered": 1.0, "unreadable": 1.0}
+
+
+def test_scores_are_those_of_the_options_that_the_row_was_made_with() -> None:
+    # The task allows an error of one unit in the last decimal place that its options speak of.
+    options = {"min_num_decimal_places": 1, "max_num_decimal_places": 1}
+    row = dataset(task="decimal_arithmetic", options=options, size=1)[0]
+    near = f"<answer>{float(row['answer']) + 0.05:.3f}</answer>"
+    assert scored(row, near)["reward"] == 1.0
+    assert scored({**row, "options": {}}, near)["reward"] == 0.0
+
+
+def test_several_tasks_are_drawn_by_weight() -> None:
+    tasks = (WeightedTask(task="chain_sum", weight=3.0), WeightedTask(task="gcd", options={"max_numbers": 2}))
+    rows = [sent(row) for row in map(dataset(tasks=tasks, size=80, seed=2).__getitem__, range(80))]
+    counts = Counter(row["task"] for row in rows)
+    assert 48 <= counts["chain_sum"] <= 72  # 60 expected, s = 3.9
+    assert counts["chain_sum"] + counts["gcd"] == 80
+    gcd = next(row for row in rows if row["task"] == "gcd")
+    assert gcd["options"] == {"max_numbers": 2}
+    assert scored(gcd, f"<answer>{gcd['answer']}</answer>")["accuracy"] == 1.0
+
+
+def test_the_instruction_is_the_librarys_or_ones_own() -> None:
+    [system, user] = dataset(task="gcd", size=1, system="direct")[0]["prompt"]
+    assert (system["role"], user["role"]) == ("system", "user")
+    assert system["content"].startswith("Answer the question directly.")
+    text = dataset(task="gcd", size=1, system="Be brief.", chat=False)[0]
+    assert text["prompt"] == f"Be brief.\n\n{text['question']}\n"
+    assert [turn["role"] for turn in dataset(task="gcd", size=1, system=None)[0]["prompt"]] == ["user"]
+
+
+def test_rows_do_not_depend_on_the_hash_seed_of_a_process() -> None:
+    program = (
+        "import json, sys\n"
+        "from stretto import Context\n"
+        "from stretto_reasoning_gym import ReasoningGym, ReasoningGymConfig\n"
+        "config = ReasoningGymConfig(use='reasoning_gym', task='word_ladder', size=5)\n"
+        "rows = ReasoningGym(config, Context(run='r', name='n', seed=1))\n"
+        "print(json.dumps([rows.fingerprint, *(rows[index] for index in range(5))]))\n"
+        "assert not {'reasoning_gym', 'matplotlib', 'torch'} & sys.modules.keys()\n"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1
+    assert len(json.loads(printed.pop())) == 6
+
+
+def test_the_fingerprint_is_of_what_determines_the_rows() -> None:
+    same = [dataset(task="gcd", size=4, seed=3).fingerprint for _ in range(2)]
+    others = [
+        dataset(task="gcd", size=4, seed=4),
+        dataset(task="lcm", size=4, seed=3),
+        dataset(task="gcd", size=4, seed=3, chat=False),
+        dataset(task="gcd", size=4, seed=3, options={"max_numbers": 2}),
+    ]
+    assert same[0] == same[1]
+    assert len({same[0], *(each.fingerprint for each in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    "value", [(1, ("a", [2.5, None])), {3: {"x": (True,)}}, 2**70, -(2**64), [[]], "text"]
+)
+def test_plain_data_comes_back_as_it_was(value: Any) -> None:
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(plain(value)))
+    assert restored(there) == value
+    assert type(restored(there)) is type(value)
+
+
+def test_what_is_no_plain_data_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"set is no plain data: \{1\}"):
+        plain([{1}])
+
+
+# ----------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"task": "leg_countin"}, "reasoning_gym has no task 'leg_countin'; did you mean 'leg_counting'"),
+        (
+            {"task": "gcd", "options": {"max_number": 2}},
+            "task 'gcd' has no option 'max_number'; did you mean",
+        ),
+        ({"task": "gcd", "options": {"seed": 2}}, "task 'gcd' has no option 'seed'"),
+        ({"task": "gcd", "options": {"max_numbers": 1}}, "gcd: AssertionError: "),
+        (
+            {"tasks": (WeightedTask(task="gcd"), WeightedTask(task="gcd"))},
+            "gcd, gcd: ValueError: Duplicate dataset names",
+        ),
+    ],
+)
+def test_a_wrong_task_says_what_is_wrong(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataset(size=2, **keys)[0]
+
+
+def test_a_config_names_one_task_or_several() -> None:
+    wrong: list[dict[str, Any]] = [{}, {"task": "gcd", "tasks": (WeightedTask(task="lcm"),)}]
+    for keys in wrong:
+        with pytest.raises(ValueError, match="give either task or tasks"):
+            ReasoningGymConfig(use="reasoning_gym", **keys)
+    with pytest.raises(ValueError, match="each of tasks has its own"):
+        ReasoningGymConfig(use="reasoning_gym", tasks=(WeightedTask(task="lcm"),), options={"a": 1})
+
+
+def test_rows_of_another_dataset_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="no column 'task'; this reward is for rows of dataset reasoning_gym"
+    ):
+        scored({"prompt": "1+1=", "answer": "2"}, "2")
+
+
+def test_the_process_that_makes_rows_ends_with_its_dataset_and_says_how_it_ended() -> None:
+    rows = dataset(task="gcd", size=2)
+    rows[0]
+    [child] = _generators()
+    child.kill()
+    with pytest.raises(ConfigError, match="the process that makes rows ended with status -9"):
+        rows[1]
+    assert rows[1]["task"] == "gcd"  # by a new one
+    [child] = _generators()
+    del rows
+    deadline = time.monotonic() + 10
+    while child.is_running():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _generators() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "stretto_reasoning_gym.generator" in " ".join(child.cmdline())]
+
+
+# -------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_trains_and_evaluates_on_tasks_by_name(start: Any) -> None:
+    run = start(
+        *("steps=2", "queue.max_staleness=0", "reward=reasoning_gym", "evaluation.rows=6"),
+        *("dataset.use=reasoning_gym", "dataset.task=leg_counting", "dataset.chat=false"),
+        "evaluation.dataset={use: reasoning_gym, task: leg_counting, chat: false, seed: 2}",
+        out="gym",
+    )
+    summary = run.assert_completed(steps=2, bound=0)
+    assert [each["samples"] for each in summary["evaluation"]] == [6, 6]
+    assert run.metrics()[-1]["reward/answered"] == 0.0
+
+
+def test_a_wrong_task_is_refused_before_anything_starts(start: Any) -> None:
+    run = start("dataset.use=reasoning_gym", "dataset.task=leg_countin", "reward=reasoning_gym")
+    assert run.end() == 2
+    assert "dataset: reasoning_gym has no task 'leg_countin'; did you mean 'leg_counting'" in run.text()
+    assert not run.folder.exists()

@@ -1,0 +1,509 @@
+"""Engines that are servers: what a run file is refused for, and what becomes of samples when a server is in
+trouble. The servers are small stand-ins; real ones are in `integration/`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from stretto.array import Array
+from stretto.component import Context
+from stretto.config import compose
+from stretto.engine import Chunk, GenerateRequest, Sampling
+from stretto.errors import ConfigError, EngineError, WeightsError, leaves
+from stretto.plan import problems
+from stretto.sidecar import SidecarConfig, flags
+from stretto.sidecar_engine import Ask, Piece, SidecarEngine
+from stretto.sidecar_server import Server, ServerCommand, ServerRefused
+from stretto.weights import WeightsNote, digest_of
+from stretto_sglang import SglangConfig
+from stretto_sglang.checksums import Checksums
+from stretto_sglang.engine import SglangEngine
+from stretto_vllm import VllmConfig
+from stretto_vllm.engine import VllmEngine
+
+if TYPE_CHECKING:
+    from stretto.weights import WeightUpdate
+
+STAND_IN = Path(__file__).with_name("stand_in_server.py")
+PROMPT = [3, 4, 5]
+
+
+# ---------------------------------------------------------------------------------- the run file
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A run whose engine is to be chosen."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "name: sidecar\nsteps: 1\nalgorithm: grpo\ntraining: mock\nreward: exact\n"
+        "dataset: {use: jsonl, path: rows.jsonl}\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        ([], "inference.python", "is missing: expected the interpreter"),
+        (["inference.python=/"], "inference.python", "is a folder; expected path/to/venv/bin/python"),
+        (["inference.python=rows.jsonl"], "inference.python", "is no program that may be run"),
+        (["inference.python={this}"], "inference.python", "has no module 'vllm'"),
+        (["inference.python=/bin/sh"], "inference.python", "is no Python interpreter"),
+        (["inference.urls=[http://a:1]", "inference.replicas=2"], "inference.urls", "1 server(s) for 2"),
+        (["inference.urls=[http://a:1]", "inference.python=/bin/sh"], "inference.urls", "does not go with"),
+        (["inference.urls=[http://a:1]", "inference.args={x: 1}"], "inference.args", "run already"),
+        (["inference.deterministic=true"], "inference.deterministic", "cannot give the same answers"),
+        (["inference.args={port: 1}"], "inference.args.port", "--port is given by the worker"),
+        (["inference.args={max_num_seqs: 1}"], "inference.args.max_num_seqs", "set inference.slots instead"),
+        (["inference.context_length=200"], "inference.context_length", "sampling.max_tokens (256) need more"),
+        (["inference.tensor_parallel=2", "inference.gpus=1"], "inference.tensor_parallel", "has 1 GPU(s)"),
+        (["inference.api_key=k"], "inference.api_key", "is for servers given by urls"),
+    ],
+)
+def test_check_refuses_a_section_that_cannot_work(
+    run_file: Path, overrides: list[str], path: str, message: str
+) -> None:
+    given = [override.replace("{this}", sys.executable) for override in overrides]
+    found = problems(compose(run_file, ["inference=vllm", *given]))
+    assert any(problem.path == path and message in problem.message for problem in found), found
+
+
+def test_an_interpreter_that_is_not_there_is_refused_with_its_place(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"inference.python: no such file or folder: 'no/python'"):
+        compose(run_file, ["inference=sglang", "inference.python=no/python"])
+
+
+def test_an_interpreter_that_is_a_link_stays_one(run_file: Path, tmp_path: Path) -> None:
+    """In a virtual environment it is, and only under its own name does it find that environment's
+    packages."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    config = compose(run_file, ["inference=sglang", "inference.python=python"]).config.inference
+    assert isinstance(config, SglangConfig)
+    assert config.python == str(tmp_path / "python")
+
+
+def test_flags_of_the_run_file_win() -> None:
+    own = {"--port": 1, "--enforce-eager": True, "--swap": False}
+    given = {"block_size": 32, "enforce-eager": False, "--lora-modules": ("a", "b"), "trace": True}
+    line = ["--port", "1", "--block-size", "32", "--lora-modules", "a", "--lora-modules", "b", "--trace"]
+    assert flags(own, given) == line
+
+
+@pytest.mark.parametrize(("engine", "config"), [(VllmEngine, VllmConfig), (SglangEngine, SglangConfig)])
+async def test_the_key_stands_in_no_command_line(
+    engine: Callable[[Any, Context], SidecarEngine], config: type[SidecarConfig]
+) -> None:
+    context = Context(run="r", name="n", seed=1, model="m")
+    command = engine(config(use="any", python=sys.executable), context).command(1234, "the-key")
+    assert "the-key" not in " ".join(command.arguments)
+    assert "the-key" in command.env.values()
+    assert "127.0.0.1" in command.arguments
+
+
+# -------------------------------------------------------------------------------------- the server
+
+
+class _Event(msgspec.Struct):
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Any
+    versions: list[str]
+
+
+class StandInEngine(SidecarEngine):
+    """Speaks with `stand_in_server.py`."""
+
+    health = "/health"
+    program: tuple[str, ...] = (str(STAND_IN),)
+
+    def command(self, port: int, key: str) -> ServerCommand:
+        return ServerCommand((sys.executable, *self.program, str(port), key), {})
+
+    async def greet(self, server: Server) -> None:
+        await server.get("/state", deadline_s=5)
+
+    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+        body = {"id": ask.id, "tokens": ask.tokens, "prompt": len(PROMPT), "max_tokens": ask.max_tokens}
+        async for event in server.stream("/generate", body, msgspec.json.Decoder(_Event)):
+            yield Piece(event.tokens, event.logprobs, event.finish, "", event.versions)
+
+    async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
+        await server.post("/abort", ids, deadline_s=5)
+
+    async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
+        pass
+
+    async def load_weights(
+        self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
+    ) -> Mapping[str, str]:
+        version = update.note.version
+        try:
+            await server.post("/load", {"folder": str(folder), "version": str(version)}, deadline_s=5)
+        except ServerRefused as error:
+            raise WeightsError(error.reason, version=version) from error
+        return update.hashes()
+
+    async def score(self, server: Server, tokens: list[int]) -> list[float]:
+        return [-1.0] * (len(tokens) - 1)
+
+
+class Update:
+    """One version in a folder, as the `file` transport gives it."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        data = struct.pack("<f", version)
+        self._hashes = {"w": hashlib.sha256(data).hexdigest()}
+        self.note = WeightsNote(version, str(folder), digest_of(self._hashes.items()))
+        self.folder: Path | None = folder / f"v{version}"
+        self.folder.mkdir(parents=True)
+        header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+        content = len(header).to_bytes(8, "little") + header + data
+        (self.folder / "model.safetensors").write_bytes(content)
+        manifest = {
+            "version": version,
+            "digest": self.note.digest,
+            "files": {"model.safetensors": self._hashes},
+        }
+        (self.folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+
+    def hashes(self) -> Mapping[str, str]:
+        return self._hashes
+
+    def tensors(self) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class Answers:
+    """All that an engine emits, in order and without gaps."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.versions: dict[tuple[str, int], list[int]] = {}
+        self.finish: dict[tuple[str, int], str] = {}
+        self.errors: list[str] = []
+
+    def emit(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            key = chunk.request, chunk.sample
+            assert key not in self.finish, "a chunk after the last one"
+            tokens = self.tokens.setdefault(key, [])
+            assert chunk.position == len(tokens), "a gap, or a token twice"
+            assert [-version for version in chunk.versions.tolist()] == chunk.logprobs.tolist()
+            tokens += chunk.tokens.tolist()
+            self.versions.setdefault(key, []).extend(chunk.versions.tolist())
+            if chunk.finish:
+                self.finish[key] = chunk.finish
+                self.errors += [chunk.error] if chunk.error else []
+
+
+def right(count: int) -> list[int]:
+    """The stand-in's answer to the prompt."""
+    return [(sum(PROMPT) + position) % 97 for position in range(count)]
+
+
+async def until(condition: Callable[[], bool], within_s: float = 20) -> None:
+    with anyio.fail_after(within_s):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+def request(id: str, samples: int = 1, tokens: int = 100, **more: Any) -> GenerateRequest:
+    sampling = Sampling(max_tokens=tokens, stop=more.pop("stop", ()))
+    ids = Array.of(np.array(PROMPT, np.int32))
+    return GenerateRequest(id, ids, tuple(range(samples)), sampling, more.pop("min_version", 0), **more)
+
+
+Started = tuple[StandInEngine, Answers]
+
+
+@asynccontextmanager
+async def started(folder: Path, **options: Any) -> AsyncGenerator[Started]:
+    """An engine with its server."""
+    options = {"python": sys.executable, "slots": 4, "start_timeout_s": 20.0} | options
+    context = Context(run="r", name="n", seed=1, folder=str(folder), worker="inference-0")
+    engine, answers = StandInEngine(SidecarConfig(use="stand_in", **options), context), Answers()
+    try:
+        async with anyio.create_task_group() as tasks:
+            await engine.start(answers.emit, tasks)
+            yield engine, answers
+            tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await engine.stop()
+
+
+def process_of(folder: Path) -> psutil.Process:
+    """The server's own process, of the last one started."""
+    lines = (folder / "logs" / "inference-0-server.log").read_text().splitlines()
+    child = next(line.split()[1] for line in reversed(lines) if line.startswith("child"))
+    parent = psutil.Process(int(child)).parent()
+    assert parent is not None
+    return parent
+
+
+async def test_nothing_is_served_before_a_swap_and_every_version_is_told_right(tmp_path: Path) -> None:
+    async with started(tmp_path) as (engine, answers):
+        engine.generate(request("early", 6, tokens=150))
+        engine.generate(request("later", 1, tokens=5, min_version=2))
+        await anyio.sleep(0.1)
+        assert not answers.tokens
+        for version in range(3):
+            report = await engine.swap(Update(tmp_path / "weights", version))
+            assert report.pause_s < 5
+            if version < 2:
+                assert ("later", 0) not in answers.tokens
+                running = engine.load().generated_tokens
+                await until(lambda running=running: engine.load().generated_tokens > running + 40)
+        await until(lambda: len(answers.finish) == 7)
+        assert set(answers.finish.values()) == {"length"}
+        assert all(answers.tokens["early", sample] == right(150) for sample in range(6))
+        versions = answers.versions["early", 0]
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 1, 2}
+        assert set(answers.versions["later", 0]) == {2}
+        load = engine.load()
+        assert (load.version, load.running, load.waiting, load.swaps) == (2, 0, 0, 3)
+        assert load.generated_tokens == 905
+
+
+async def test_a_killed_server_is_started_again_and_no_token_is_lost_or_doubled(tmp_path: Path) -> None:
+    async with started(tmp_path) as (engine, answers):
+        update = Update(tmp_path / "weights", 0)
+        await engine.swap(update)
+        assert update.folder is not None
+        for file in update.folder.iterdir():  # its publisher removes old versions
+            file.unlink()
+        engine.generate(request("a", 6, tokens=120))
+        await until(lambda: len(answers.tokens) == 4 and engine.load().generated_tokens > 60)
+        server = process_of(tmp_path)
+        child = server.children()[0]
+        os.kill(server.pid, signal.SIGKILL)
+        await until(lambda: len(answers.finish) == 6)
+        assert all(answers.tokens["a", sample] == right(120) for sample in range(6))
+        assert process_of(tmp_path).pid != server.pid
+        assert not child.is_running(), "a process of the lost server is left"
+
+
+async def test_a_server_that_falls_silent_is_ended_and_started_again(tmp_path: Path) -> None:
+    async with started(tmp_path, silence_s=0.5) as (engine, answers):
+        await engine.swap(Update(tmp_path / "weights", 0))
+        engine.generate(request("a", 2))
+        await until(lambda: engine.load().generated_tokens > 10)
+        os.kill(process_of(tmp_path).pid, signal.SIGSTOP)
+        await until(lambda: len(answers.finish) == 2)
+        assert answers.tokens["a", 1] == right(100)
+
+
+async def test_a_server_lost_too_often_ends_the_engine_with_its_log(tmp_path: Path) -> None:
+    async def lose() -> None:
+        async with started(tmp_path, restarts=0) as (engine, _):
+            await engine.swap(Update(tmp_path / "weights", 0))
+            os.kill(process_of(tmp_path).pid, signal.SIGKILL)
+            await anyio.sleep(20)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await lose()
+    (error,) = leaves(raised.value)
+    assert isinstance(error, EngineError)
+    assert "lost 1 times within 10 minutes (inference.restarts: 0)" in str(error)
+    assert "its log ends:\nchild" in str(error)
+
+
+async def test_a_command_that_exits_is_told_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = ("-c", "import sys; sys.exit('[Errno 98] address already in use')")
+    monkeypatch.setattr(StandInEngine, "program", failing)
+    with pytest.raises(ExceptionGroup) as raised:
+        async with started(tmp_path):
+            pass
+    (error,) = leaves(raised.value)
+    assert "ended at its start with status 1; its log" in str(error)
+    assert "address already in use" in str(error)
+
+
+async def test_a_server_that_never_answers_is_given_up_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInEngine, "program", ("-c", "import time; print('loading'); time.sleep(600)"))
+    with pytest.raises(ExceptionGroup) as raised:
+        async with started(tmp_path, start_timeout_s=0.5):
+            pass
+    assert "was not ready after 0.5 s" in str(leaves(raised.value)[0])
+    assert "inference.start_timeout_s" in str(leaves(raised.value)[0])
+
+
+async def test_an_abort_reaches_the_server(tmp_path: Path) -> None:
+    async with started(tmp_path) as (engine, answers):
+        await engine.swap(Update(tmp_path / "weights", 0))
+        engine.generate(request("a", 6, tokens=1000))
+        await until(lambda: len(answers.tokens) == 4)
+        engine.abort("a")
+        await until(lambda: len(answers.finish) == 6 and engine.load().running == 0, within_s=2)
+        assert set(answers.finish.values()) == {"abort"}
+        server = engine._the_server()  # pyright: ignore[reportPrivateUsage]
+        assert (await server.get("/state", deadline_s=5))["running"] == []
+
+
+async def test_begun_answers_go_on_and_wrong_requests_are_answered(tmp_path: Path) -> None:
+    async with started(tmp_path, context_length=150) as (engine, answers):
+        await engine.swap(Update(tmp_path / "weights", 0))
+        begun = (Array.of(np.array(right(30), np.int32)), Array.of(np.array([], np.int32)))
+        answers.tokens["a", 0] = right(30)
+        engine.generate(request("a", 2, begun=begun, have=(30, -1)))
+        engine.generate(request("long", tokens=148))
+        engine.generate(request("late", tokens=140, deadline_s=0.2))
+        await until(lambda: len(answers.finish) == 3)
+        assert answers.tokens["a", 0] == right(100)
+        assert ("a", 1) not in answers.tokens, "nothing was wanted of it"
+        assert answers.finish["long", 0] == answers.finish["late", 0] == "error"
+        assert "a sample can have 150 (inference.context_length)" in answers.errors[0]
+        assert answers.errors[1] == "deadline passed"
+
+
+async def test_a_stop_string_is_found_across_a_swap(
+    tmp_path: Path, tiny_models: Callable[[str], Path]
+) -> None:
+    """Its first half was sampled before, its second after: no part of the server saw it whole."""
+    from stretto.tokenizer import load_tokenizer
+
+    text = load_tokenizer(str(tiny_models("qwen2"))).decode(np.array(right(60), np.int32))
+    async with started(tmp_path) as (engine, answers):
+        engine._model = str(tiny_models("qwen2"))  # pyright: ignore[reportPrivateUsage]
+        await engine.swap(Update(tmp_path / "weights", 0))
+        engine.generate(request("a", tokens=80, stop=(text[10:50],)))
+        await until(lambda: len(answers.tokens.get(("a", 0), ())) > 20)
+        await engine.swap(Update(tmp_path / "weights", 1))
+        await until(lambda: bool(answers.finish))
+        assert answers.finish["a", 0] == "stop"
+        assert answers.tokens["a", 0] == right(50)
+        assert set(answers.versions["a", 0]) == {0, 1}
+
+
+async def test_weights_that_are_refused_leave_the_old_ones(tmp_path: Path) -> None:
+    async with started(tmp_path) as (engine, answers):
+        await engine.swap(Update(tmp_path / "weights", 0))
+        wrong = Update(tmp_path / "weights", 1)
+        assert wrong.folder is not None
+        (wrong.folder / "model.safetensors").unlink()
+        with pytest.raises(WeightsError, match="no weights in"):
+            await engine.swap(wrong)
+        wrong.folder = None
+        with pytest.raises(WeightsError, match=r"set weights\.use"):
+            await engine.swap(wrong)
+        engine.generate(request("a", tokens=5))
+        await until(lambda: bool(answers.finish))
+        assert answers.versions["a", 0] == [0] * 5
+
+
+async def test_an_attached_server_is_used_and_its_loss_told(tmp_path: Path) -> None:
+    port, _ = Server.draw_address()
+    process = subprocess.Popen([sys.executable, str(STAND_IN), str(port), "secret"], stdout=subprocess.PIPE)
+    children = psutil.Process(process.pid).children
+
+    async def lose() -> None:
+        options = {"python": None, "urls": (f"http://127.0.0.1:{port}",), "api_key": "secret"}
+        async with started(tmp_path, **options) as (engine, answers):
+            await engine.swap(Update(tmp_path / "weights", 0))
+            engine.generate(request("a", tokens=200))
+            await until(lambda: bool(answers.tokens))
+            for child in children():
+                child.kill()
+            process.kill()
+            await anyio.sleep(20)
+
+    try:
+        with pytest.raises(ExceptionGroup) as raised:
+            await lose()
+    finally:
+        process.kill()
+        process.communicate()
+    assert "is lost" in str(leaves(raised.value)[0])
+    assert "start it again" in str(leaves(raised.value)[0])
+
+
+def test_no_process_of_a_server_outlives_a_killed_worker(tmp_path: Path) -> None:
+    worker = (
+        "import sys, anyio; from pathlib import Path\n"
+        "from stretto.sidecar_server import Server, ServerCommand\n"
+        "async def main():\n"
+        "    port, key = Server.draw_address()\n"
+        f"    command = ServerCommand((sys.executable, {str(STAND_IN)!r}, str(port), key), {{}})\n"
+        "    server = await Server.start(command, port, key, Path(sys.argv[1]))\n"
+        "    await server.until_healthy('/health', 20)\n"
+        "    print('up', flush=True)\n"
+        "    await anyio.sleep(600)\n"
+        "anyio.run(main)\n"
+    )
+    log = tmp_path / "log"
+    with subprocess.Popen([sys.executable, "-c", worker, str(log)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == 3  # the guard, the server, and the child it put in a session of its own
+        process.kill()
+    gone, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    assert len(gone) == 3
+
+
+# ------------------------------------------------------------------------------ SGLang's checksums
+
+
+def test_checksums_tell_which_tensor_the_server_has_not_loaded(tmp_path: Path) -> None:
+    tensors = {"q_proj.weight": b"q" * 16, "k_proj.weight": b"k" * 16, "v_proj.weight": b"v" * 16}
+    tensors = {f"layers.0.{name}": data for name, data in tensors.items()}
+    tensors["embed.weight"] = b"e" * 24
+    published = write_safetensors(tmp_path / "v0", tensors)
+    fused = hashlib.sha256(b"q" * 16 + b"k" * 16 + b"v" * 16).hexdigest()[:16]
+    padded = hashlib.sha256(b"e" * 24 + bytes(61 * 8)).hexdigest()[:16]
+    found = {"layers.0.qkv_proj.weight": fused, "embed.weight": padded, "unknown": "1"}
+
+    exact = Checksums("float32", exact=True)
+    assert exact.hashes(published, tmp_path / "v0", found) == published
+    wrong = exact.hashes(published, tmp_path / "v0", found | {"layers.0.qkv_proj.weight": "0" * 16})
+    assert {name for name in published if wrong[name] != published[name]} == {
+        name for name in tensors if "_proj" in name
+    }
+
+    # Where checksums cannot be worked out: they must change with the tensor, and only then.
+    tensors["embed.weight"] = b"f" * 24
+    newer = write_safetensors(tmp_path / "v1", tensors)
+    other = Checksums("float32", exact=False)
+    other.hashes(published, tmp_path / "v0", {"embed.weight": "1", "layers.0.qkv_proj.weight": "2"})
+    skipped = other.hashes(newer, tmp_path / "v1", {"embed.weight": "1", "layers.0.qkv_proj.weight": "2"})
+    assert [name for name in newer if skipped[name] != newer[name]] == ["embed.weight"]
+
+
+def write_safetensors(folder: Path, tensors: Mapping[str, bytes]) -> dict[str, str]:
+    """A file of float32 tensors, 8 bytes a row; the hashes of their bytes."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "F32", "shape": [len(data) // 8, 2], "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    folder.mkdir()
+    encoded = msgspec.json.encode(header)
+    content = len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values())
+    (folder / "model.safetensors").write_bytes(content)
+    return {name: hashlib.sha256(data).hexdigest() for name, data in tensors.items()}

@@ -1,0 +1,311 @@
+"""Dataset, workflow and reward `verifiers`, against a stand-in for the library, and against the library.
+
+STRETTO_VERIFIERS_PYTHON names an interpreter that has it and uv: `pip install 'verifiers>=0.4' uv`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import psutil
+import pytest
+
+from stretto import Context
+from stretto.config import compose
+from stretto.conversation import Conversation
+from stretto.engine import Sampling
+from stretto.errors import ConfigError
+from stretto.plan import problems
+from stretto.sandbox import sandbox_problem
+from stretto.tokenizer import ByteTokenizer
+from stretto.workflow import Answer, Prompt, Score
+from stretto_verifiers import Verifiers, VerifiersConfig, VerifiersWorkflowConfig
+from stretto_verifiers.workflow import EpisodeError, VerifiersWorkflow
+
+# As much of the library as `environment.py` uses: sums, of which the policy is asked over HTTP.
+LIBRARY = """
+import asyncio, contextlib, json, os, urllib.request
+from types import SimpleNamespace as Space
+
+class AgentConfig: ...
+class EvalClientConfig(Space): ...
+class ModelContext(Space): ...
+
+def env_config_type(taskset, env):
+    if taskset != "sums":
+        raise ModuleNotFoundError(f"taskset {taskset!r} not found")
+    return Space(model_fields={"solver": Space(default=AgentConfig()), "id": Space(default="")})
+
+def resolve_env_config(data):
+    assert data["solver"]["runtime"] == {"type": "subprocess"}, data
+    return data
+
+class Tasks(list):
+    bounded = True
+    def take(self, size):
+        return Tasks(self[:size])
+
+class Data(Space):
+    def model_dump(self, **options):
+        return {"n": self.n}
+
+def task(n):
+    data = Data(n=n, name=f"sum {n}", id=None, prompt_text=f"{n}+1=?", system_prompt="Add.")
+    return Space(data=data, key=f"key-{n}-{os.environ.get('SALT', '')}")
+
+def load_environment(config):
+    print("a library may print")
+    return Environment(config)
+
+class Environment:
+    def __init__(self, config):
+        self.taskset = Tasks(task(n) for n in range(config["taskset"].get("rows", 5)))
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        yield
+    def slots(self, task):
+        return [task]
+    async def run_slot(self, task, context):
+        n = task.data.n
+        if n == 1:
+            return Space(ok=False, traces=[], errors=[Space(type="TaskError", message="cannot be added")])
+        if n == 2:
+            await asyncio.sleep(3600)
+        if n == 3:
+            os._exit(7)
+        messages = [{"role": "user", "content": task.data.prompt_text}]
+        reply = await asyncio.to_thread(self.ask, context, messages)
+        trace = Space(reward=float(reply == str(n + 1)), metrics={"length": float(len(reply))})
+        return Space(ok=True, errors=[], traces=[trace])
+    def ask(self, context, messages):
+        request = urllib.request.Request(
+            context.client.base_url + "/chat/completions",
+            json.dumps({"model": context.model, "messages": messages}).encode(),
+            {"Authorization": "Bearer " + os.environ[context.client.api_key_var]},
+        )
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A folder with the stand-in."""
+    package = tmp_path / "library" / "verifiers" / "v1"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text(LIBRARY)
+    return tmp_path / "library"
+
+
+def tasks(library: Path, **keys: Any) -> Verifiers:
+    plain: dict[str, Any] = {"environment": "sums", "python": sys.executable, "path": str(library), **keys}
+    return Verifiers(VerifiersConfig(use="verifiers", **plain), Context(run="r", name="n", seed=1))
+
+
+class Policy:
+    """`stretto.workflow.Session` of a policy that says 1."""
+
+    group_size = 2
+    sampling = Sampling(max_tokens=8)
+    tokenizer = ByteTokenizer()
+
+    def __init__(self) -> None:
+        self.scored: list[Any] = []
+
+    async def generate(self, prompt_ids: Any, **options: Any) -> list[Answer]:
+        tokens = np.frombuffer(b"1", np.uint8).astype(np.int32)
+        zeros = np.zeros(1, np.int32)
+        return [Answer(tokens, zeros.astype(np.float32), zeros, "stop", "1", "e")]
+
+    def conversation(self, prompt: Any, **options: Any) -> Conversation:
+        raise NotImplementedError
+
+    async def score(self, prompt: Prompt, answers: Sequence[Any], *, columns: Any) -> list[Score]:
+        self.scored.append((list(answers), columns["verdict"]))
+        return [Score(verdict["reward"], verdict) for verdict in columns["verdict"]]
+
+
+@pytest.fixture
+async def workflow() -> AsyncIterator[VerifiersWorkflow]:
+    config = VerifiersWorkflowConfig(use="verifiers", episode_timeout_s=20)
+    mode: Any = "unsafe" if sandbox_problem() else "bubblewrap"
+    made = VerifiersWorkflow(config, Context(run="r", name="n", seed=1, sandbox=mode))
+    yield made
+    await made.end()
+    await made.endpoint.stop()
+
+
+async def play(workflow: VerifiersWorkflow, row: dict[str, Any], policy: Policy | None = None) -> list[Any]:
+    prompt = Prompt(row, np.zeros(1, np.int32))
+    return list(await workflow.run(prompt, policy or Policy()))  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------- dataset
+
+
+def test_rows_are_the_tasks_of_the_environment(library: Path) -> None:
+    rows = tasks(library, size=4)
+    assert len(rows) == 4
+    row = rows[3]
+    assert row["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+1=?"}]
+    assert (row["id"], row["data"]) == ("sum 3", {"n": 3})
+    assert (row["verifiers"]["task"], row["verifiers"]["key"]) == (3, "key-3-")
+    assert rows.fingerprint == tasks(library, size=4).fingerprint
+    assert rows.fingerprint != tasks(library, options={"taskset": {"rows": 4}}).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"environment": "sumz"}, "cannot be loaded: ModuleNotFoundError: taskset 'sumz' not found"),
+        ({"options": {"taskset": {"rows": "x"}}}, "cannot be loaded: TypeError"),
+        ({"python": "/bin/false"}, "cannot be listed: /bin/false ended with 1"),
+        ({"python": "/no/python"}, "cannot be listed: .*No such file"),
+        ({"path": None}, "No module named 'verifiers'"),
+    ],
+)
+def test_an_environment_that_is_not_there_says_so(library: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tasks(library, **keys)
+
+
+# ---------------------------------------------------------------------------------------- workflow
+
+
+async def test_an_episode_is_what_was_sampled_with_the_environments_verdict(
+    library: Path, workflow: VerifiersWorkflow
+) -> None:
+    policy, rows = Policy(), tasks(library)
+    trajectories = await play(workflow, rows[0], policy)
+    verdict = {"reward": 1.0, "length": 1.0}
+    assert policy.scored == [(["1", "1"], [verdict, verdict])]
+    assert [each.score.reward for each in trajectories] == [1.0, 1.0]
+    assert [each.tokens[each.loss_mask].tolist() for each in trajectories] == [[49], [49]]
+    assert [each.score.reward for each in await play(workflow, rows[4])] == [0.0, 0.0]
+
+
+async def test_what_goes_wrong_in_an_episode_fails_it_alone(
+    library: Path, workflow: VerifiersWorkflow
+) -> None:
+    rows = tasks(library)
+    with pytest.raises(EpisodeError, match="the episode failed: RuntimeError: TaskError: cannot be added"):
+        await play(workflow, rows[1])
+    with pytest.raises(EpisodeError, match="task 0 is not the one that the row was made of"):
+        await play(workflow, {**rows[0], "verifiers": {**rows[0]["verifiers"], "key": "other"}})
+    with pytest.raises(EpisodeError, match="no column 'verifiers'; use the dataset `verifiers`"):
+        await play(workflow, {"prompt": "1+1="})
+    with anyio.move_on_after(0.5) as given_up:  # by the kernel, say
+        await play(workflow, rows[2])
+    assert given_up.cancelled_caught
+    [process] = _environments()
+    assert len(await play(workflow, rows[0])) == 2
+    with pytest.raises(EpisodeError, match="the environment's process ended with status"):
+        await play(workflow, rows[3])
+    assert len(await play(workflow, rows[0])) == 2  # by a new one
+    [successor] = _environments()
+    assert successor.pid != process.pid
+
+
+async def test_an_episode_has_a_time_limit(library: Path) -> None:
+    config = VerifiersWorkflowConfig(use="verifiers", episode_timeout_s=1)
+    workflow = VerifiersWorkflow(config, Context(run="r", name="n", seed=1, sandbox="unsafe"))
+    with pytest.raises(EpisodeError, match="took longer than episode_timeout_s=1"):
+        await play(workflow, tasks(library)[2])
+    await workflow.end()
+    await workflow.endpoint.stop()
+    deadline = time.monotonic() + 10
+    while _environments():
+        assert time.monotonic() < deadline
+        await anyio.sleep(0.02)
+
+
+def _environments() -> list[psutil.Process]:
+    """Processes that play, the sandbox around them left out."""
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if each.cmdline()[1:2] and each.cmdline()[1].endswith("environment.py")]
+
+
+# -------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_trains_on_an_environment(start: Any, library: Path) -> None:
+    run = start(*_run_on(sys.executable, library), "dataset.size=1", out="verifiers")
+    run.assert_completed(steps=1, batch_size=2, bound=0)
+    [step] = run.metrics()
+    assert (step["reward/calls"], step["truncated"]) == (1.0, 0.0)
+    assert "reward/length" in step
+
+
+def test_the_workflow_plays_rows_of_its_own_dataset_only(start: Any, tmp_path: Path) -> None:
+    del start  # it has written the file
+    overrides = ["workflow=verifiers", "reward=verifiers", "sandbox=unsafe", f"out={tmp_path}/out"]
+    found = problems(compose(tmp_path / "run.yaml", overrides))
+    assert [(each.path, each.message) for each in found if each.severity == "error"] == [
+        ("dataset.use", "is 'jsonl'; the workflow 'verifiers' plays rows of 'verifiers'")
+    ]
+
+
+def _run_on(python: str, folder: Path) -> list[str]:
+    return [
+        *("dataset.use=verifiers", "dataset.environment=sums"),
+        *(f"dataset.python={python}", f"dataset.path={folder}"),
+        *("workflow=verifiers", "reward=verifiers", "steps=1", "algorithm.group_size=2"),
+        *("queue.batch_size=2", "queue.max_staleness=0"),
+        f"sandbox={'unsafe' if sandbox_problem() else 'bubblewrap'}",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif("STRETTO_VERIFIERS_PYTHON" not in os.environ, reason="no interpreter with verifiers")
+def test_a_run_trains_on_an_environment_of_the_library(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sums.py").write_text(
+        textwrap.dedent(
+            """\
+            import verifiers.v1 as vf
+
+            class Data(vf.TaskData):
+                answer: str
+
+            class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
+                @vf.reward(weight=0.5)
+                async def answered(self, trace) -> float:
+                    return float(bool(trace.last_reply))
+
+                @vf.metric
+                async def characters(self, trace) -> float:
+                    return float(len(trace.last_reply))
+
+            class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+                def load(self):
+                    for n in range(3):
+                        yield Sum(Data(prompt=f"{n}+1=?", answer=str(n + 1)), self.config.task)
+
+            __all__ = ["Sums"]
+            """
+        )
+    )
+    run = start(
+        *_run_on(os.environ["STRETTO_VERIFIERS_PYTHON"], tmp_path / "own"),
+        *(
+            "dataset.options={agent: {harness: {id: 'null'}}}",
+            "inference.mean_tokens=12",
+            "inference.sigma=0",
+        ),
+        *(f"workflow.env.{name}={os.environ[name]}" for name in ("SSL_CERT_FILE",) if name in os.environ),
+        out="real",
+    )
+    assert run.end(deadline_s=280) == 0, run.text()
+    [step] = run.metrics()
+    assert (step["reward"], step["length"], step["reward/calls"]) == (0.5, 12.0, 1.0)
+    assert step["reward/characters"] > 0
