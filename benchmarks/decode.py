@@ -1,13 +1,14 @@
-"""Tokens a second of the torch inference engine against `model.generate` of transformers.
+"""Tokens a second of the torch inference engine, against `model.generate` of transformers and a vLLM server.
 
-    python benchmarks/decode.py
+    python benchmarks/decode.py [--vllm path/to/venv/bin/python]
 
-Both get the same work on the same random model of 0.2 M parameters: prompts of 10 to 60 tokens and
+All get the same work on the same random models of 0.2 M and 10 M parameters: prompts of 10 to 60 tokens and
 answers of long-tailed lengths (lognormal, mean 40, sigma 1, at most 400), drawn at temperature 1, one
-compute thread each, as many rows at once as the engine has slots. Nothing ends an answer but its length.
-`generate` takes the prompts in batches, each of which runs to its longest answer; only the tokens that
-were asked for count. Rounds alternate and the medians are compared, so that whatever else the machine
-does meets all alike. The last line is one JSON object.
+compute thread each, as many rows at once as the engines have slots. Nothing ends an answer but its length.
+Engines are asked as an inference worker asks them: by requests, all at once, answered by chunks. `generate`
+takes the prompts in batches, each of which runs to its longest answer; only the tokens that were asked for
+count. It is given the small model alone. Rounds alternate and the medians are compared, so that whatever
+else the machine does meets all alike. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,15 +31,18 @@ import torch
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from stretto.array import Array
 from stretto.component import Context
-from stretto.engine import Chunk, GenerateRequest, Sampling
-from stretto.weights import WeightsNote
+from stretto.engine import Chunk, GenerateRequest, InferenceEngine, Sampling
+from stretto.weight_files import VersionFolders, open_version
+from stretto.weights import WeightUpdate
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
+from stretto_vllm import VllmConfig
+from stretto_vllm.engine import VllmEngine
 
 VOCABULARY = 101
 
@@ -63,22 +68,38 @@ def make_work(count: int) -> Work:
     return Work(prompts, lengths.tolist())
 
 
-def make_model(folder: Path) -> None:
+MODELS: dict[str, dict[str, Any]] = {
+    "0.2M": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "10M": {
+        "hidden_size": 320,
+        "intermediate_size": 1280,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+    },
+}
+
+
+def make_model(size: str, folder: Path) -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
+        **MODELS[size],
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    model.save_pretrained(folder)
+    return model
 
 
 # ---------------------------------------------------------------------------------- transformers
@@ -117,38 +138,20 @@ def left_padded(prompts: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------------- engine
 
 
-class Weights:
-    """The model's own weights as version 0; a `WeightUpdate`."""
-
-    note = WeightsNote(0, "memory", "")
-    folder = None
-
-    def __init__(self, model: Any) -> None:
-        self._tensors = {name: parameter.data for name, parameter in model.named_parameters()}
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """By name."""
-        return self._tensors
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 class Engine:
     """A started engine, and the answers it is giving."""
 
-    def __init__(self, folder: Path, config: TorchInferenceConfig) -> None:
-        context = Context(run="benchmark", name="benchmark", seed=0, model=str(folder))
-        self._engine = TorchInferenceEngine(config, context)
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
         self._rounds = 0
         self._unfinished = 0
         self._tokens = 0
         self._finished = anyio.Event()
 
-    async def start(self, model: Any, tasks: TaskGroup) -> None:
-        """Load and serve the model."""
+    async def start(self, weights: WeightUpdate, tasks: TaskGroup) -> None:
+        """Load the model and serve these weights."""
         await self._engine.start(self._count, tasks)
-        await self._engine.swap(Weights(model))
+        await self._engine.swap(weights)
 
     async def stop(self) -> None:
         """Free everything."""
@@ -180,39 +183,75 @@ class Engine:
 REPEATS = 4
 
 
-async def measure(folder: Path, work: Work, slots: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens a second of each, every time it ran."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
-    engines = {
-        "torch": Engine(folder, TorchInferenceConfig(slots=slots)),
-        "torch, deterministic": Engine(folder, TorchInferenceConfig(slots=slots, deterministic=True)),
+def engines_of(folder: Path, slots: int, vllm: str | None) -> dict[str, Engine]:
+    """By name."""
+    context = Context(
+        run="benchmark", name="benchmark", seed=0, model=str(folder), folder=str(folder), worker="inference-0"
+    )
+    torch_configs = {
+        "torch": TorchInferenceConfig(slots=slots),
+        "torch, deterministic": TorchInferenceConfig(slots=slots, deterministic=True),
     }
-    rates: dict[str, list[float]] = {name: [] for name in ("transformers", *engines)}
+    engines = {name: Engine(TorchInferenceEngine(config, context)) for name, config in torch_configs.items()}
+    if vllm is not None:
+        engines["vllm"] = Engine(VllmEngine(VllmConfig(python=vllm, slots=slots), context))
+    return engines
+
+
+async def measure(
+    model: Any, folder: Path, work: Work, slots: int, rounds: int, *, vllm: str | None, whole: bool
+) -> dict[str, list[float]]:
+    """Tokens a second of each, every time it ran.
+
+    Args:
+        whole: with `generate`, and the deterministic engine.
+    """
+    engines = engines_of(folder, slots, vllm)
+    if not whole:
+        del engines["torch, deterministic"]
+    names = ["transformers"] * whole + list(engines)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    versions = VersionFolders(folder / "versions", keep=1, shard_gb=1.0)
+    note = versions.write(0, ((name, each.data) for name, each in model.named_parameters()))
     async with anyio.create_task_group() as tasks:
         for engine in engines.values():
-            await engine.start(model, tasks)
+            await engine.start(open_version(note, Path(note.address)), tasks)
             await engine.generate(make_work(slots))
-        generate(model, make_work(slots), slots)
+        if whole:
+            generate(model, make_work(slots), slots)
 
         for _ in range(rounds):
-            started = perf_counter()
-            generate(model, work, slots)
-            rates["transformers"].append(work.tokens / (perf_counter() - started))
+            if whole:
+                started = perf_counter()
+                generate(model, work, slots)
+                rates["transformers"].append(work.tokens / (perf_counter() - started))
             for name, engine in engines.items():
-                for _ in range(REPEATS):
+                for _ in range(REPEATS if whole else 1):
                     started = perf_counter()
                     await engine.generate(work)
                     rates[name].append(work.tokens / (perf_counter() - started))
         for engine in engines.values():
             await engine.stop()
+        tasks.cancel_scope.cancel()
     return rates
 
 
+def show(size: str, rates: Mapping[str, list[float]]) -> dict[str, float]:
+    """Print a model's table; the medians."""
+    median = {name: statistics.median(each) for name, each in rates.items()}
+    print(f"{size + ' parameters':22} {'tokens/s':>9} {'worst':>9} {'best':>9} {'torch is':>9}")
+    for name, each in rates.items():
+        times = median["torch"] / median[name]
+        print(f"{name:22} {median[name]:9.0f} {min(each):9.0f} {max(each):9.0f} {times:8.2f}x")
+    return median
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="tokens a second: the torch engine against model.generate")
+    parser = argparse.ArgumentParser(description="tokens a second: the torch engine against others")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each, in turn")
-    parser.add_argument("--slots", type=int, default=32, help="slots, and prompts in a batch of generate")
+    parser.add_argument("--slots", type=int, default=64, help="slots, and prompts in a batch of generate")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--vllm", help="interpreter with vLLM; without one it is left out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
@@ -220,19 +259,26 @@ def main() -> None:
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
     work = make_work(arguments.requests)
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
-        rates = anyio.run(measure, Path(folder), work, arguments.slots, arguments.rounds)
-    median = {name: statistics.median(each) for name, each in rates.items()}
-
     print(f"{len(work.prompts)} requests, {work.tokens} tokens, {arguments.slots} slots, 1 thread")
-    print(f"{'':22} {'tokens/s':>9} {'worst':>9} {'best':>9} {'times generate':>15}")
-    for name, each in rates.items():
-        ratio = median[name] / median["transformers"]
-        print(f"{name:22} {median[name]:9.0f} {min(each):9.0f} {max(each):9.0f} {ratio:15.2f}")
+    medians: dict[str, dict[str, float]] = {}
+    for size in MODELS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            model = make_model(size, folder)
+            options = {"vllm": arguments.vllm, "whole": size == "0.2M"}
+            run = partial(measure, model, folder, work, arguments.slots, arguments.rounds, **options)
+            medians[size] = show(size, anyio.run(run))
+    against = {
+        size: round(median["torch"] / median["vllm"], 3)
+        for size, median in medians.items()
+        if "vllm" in median
+    }
+    small = medians["0.2M"]
     result = {
-        "ratio": {"transformers": round(median["torch"] / median["transformers"], 3)},
-        "tokens_per_s": {name: round(rate) for name, rate in median.items()},
+        "ratio": {"transformers": round(small["torch"] / small["transformers"], 3), "vllm": against},
+        "tokens_per_s": {
+            size: {name: round(rate) for name, rate in median.items()} for size, median in medians.items()
+        },
         "rounds": arguments.rounds,
         "slots": arguments.slots,
     }

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from stretto.component import Context
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
-from stretto.sidecar import SidecarConfig, context_of_model, end_tokens_of_model
+from stretto.sidecar import SidecarConfig, context_of_model, end_tokens_in, folder_of_model, shapes_in
 from stretto.sidecar_server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto.training import local_model_config
 from stretto.weight_files import open_version
@@ -149,8 +149,11 @@ class SidecarEngine(ABC):
         self._model = context.model or ""
         self._tokenizer: Any = None
         self._loading = anyio.Lock()
-        self._vocabulary: int = local_model_config(context.model).get("vocab_size", 2**31)
-        self._ends = end_tokens_of_model(context.model)
+        self._config_of_model: Mapping[str, Any] = {}
+        self._vocabulary = 2**31
+        self._ends: frozenset[int] = frozenset()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Of the model's own tensors; empty while they are not on this machine."""
         self._room = context_of_model(config, context.model)
         self._server: Server | None = None
         self._broken = ""
@@ -236,6 +239,7 @@ class SidecarEngine(ABC):
         """See `InferenceEngine`."""
         self._emit, self._tasks = emit, tasks
         self._server = await self._launch()
+        await anyio.to_thread.run_sync(self._learn_model)
         tasks.start_soon(self._watch, name="server")
         tasks.start_soon(self._flush, name="chunks")
 
@@ -448,13 +452,15 @@ class SidecarEngine(ABC):
                     f"the server says that version {version!r} gave what was asked of {sample.version};"
                     " does another program swap its weights?"
                 )
+        sampling = sample.request.sampling
         for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
             sample.answer.append(token)
             self._generated += 1
             if len(sample.answer) > sample.sent:
                 sample.logprobs.append(logprob)
                 sample.versions.append(sample.version)
-            if stops is not None and stops.end(sample.answer):
+            # SGLang passes over stop tokens together with the model's own ends.
+            if token in sampling.stop_token_ids or (stops is not None and stops.end(sample.answer)):
                 self._cut(sample, "stop")
                 return
         self._note(sample)
@@ -463,8 +469,8 @@ class SidecarEngine(ABC):
             sample.aborts += self._open
             if sample.aborts > _UNASKED_ABORTS:
                 self._end(sample, "error", f"the server ended the sample unasked, {sample.aborts} times")
-        elif piece.finish == "length" and len(sample.answer) < sample.request.sampling.max_tokens:
-            got, of = len(sample.answer), sample.request.sampling.max_tokens
+        elif piece.finish == "length" and len(sample.answer) < sampling.max_tokens:
+            got, of = len(sample.answer), sampling.max_tokens
             self._end(sample, "error", f"the server cut the answer to {got} of {of} tokens: it has less room")
         elif piece.finish:
             self._end(sample, piece.finish, piece.error)
@@ -530,6 +536,7 @@ class SidecarEngine(ABC):
                 " set weights.use: file, or bus",
                 version=note.version,
             )
+        await anyio.to_thread.run_sync(self._see_fitting, note, update.folder)
         await self.prepare_weights(server, update, update.folder)
         began = time.monotonic()
         self._open = False
@@ -547,6 +554,24 @@ class SidecarEngine(ABC):
         if former is not None:
             await anyio.to_thread.run_sync(former.drop)
         return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
+
+    def _see_fitting(self, note: WeightsNote, folder: Path) -> None:
+        """Compare a version with the model's own files, if these are on this machine: servers find out in the
+        midst of a load that a tensor does not fit, or not at all.
+
+        Raises:
+            WeightsError: naming the first tensor that is not the model's.
+        """
+        if not self._shapes:
+            return
+        given = self._untied(shapes_in(str(folder)))
+        for name in sorted(self._shapes.keys() | given.keys()):
+            if given.get(name) != self._shapes.get(name):
+                raise WeightsError(
+                    f"tensor {name!r} of version {note.version} has shape {given.get(name)}; the model's has"
+                    f" {self._shapes.get(name)}",
+                    version=note.version,
+                )
 
     async def _drain(self, server: Server) -> None:
         """End every stream at the server. One that it has only just been asked for it may not know yet, so it
@@ -610,6 +635,21 @@ class SidecarEngine(ABC):
             raise
         log.info("server ready", url=server.url, after_s=round(time.monotonic() - began, 1))
         return server
+
+    def _learn_model(self) -> None:
+        """Read what must be known of the model; a server has fetched it by now."""
+        folder = folder_of_model(self._context.model)
+        if folder is None:
+            return
+        self._config_of_model = local_model_config(folder)
+        self._vocabulary = self._config_of_model.get("vocab_size", self._vocabulary)
+        self._ends = end_tokens_in(folder)
+        self._shapes = self._untied(shapes_in(folder))
+
+    def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Without the head of a model that has none of its own: files may hold it or not."""
+        tied = self._config_of_model.get("tie_word_embeddings", False)
+        return {name: shape for name, shape in shapes.items() if not tied or name != "lm_head.weight"}
 
     def _url(self) -> str:
         """Of the running server that is this worker's."""

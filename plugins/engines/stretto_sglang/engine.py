@@ -33,6 +33,7 @@ _SERVE = Path(__file__).with_name("in_server") / "serve.py"
 _CALL_S = 30.0
 _LOAD_S = 300.0
 _SPARE = 16  # SGLang keeps a few tokens of the context length to itself
+_LIKELIEST = 1024  # tokens that are drawn from at most where top_p, top_k or min_p leave some out
 _GPU_SHARE = 0.85  # of the part that the worker may take: the rest is for activations and CUDA itself
 
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -49,6 +50,7 @@ class _Span(msgspec.Struct, gc=False):
 
 class _Meta(msgspec.Struct, gc=False):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    output_token_sampling_logprobs: list[float | None] | None = None
     finish_reason: _Reason | None = None
     weight_versions: list[_Span] = []
 
@@ -90,6 +92,7 @@ class SglangEngine(SidecarEngine):
             "--dtype": config.dtype,
             "--skip-tokenizer-init": True,
             "--incremental-streaming-output": True,
+            "--sampling-mask-max-tokens": _LIKELIEST,
             "--log-level-http": "warning",
         }
         # The spare tokens may go beyond what the model was made for; no sample reaches them.
@@ -139,8 +142,8 @@ class SglangEngine(SidecarEngine):
             "stream": True,
             "return_logprob": True,
             "extra_key": ask.salt,
-            "sampling_params": _sampling(ask.sampling)
-            | {"max_new_tokens": ask.max_tokens, "sampling_seed": ask.seed % 2**31},
+            "return_sampling_mask": _restricts(ask.sampling),
+            "sampling_params": _sampling(ask.sampling) | {"max_new_tokens": ask.max_tokens},
         }
         async for event in server.stream("/generate", body, _EVENT):
             if event.error is not None or event.meta_info is None:
@@ -204,11 +207,21 @@ class SglangEngine(SidecarEngine):
         return found
 
 
+def _restricts(sampling: Sampling) -> bool:
+    """Whether some tokens are left out; SGLang then tells besides with what probability one was drawn of
+    those that remain, if they are not too many."""
+    restricts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    return restricts and sampling.temperature > 0
+
+
 def _sampling(sampling: Sampling) -> dict[str, Any]:
+    top_k = sampling.top_k or -1
+    if _restricts(sampling):
+        top_k = min(sampling.top_k or _LIKELIEST, _LIKELIEST)
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
+        "top_k": top_k,
         "min_p": sampling.min_p,
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
         "stop_token_ids": sampling.stop_token_ids or None,
@@ -217,7 +230,9 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
 
 
 def _piece(tokens: list[int], meta: _Meta) -> Piece:
-    logprobs = [entry[0] for entry in meta.output_token_logprobs]
+    logprobs = meta.output_token_sampling_logprobs
+    if logprobs is None:
+        logprobs = [entry[0] for entry in meta.output_token_logprobs]
     known = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob)]
     if len(known) < len(tokens):
         return Piece((), (), "error", "the server's logits are not finite")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -24,7 +23,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 class Weights:
     """Mixed into every worker of the server; called through /collective_rpc."""
 
-    vllm_config: Any
     model_runner: Any
     reload_weights: Any
     _stretto_reading: Any
@@ -34,20 +32,18 @@ class Weights:
         return {"loads": "safetensors"}
 
     def stretto_read(self, folder: str) -> None:
-        """Begin to read, check and hash the tensors of a folder, in a thread: decoding goes on."""
-        self._stretto_reading = _Reading(folder, self.vllm_config.model_config)
+        """Begin to read and hash the tensors of a folder, in a thread: decoding goes on."""
+        self._stretto_reading = _Reading(folder)
 
     def stretto_have_read(self) -> dict[str, Any]:
-        """`{"done": false}`, or what came of it: `{"done": true, "error": str, "hashes": {name:
-        SHA-256}}`."""
+        """Whether it is `done`; then the `error`, if any, and the `hashes`: tensor name -> SHA-256."""
         reading = self._stretto_reading
         if reading.is_alive():
             return {"done": False}
         return {"done": True, "error": reading.error, "hashes": reading.hashes}
 
     def stretto_load(self) -> dict[str, Any]:
-        """Load the tensors that were read; they are the model's, or `stretto_have_read` would have said
-        so."""
+        """Load the tensors that were read."""
         reading, self._stretto_reading = self._stretto_reading, None
         # Not `model.load_weights`: on CPU linear weights are packed after a load, and this unpacks them.
         self.reload_weights(weights_iterator=iter(reading.tensors.items()))
@@ -60,13 +56,12 @@ class Weights:
 
 
 class _Reading(threading.Thread):
-    """Reads a folder. A reload that fails half-way leaves a model that ends the server, so everything that
-    can be wrong is found here."""
+    """Reads a folder. A reload that fails half-way leaves a model that ends the server, so whether all can be
+    read is found out here."""
 
-    def __init__(self, folder: str, model: Any) -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__(daemon=True)
         self._folder = folder
-        self._model = model
         self.error = ""
         self.tensors: dict[str, torch.Tensor] = {}
         self.hashes: dict[str, str] = {}
@@ -76,22 +71,9 @@ class _Reading(threading.Thread):
         try:
             for file in _files(self._folder):
                 self.tensors.update(load_file(file))
-            self.error = self._fault()
             self.hashes = {name: _sha256(tensor) for name, tensor in self.tensors.items()}
         except Exception as error:  # noqa: BLE001 - whatever it is, the worker is told
             self.error = f"{type(error).__name__}: {error}"
-
-    def _fault(self) -> str:
-        """What of the tensors is not the model's, by the checkpoint that the server was started on."""
-        expected = _shapes(self._model)
-        got = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        if getattr(self._model.hf_config, "tie_word_embeddings", False):
-            for shapes in (expected, got):
-                shapes.pop("lm_head.weight", None)
-        for name in sorted(expected.keys() | got.keys()):
-            if expected.get(name) != got.get(name):
-                return f"tensor {name!r} has shape {got.get(name)}; the model's has {expected.get(name)}"
-        return ""
 
 
 def _files(folder: str) -> list[str]:
@@ -99,19 +81,6 @@ def _files(folder: str) -> list[str]:
     if not found:
         raise FileNotFoundError(f"no safetensors in {folder}")
     return found
-
-
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    folder = model.model
-    if not Path(folder).is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = snapshot_download(folder, revision=model.revision, local_files_only=True)
-    shapes = {}
-    for name in _files(folder):
-        with safe_open(name, "pt") as file:
-            shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
-    return shapes
 
 
 def _sha256(tensor: torch.Tensor) -> str:
