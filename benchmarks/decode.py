@@ -162,11 +162,11 @@ class Engine:
         self._rounds += 1
         self._unfinished, self._tokens, self._finished = len(work.prompts), 0, anyio.Event()
         for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
-            sampling = Sampling(max_tokens=length)
+            sampling = Sampling(max_tokens=length, ignore_eos=True)
             request = GenerateRequest(f"{self._rounds}/{i}", Array.of(prompt), (i,), sampling, 0)
             self._engine.generate(request)
         await self._finished.wait()
-        assert self._tokens == work.tokens, "tokens were lost"
+        assert self._tokens == work.tokens, f"{self._tokens} tokens came of {work.tokens}"
 
     def _count(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:

@@ -96,13 +96,18 @@ class _Sample:
     index: int
     prompt: list[int]
     answer: list[int]
-    """What it had when it came, and all that was received since."""
+    """What it had when it came, and all that the server has given since."""
+    begun: int
+    """Tokens of the answer that it had when it came."""
     sent: int
     """Tokens of the answer that the asker has."""
+    ticket: int
+    """Its place in the line among those due at the same time; the same when it waits again."""
     due: float
     """Its place in the line: when it came, or a little later."""
     expires: float
     salt: str = ""
+    """Of the prefix cache: the version that the server's first token of it was sampled by, or will be."""
     version: int = -1
     """Of the stream it is in, or was in last."""
     logprobs: deque[float] = field(default_factory=deque[float])
@@ -197,6 +202,11 @@ class SidecarEngine(ABC):
         Raises:
             EngineError: if it is not.
         """
+
+    def unfit(self, sampling: Sampling) -> str:
+        """Why tokens cannot be drawn in this way; empty if they can."""
+        del sampling
+        return ""
 
     @abstractmethod
     def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
@@ -345,6 +355,8 @@ class SidecarEngine(ABC):
             )
         if not all(request.sampling.stop):
             raise _RequestError("an empty stop string would end every answer")
+        if fault := self.unfit(request.sampling):
+            raise _RequestError(fault)
         begun: list[list[int]] = [part.numpy().tolist() for part in request.begun] or [[]] * number
         have = request.have or (0,) * number
         if len(begun) != number or len(have) != number:
@@ -357,7 +369,17 @@ class SidecarEngine(ABC):
         now = time.monotonic()
         due, expires = now + _EVALUATION_DELAY_S * request.priority, now + request.deadline_s
         return [
-            _Sample(request, i, prompt, begun[i].copy(), max(have[i], len(begun[i])), due, expires)
+            _Sample(
+                request=request,
+                index=i,
+                prompt=prompt,
+                answer=begun[i].copy(),
+                begun=len(begun[i]),
+                sent=max(have[i], len(begun[i])),
+                ticket=next(self._numbers),
+                due=due,
+                expires=expires,
+            )
             for i in range(number)
             if have[i] >= 0
         ]
@@ -367,7 +389,7 @@ class SidecarEngine(ABC):
 
     def _place(self, sample: _Sample) -> None:
         """Let a sample wait for its turn."""
-        heapq.heappush(self._line, (sample.due, next(self._numbers), sample))
+        heapq.heappush(self._line, (sample.due, sample.ticket, sample))
 
     def _admit(self) -> None:
         """Send samples to the server while there are slots."""
@@ -385,7 +407,8 @@ class SidecarEngine(ABC):
                 self._the_server().heard = self._busy_since
             self._running.add(sample)
             sample.version = self._version
-            sample.salt = sample.salt or f"v{self._version}"
+            if len(sample.answer) == sample.begun or not sample.salt:
+                sample.salt = f"v{self._version}"
             sample.scope = anyio.CancelScope()
             sample.asked = f"{next(self._numbers):016d}"
             self._tasks.start_soon(self._decode, self._the_server(), sample)
@@ -508,7 +531,7 @@ class SidecarEngine(ABC):
         for index in range(len(request.seeds)):
             if not request.have or (index < len(request.have) and request.have[index] >= 0):
                 sent = request.have[index] if request.have else 0
-                self._note(_Sample(request, index, [], [], sent, 0, 0, finish="error", error=why))
+                self._note(_Sample(request, index, [], [], 0, sent, 0, 0, 0, finish="error", error=why))
 
     def _note(self, sample: _Sample) -> None:
         """There is something to emit of a sample."""

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _POLL_S = 0.1
@@ -35,18 +36,29 @@ def _children() -> list[int]:
     return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
+def _tracks(pid: int) -> bool:
+    """Whether a process is one that Python starts to remove the shared memory of others after their end."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def _kill_all() -> None:
-    """Kill the children and, as they are adopted, theirs, until there is none."""
+    """Kill the children and, as they are adopted, theirs, until there is none. Those that only clean up after
+    them have a second for it."""
+    deadline = time.monotonic() + 1
     while True:
         for pid in _children():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            if time.monotonic() > deadline or not _tracks(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         try:
-            os.waitpid(-1, 0)
+            ended, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
+        if not ended:
+            time.sleep(_POLL_S / 4)
 
 
 def main(grace_s: float, command: list[str]) -> int:

@@ -32,7 +32,7 @@ __all__ = ["Server", "ServerCommand", "ServerLost", "ServerRefused"]
 
 T = TypeVar("T")
 
-_GRACE_S = 2.0  # shorter than a worker's own time to leave
+_GRACE_S = 1.5  # shorter than a worker's own time to leave
 _KEEPALIVE_S = 2.0
 _TAIL_LINES = 15
 # Of the worker's own environment: where its interpreter finds its packages is no business of the server's.

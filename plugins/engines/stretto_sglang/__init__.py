@@ -37,7 +37,7 @@ _RESERVED = {
 
 class SglangConfig(SidecarConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An SGLang server. Without `gpus` it runs on the CPU, with PyTorch's own attention; its cache then holds
-    `slots` times `context_length` tokens. Seeds of samples have no effect on CPU."""
+    `slots` times `context_length` tokens. Seeds of samples have no effect."""
 
 
 def _make(config: SglangConfig, context: Context) -> InferenceEngine:

@@ -110,6 +110,16 @@ class SglangEngine(SidecarEngine):
         assert config.python is not None, "refused by check"
         return ServerCommand((config.python, str(_SERVE), *flags(own, config.args)), env | config.env)
 
+    def unfit(self, sampling: Sampling) -> str:
+        """See `SidecarEngine`."""
+        if sampling.top_k > 0 and sampling.top_p < 1 and sampling.temperature > 0:
+            return (
+                f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang takes top_p of the"
+                " probability of all tokens, not of those that top_k leaves; give one of the two, or use another"
+                " engine"
+            )
+        return ""
+
     async def greet(self, server: Server) -> None:
         """See that it takes the key, and streams segments rather than everything again at each token.
 
