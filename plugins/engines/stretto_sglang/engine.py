@@ -115,7 +115,7 @@ class SglangEngine(SidecarEngine):
         if sampling.top_k > 0 and sampling.top_p < 1 and sampling.temperature > 0:
             return (
                 f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang takes top_p of the"
-                " probability of all tokens, not of those that top_k leaves; give one of the two, or use another"
+                " probability of all tokens, not of what top_k leaves; give one of the two, or use another"
                 " engine"
             )
         return ""
