@@ -40,6 +40,7 @@ __all__ = [
     "NoAnswer",
     "PluginError",
     "Refused",
+    "RequestError",
     "RewardError",
     "RunError",
     "StrettoError",
@@ -112,6 +113,10 @@ class Malformed(BusError):
 
 class EngineError(StrettoError):
     """A training or inference engine cannot do what it was asked."""
+
+
+class RequestError(StrettoError):
+    """A request that an inference engine cannot serve; the message says why."""
 
 
 class RewardError(StrettoError):

@@ -33,9 +33,10 @@ from numpy.typing import NDArray
 
 from stretto.component import Context
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, Sampling, SwapReport
-from stretto.errors import EngineError, WeightsError
+from stretto.errors import EngineError, RequestError, WeightsError
 from stretto.sidecar import SidecarConfig, context_of_model, end_tokens_in, folder_of_model, shapes_in
 from stretto.sidecar_server import Server, ServerCommand, ServerLost, ServerRefused
+from stretto.stops import StopStrings, stop_tokenizer
 from stretto.training import local_model_config
 from stretto.weight_files import open_version
 from stretto.weights import WeightsNote, digest_of
@@ -268,7 +269,7 @@ class SidecarEngine(ABC):
             return
         try:
             samples = self._samples(request)
-        except _RequestError as error:
+        except RequestError as error:
             self._refuse(request, str(error))
             return
         if samples:
@@ -343,29 +344,27 @@ class SidecarEngine(ABC):
     # -------------------------------------------------------------------------------- the line
 
     def _samples(self, request: GenerateRequest) -> list[_Sample]:
-        """The samples that are wanted of a request; or `_RequestError`."""
+        """The samples that are wanted of a request; or `RequestError`."""
         prompt = request.prompt_ids.numpy().tolist()
         number, longest = len(request.seeds), request.sampling.max_tokens
         if not prompt or not number:
-            raise _RequestError(f"{len(prompt)} prompt tokens and {number} seeds; each must be at least 1")
+            raise RequestError(f"{len(prompt)} prompt tokens and {number} seeds; each must be at least 1")
         if len(prompt) + longest > self._room:
-            raise _RequestError(
+            raise RequestError(
                 f"a prompt of {len(prompt)} tokens and max_tokens {longest} need {len(prompt) + longest};"
                 f" a sample can have {self._room} (inference.context_length)"
             )
         if not all(request.sampling.stop):
-            raise _RequestError("an empty stop string would end every answer")
+            raise RequestError("an empty stop string would end every answer")
         if fault := self.unfit(request.sampling):
-            raise _RequestError(fault)
+            raise RequestError(fault)
         begun: list[list[int]] = [part.numpy().tolist() for part in request.begun] or [[]] * number
         have = request.have or (0,) * number
         if len(begun) != number or len(have) != number:
-            raise _RequestError(
-                f"'begun' and 'have' are for {len(begun)} and {len(have)} samples of {number}"
-            )
+            raise RequestError(f"'begun' and 'have' are for {len(begun)} and {len(have)} samples of {number}")
         for tokens in (prompt, *begun):
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-                raise _RequestError(f"tokens outside the vocabulary of {self._vocabulary}")
+                raise RequestError(f"tokens outside the vocabulary of {self._vocabulary}")
         now = time.monotonic()
         due, expires = now + _EVALUATION_DELAY_S * request.priority, now + request.deadline_s
         return [
@@ -420,7 +419,7 @@ class SidecarEngine(ABC):
         try:
             with sample.scope:
                 ended = await self._receive(server, sample)
-        except _RequestError as error:
+        except RequestError as error:
             ended = True  # it was not even asked for
             self._end(sample, "error", str(error))
         except ServerRefused as error:
@@ -468,7 +467,7 @@ class SidecarEngine(ABC):
             raise ServerLost("a stream ended without a finish")
         return True
 
-    def _take(self, sample: _Sample, piece: Piece, stops: _StopStrings | None) -> None:
+    def _take(self, sample: _Sample, piece: Piece, stops: StopStrings | None) -> None:
         for version in piece.versions:
             if version != str(sample.version):
                 raise EngineError(
@@ -498,15 +497,15 @@ class SidecarEngine(ABC):
         elif piece.finish:
             self._end(sample, piece.finish, piece.error)
 
-    async def _stop_strings(self, sampling: Sampling) -> _StopStrings | None:
+    async def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
         """What recognises the stop strings of a request. That is done here, since a server sees only its own
         part of an answer that goes on after a swap."""
         if not sampling.stop:
             return None
         async with self._loading:
             if self._tokenizer is None:
-                self._tokenizer = await anyio.to_thread.run_sync(_load_tokenizer, self._model)
-        return _StopStrings(sampling.stop, self._tokenizer)
+                self._tokenizer = await anyio.to_thread.run_sync(stop_tokenizer, self._model)
+        return StopStrings(sampling.stop, self._tokenizer)
 
     # -------------------------------------------------------------------------------- chunks
 
@@ -779,38 +778,6 @@ class SidecarEngine(ABC):
                 await self.abort_streams(server, [id])
             except (ServerLost, ServerRefused) as error:
                 self._distrust(server, str(error))
-
-
-class _RequestError(Exception):
-    """A request that cannot be served; the message says why."""
-
-
-class _StopStrings:
-    """The stop strings of one request. Only the end of the answer is turned into text at each token: as many
-    tokens as the longest string has bytes, since none but a special token has less than a byte."""
-
-    def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:
-        self._strings = strings
-        self._tokenizer = tokenizer
-        # A few more: decoders drop a space before the first token they see.
-        self._window = max(len(string.encode()) for string in strings) + 8
-
-    def end(self, answer: list[int]) -> bool:
-        """Whether the last token of the answer completed one of them."""
-        text: str = self._tokenizer.decode(answer[-self._window :], clean_up_tokenization_spaces=False)
-        return any(string in text for string in self._strings)
-
-
-def _load_tokenizer(model: str) -> Any:
-    """The model's tokenizer; what it decodes has the special tokens in it."""
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise _RequestError(
-            f"stop strings need a tokenizer; {model!r} has none that loads: {error}"
-        ) from error
 
 
 def _chunk(sample: _Sample) -> Chunk:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from stretto.environment import Feedback, feedback_of
-from stretto.errors import place_of
 from stretto.importable import load_importable
-from stretto.roles.pipes import Pipes, Started, die_with_parent
+from stretto.roles.pipes import serve
 from stretto.roles.scoring import accepted
 
 __all__ = ["COMMAND", "Question", "Reaction", "told"]
@@ -60,33 +58,18 @@ async def _result(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _serve(pipes: Pipes) -> None:
-    first = pipes.receive()
-    if first is None:
-        return
-    try:
-        environment = load_importable(msgspec.msgpack.decode(first, type=str))
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
-        traceback.print_exc()
-        pipes.send(Started(f"the environment cannot be imported: {place_of(error)}"))
-        return
-    pipes.send(Started())
-    reasons: set[str] = set()
-    while (data := pipes.receive()) is not None:
-        try:
-            pipes.send(_react(environment, msgspec.msgpack.decode(data, type=Question)))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
-            reason = place_of(error)
-            if reason not in reasons:  # once in the verifier's output, with all frames
-                reasons.add(reason)
-                traceback.print_exc()
-            pipes.send(Reaction(error=f"environment raised {reason}"))
+def _made(data: bytes) -> Callable[..., Any]:
+    return load_importable(msgspec.msgpack.decode(data, type=str))
+
+
+def _answer(environment: Callable[..., Any], data: bytes) -> Reaction:
+    return _react(environment, msgspec.msgpack.decode(data, type=Question))
 
 
 def main() -> None:
     """Body of the process."""
-    die_with_parent()
-    _serve(Pipes())
+    cannot = "the environment cannot be imported"
+    serve(_made, _answer, lambda why: Reaction(error=why), cannot=cannot, name="environment")
 
 
 if __name__ == "__main__":

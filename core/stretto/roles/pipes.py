@@ -12,12 +12,18 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-__all__ = ["HEAD", "Pipes", "Started", "die_with_parent", "framed", "try_to_start"]
+from stretto.errors import place_of
+
+__all__ = ["HEAD", "Pipes", "Started", "framed", "serve", "try_to_start"]
+
+T = TypeVar("T")
 
 HEAD = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1
@@ -51,12 +57,53 @@ class Pipes:
         self._write.flush()
 
 
+def serve(
+    make: Callable[[bytes], T],
+    answer: Callable[[T, bytes], msgspec.Struct],
+    failure: Callable[[str], msgspec.Struct],
+    *,
+    cannot: str,
+    name: str,
+) -> None:
+    """Body of a child that has one piece of the user's code, and ends with its parent.
+
+    Args:
+        make: the user's code, from what the child was told.
+        answer: the answer to a question.
+        failure: the answer where that raised.
+        cannot: what is said where it cannot be made.
+        name: what it is called where it raises.
+    """
+    _die_with_parent()
+    pipes = Pipes()
+    first = pipes.receive()
+    if first is None:
+        return
+    try:
+        made = make(first)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
+        traceback.print_exc()
+        pipes.send(Started(f"{cannot}: {place_of(error)}"))
+        return
+    pipes.send(Started())
+    reasons: set[str] = set()
+    while (data := pipes.receive()) is not None:
+        try:
+            pipes.send(answer(made, data))
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
+            reason = place_of(error)
+            if reason not in reasons:  # once in the verifier's output, with all frames
+                reasons.add(reason)
+                traceback.print_exc()
+            pipes.send(failure(f"{name} raised {reason}"))
+
+
 def framed(data: bytes) -> bytes:
     """Bytes as a frame."""
     return HEAD.pack(len(data)) + data
 
 
-def die_with_parent() -> None:
+def _die_with_parent() -> None:
     """Code that hangs must not outlive a verifier that was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

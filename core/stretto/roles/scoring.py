@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,9 +15,8 @@ import msgspec
 
 from stretto.component import Context
 from stretto.config import compose_mapping
-from stretto.errors import place_of
 from stretto.reward import RewardValue, is_number
-from stretto.roles.pipes import Pipes, Started, die_with_parent, try_to_start
+from stretto.roles.pipes import serve, try_to_start
 
 __all__ = ["COMMAND", "Answer", "Task", "accepted", "score_group", "told", "try_to_make"]
 
@@ -161,36 +159,17 @@ def _make_reward(data: bytes) -> Callable[..., Any]:
     return made if callable(made) else made.score
 
 
-def _serve(pipes: Pipes) -> None:
-    first = pipes.receive()
-    if first is None:
-        return
-    try:
-        reward = _make_reward(first)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
-        traceback.print_exc()
-        pipes.send(Started(f"the reward cannot be made: {place_of(error)}"))
-        return
-    pipes.send(Started())
-    reasons: set[str] = set()
-    while (data := pipes.receive()) is not None:
-        task = msgspec.msgpack.decode(data, type=Task)
-        try:
-            row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
-            each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
-            pipes.send(Answer(tuple(score_group(reward, row, task.completions, each))))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
-            reason = place_of(error)
-            if reason not in reasons:  # once in the verifier's output, with all frames
-                reasons.add(reason)
-                traceback.print_exc()
-            pipes.send(Answer(error=f"reward raised {reason}"))
+def _answer(reward: Callable[..., Any], data: bytes) -> Answer:
+    task = msgspec.msgpack.decode(data, type=Task)
+    row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
+    each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
+    return Answer(tuple(score_group(reward, row, task.completions, each)))
 
 
 def main() -> None:
     """Body of the process."""
-    die_with_parent()
-    _serve(Pipes())
+    cannot = "the reward cannot be made"
+    serve(_make_reward, _answer, lambda why: Answer(error=why), cannot=cannot, name="reward")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engine import Chunk, Finish, GenerateRequest
+from stretto.errors import RequestError
+from stretto.stops import StopStrings
 from stretto_torch.model import Model
-from stretto_torch.requests import UNWANTED, Job, RequestError, Sample, open_job
+from stretto_torch.requests import UNWANTED, Job, Sample, open_job
 from stretto_torch.slots import NO_TOKENS, Answer, Ending, Slots
-from stretto_torch.stops import StopStrings
 from stretto_torch.swap import Targets
 from stretto_torch.waiting import WaitingLine
 

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError
+from stretto.stops import stop_tokenizer
 from stretto.weights import digest_of
 from stretto_torch.batcher import Batcher, last_chunks
 from stretto_torch.determinism import stable_shapes
 from stretto_torch.model import load_model
-from stretto_torch.stops import load_tokenizer
 from stretto_torch.swap import hashes_of
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class TorchInferenceEngine:
         )
         return Batcher(
             model,
-            partial(load_tokenizer, self._folder),
+            partial(stop_tokenizer, self._folder),
             deterministic=config.deterministic,
             recompute_on_swap=config.on_swap == "recompute",
             evaluation_delay_s=config.evaluation_delay_s,

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.engine import GenerateRequest
+from stretto.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto_torch.stops import StopStrings
+    from stretto.stops import StopStrings
 
 
 UNWANTED = -1
@@ -78,10 +79,6 @@ class Sample:
     def seed(self) -> int:
         """What its tokens are drawn with."""
         return self.job.request.seeds[self.index]
-
-
-class RequestError(Exception):
-    """A request that cannot be served; the message says why."""
 
 
 def open_job(

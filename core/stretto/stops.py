@@ -1,0 +1,53 @@
+"""Recognising the texts that end an answer, for engines that do it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["StopStrings", "stop_tokenizer"]
+
+
+class StopStrings:
+    """The stop strings of one request.
+
+    Only the end of the answer is turned into text at each token: as many tokens as the longest string
+    has bytes, since none but a special token has less than a byte.
+
+    Args:
+        tokenizer: what `stop_tokenizer` gave.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        self._strings = strings
+        self._tokenizer = tokenizer
+        # A few more: decoders drop a space before the first token they see.
+        self._window = max(len(string.encode()) for string in strings) + 8
+
+    def end(self, answer: Sequence[int] | NDArray[np.int32]) -> bool:
+        """Whether the last token of the answer completed one of them."""
+        tail = [int(token) for token in answer[-self._window :]]
+        text: str = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
+        return any(string in text for string in self._strings)
+
+
+def stop_tokenizer(model: str) -> Any:
+    """The model's tokenizer; what it decodes has the special tokens in it.
+
+    Raises:
+        RequestError: if the model has none.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"stop strings need a tokenizer; {model!r} has none that loads: {error}"
+        ) from error
