@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
 
 TORCH = EngineUnderTest("torch", {"slots": 8}, seeds=True, tolerance=1e-4)
@@ -11,5 +13,6 @@ class TestTorch(InferenceConformance):
     engine = TORCH
 
 
+@pytest.mark.slow
 class TestTorchInRuns(RunConformance):
     engine = TORCH

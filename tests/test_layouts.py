@@ -149,7 +149,11 @@ def runs_of(models: Mapping[str, Path], saved: Path, loads: Mapping[str, Path]) 
 
 LORA: dict[str, Any] = {
     "name": "lora",
-    "options": {**ADAM, "lr": 1e-2, "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}},
+    "options": {
+        **ADAM,
+        "lr": 1e-2,
+        "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"], "send": "merged"},
+    },
 }
 
 

@@ -65,6 +65,7 @@ def test_synchronous_training_has_no_staleness(start: Start) -> None:
     }
 
 
+@pytest.mark.slow
 def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
     run = start(
         *("queue.on_late=drop", "queue.max_staleness=1", "inference.sigma=1.5", "inference.slots=24"),
@@ -128,6 +129,7 @@ def test_a_killed_kernel_leaves_no_process(start: Start) -> None:
     run.assert_nothing_is_left(within_s=3 + 5)  # grace_s is 3 here
 
 
+@pytest.mark.slow
 def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(start: Start) -> None:
     run = start("training.seconds_per_step=60", "queue.max_staleness=0")
     run.until_a_call()
@@ -196,6 +198,7 @@ def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(s
     assert steps == {"steps": 20}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start, tmp_path: Path) -> None:
     evaluation = (f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=4")
     run = start("steps=12", "checkpoint.every=0", *evaluation, "evaluation.every=3")
@@ -210,6 +213,7 @@ def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start,
     assert steps == {"steps": 12}
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
     start: Start, tmp_path: Path
 ) -> None:
@@ -223,6 +227,7 @@ def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
     assert [point["version"] for point in done["evaluation"]] == [0, 2]
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         textwrap.dedent(
@@ -256,6 +261,7 @@ def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start
         assert set(hashes) == {path.name for path in folder.iterdir()} - {"manifest.json"}
 
 
+@pytest.mark.slow
 def test_a_worker_that_stood_still_does_not_blame_the_kernel(start: Start) -> None:
     run = start("steps=30", "training.seconds_per_step=0.1")
     run.until_step(2)
@@ -477,6 +483,7 @@ def test_a_server_of_ones_own_carries_a_run(start: Start, server: Any, tmp_path:
     second.assert_completed(2)  # beside what the first has left there
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_its_server_was_killed(start: Start) -> None:
     run = start("steps=30")
     run.until_step(4)
@@ -486,6 +493,7 @@ def test_a_run_goes_on_after_its_server_was_killed(start: Start) -> None:
     assert "bus reconnected" in (run.folder / "logs" / "kernel.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
     run = start("steps=30", "rollout.concurrency=2")
     run.until_step(2)
@@ -541,6 +549,7 @@ def test_plugins_and_trackers_follow_a_run(start: Start, tmp_path: Path) -> None
     assert summary["problems"] == ["tracker Notes: AssertionError: "]
 
 
+@pytest.mark.slow
 def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_path: Path) -> None:
     (tmp_path / "drift.py").write_text(
         textwrap.dedent(
@@ -586,6 +595,7 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
     assert any("incarnation 0" in reason for reason in summary["reasons"])
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) -> None:
     start("steps=1").assert_completed(1)  # writes the run file
     parent, child = pty.openpty()
@@ -621,7 +631,7 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
 
 def test_a_ticket_that_is_delivered_twice_is_worked_on_once(start: Start) -> None:
     """As a server does that was killed before it had stored who has what."""
-    run = start("steps=20", "rollout.concurrency=64", "inference.tokens_per_s=800")
+    run = start("steps=8", "rollout.concurrency=64", "inference.tokens_per_s=800")
     run.until_step(2)
     code = """
 import asyncio, json, sys, nats
@@ -645,7 +655,7 @@ asyncio.run(main())
     login = str(run.folder / "bus" / "kernel.json")
     output = subprocess.run([sys.executable, "-c", code, login], check=True, capture_output=True, text=True)
     assert int(output.stdout) > 0
-    summary = run.assert_completed(20)
+    summary = run.assert_completed(8)
     assert summary["restarts"] == 0
     assert summary["reasons"] == {}
     assert "KeyError" not in (run.folder / "logs" / "rollout-0.jsonl").read_text()
@@ -743,6 +753,7 @@ def test_calls_of_different_groups_overlap_and_rows_move_between_ranks(
     ]
 
 
+@pytest.mark.slow
 def test_a_run_of_many_groups_is_resumed(start: Start, several: list[str]) -> None:
     run = start(*several, "steps=6", "checkpoint.every=2")
     run.until_step(3)

@@ -203,10 +203,12 @@ async def tool_process(
     confined = command(config, "bubblewrap", str(folder))
     program = Program("the tools", confined.argv, told(config), confined.env, confined.folder)
     children = Children(program, count)
-    async with anyio.create_task_group() as tasks:
-        yield children, await children.open(tasks)
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield children, await children.open(tasks)
+            tasks.cancel_scope.cancel()
+    finally:
         await children.close()
-        tasks.cancel_scope.cancel()
 
 
 async def call(children: Children, name: str, timeout_s: float = 20, **arguments: Any) -> ToolAnswer:

@@ -229,6 +229,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 async def test_two_runs_and_a_plain_loop_reach_the_same_weights_bit_for_bit(
     deterministic: Start, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
@@ -245,6 +246,7 @@ async def test_two_runs_and_a_plain_loop_reach_the_same_weights_bit_for_bit(
     assert one.metrics()[0]["mismatch_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_killed_kernel_and_a_killed_engine_change_no_bit(deterministic: Start, start: Start) -> None:
     one = deterministic("one")
     assert one.end() == 0, one.text()

@@ -336,7 +336,7 @@ def test_adapters_are_published_merged_and_resume(
     options: dict[str, Any] = {
         "eps": 1e-8,
         "lr": 1e-2,
-        "lora": LoraConfig(rank=4, alpha=8, targets=tuple(targets)),
+        "lora": LoraConfig(rank=4, alpha=8, targets=tuple(targets), send="merged"),
     }
     engine = engine_of(tiny_models(architecture), **options)
     whole = parameters(engine_of(tiny_models(architecture)))

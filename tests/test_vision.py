@@ -460,6 +460,7 @@ def errors_of(run: dict[str, Any]) -> list[str]:
     return [f"{each.path}: {each.message}" for each in found if each.severity != "warning"]
 
 
+@pytest.mark.slow
 def test_a_whole_run_of_grpo(start: Start, vision_models: Models, rows: Path, tmp_path: Path) -> None:
     folder = vision_models("qwen2_5_vl")
     (tmp_path / "reward.py").write_text(
@@ -496,6 +497,7 @@ def test_a_whole_run_of_grpo(start: Start, vision_models: Models, rows: Path, tm
     assert run.summary()["ledger"]["failed"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Path) -> None:
     run = start(
         f"model={vision_models('llava')}",

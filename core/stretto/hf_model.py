@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from stretto.adapters import FACTOR_A, FACTOR_B
 from stretto.errors import EngineError
 from stretto.packing import ATTENTION, MakeRows, Rows, packed_rows, packs_exactly, padded_rows
 
@@ -328,3 +329,25 @@ def merged(
             yield f"{owner}.weight", waiting.pop(owner) + (added.T if owner in transposed else added)
         else:
             yield file_name(name), tensor
+
+
+def factors(
+    tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Adapters as `stretto.adapters` has them: of each matrix two factors whose product is what is added.
+
+    Args:
+        tensors: full tensors of the adapters under the names of the files, A of a module before B.
+        model: where some of them are from.
+    """
+    transposed = {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}
+    a: Tensor | None = None
+    for name, tensor in tensors:
+        if name.endswith(FACTOR_A):
+            a = tensor
+            continue
+        owner, scale = name.removesuffix(FACTOR_B), config.alpha / config.rank
+        assert a is not None
+        left, right = (a.T, tensor.T) if owner in transposed else (tensor, a)
+        yield f"{owner}{FACTOR_A}", right.contiguous()
+        yield f"{owner}{FACTOR_B}", (scale * left).contiguous()

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from stretto.adapters import FACTOR_A, FACTOR_B
 from stretto.batch import Batch
 from stretto.errors import EngineError
 from stretto.functional import entropy_of, logprobs_of, loss_count, loss_weights
@@ -30,6 +31,7 @@ from stretto.hf_model import (
     add_adapters,
     checkpoint_activations,
     compile_layers,
+    factors,
     file_name,
     load_model,
     merged,
@@ -47,12 +49,13 @@ from stretto.hf_state import (
 )
 from stretto.images import PROCESSOR_FILES, Vision
 from stretto.layout import Layout
+from stretto.model_files import folder_of_model, tensors_of_model
 
 if TYPE_CHECKING:
     from stretto.algorithm import Head, Loss
     from stretto.component import Context
     from stretto.packing import Rows
-    from stretto.training import ModelTrainingConfig
+    from stretto.training import LoraConfig, ModelTrainingConfig
 
 __all__ = ["HFTraining"]
 
@@ -86,6 +89,8 @@ class HFTraining:
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
+        if self._sent_alone is not None:
+            self._see_sendable()
         self._steps = 0
         if self._trainable:
             self._optimizer = self._made_optimizer()
@@ -110,9 +115,15 @@ class HFTraining:
             raise OSError(f"checkpoint {folder} cannot be written: {problem}")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, tied ones once, and buffers that the model's files hold, on CPU; adapters merged."""
+        """Parameters, tied ones once, and buffers that the model's files hold, on CPU; adapters merged, or
+        alone as `stretto.adapters` wants them."""
         dtype = getattr(torch, self._config.dtype)
-        for name, tensor in self._full_weights():
+        if (lora := self._sent_alone) is not None:
+            own = ((name, tensor.detach()) for name, tensor in self._trained.items())
+            tensors = factors(self._layout.stream(own), self._model, lora)
+        else:
+            tensors = self._full_weights()
+        for name, tensor in tensors:
             yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
 
     def stop(self) -> None:
@@ -177,6 +188,24 @@ class HFTraining:
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
         own = ((self._layout.name(name), tensor) for name, tensor in published(self._model))
         return merged(self._layout.stream(own), self._model, self._config.lora)
+
+    @property
+    def _sent_alone(self) -> LoraConfig | None:
+        """The adapters, if these are all that is published."""
+        lora, policy = self._config.lora, self._trainable and self._head == "policy"
+        return lora if lora is not None and lora.send == "adapter" and policy else None
+
+    def _see_sendable(self) -> None:
+        """Raise EngineError where the model's files do not have what is adapted: nobody could merge it."""
+        folder = folder_of_model(self._initial)
+        own = tensors_of_model(Path(folder)) if folder is not None else {}
+        for name in self._trained:
+            matrix = f"{name.removesuffix(FACTOR_A).removesuffix(FACTOR_B)}.weight"
+            if matrix not in own:
+                raise EngineError(
+                    f"training.lora.send is 'adapter', but the files of {self._initial!r} have no tensor "
+                    f"{matrix!r} that workers could put it into; set it to 'merged'"
+                )
 
     def _describe(self, folder: Path) -> None:
         """What stands beside the tensors."""

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError, column_error
+from stretto.model_files import fetched_config
 from stretto.tokenizer import Message, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -37,12 +36,10 @@ __all__ = [
     "RowTokenizer",
     "Seen",
     "Vision",
-    "fetched_config",
     "has_images",
     "images_of",
     "is_vision_language",
     "keep_torch_out",
-    "known_config",
 ]
 
 IMAGE_COLUMNS = ("images", "image")
@@ -63,51 +60,9 @@ _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_tok
 # ------------------------------------------------------------------------------------------ models
 
 
-def known_config(model: str | None) -> Mapping[str, Any]:
-    """A model's `config.json` where it is on this machine, in a folder or the hub's cache; else empty."""
-    if model is None:
-        return {}
-    path: Path | None = Path(model, "config.json")
-    if not Path(model).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:  # no name of a model at all; `check` says so
-            cached = None
-        path = Path(cached) if isinstance(cached, str) else None
-    return _read(path) if path is not None and path.is_file() else {}
-
-
-def fetched_config(model: str | None) -> Mapping[str, Any]:
-    """A model's `config.json`, from the hub if it is not here; empty without a model.
-
-    Raises:
-        ConfigError: if it cannot be had.
-    """
-    known = known_config(model)
-    if known or model is None:
-        return known
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return _read(Path(hf_hub_download(model, "config.json")))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ConfigError(f"model {model!r} has no config.json that can be read: {error}") from error
-
-
 def is_vision_language(config: Mapping[str, Any]) -> bool:
     """Whether a model's `config.json` is of one that reads images."""
     return "vision_config" in config
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}", path="model") from error
 
 
 # ------------------------------------------------------------------------------------------ images

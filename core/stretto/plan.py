@@ -23,12 +23,14 @@ from stretto.config import Composed, RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.environment import EnvironmentConfig
 from stretto.errors import ConfigError, StrettoError, offer, place_of
-from stretto.images import has_images, is_vision_language, known_config
+from stretto.images import has_images, is_vision_language
 from stretto.kernel.dataflow import Graph, graph_of
 from stretto.launcher import Job, Launcher, Resources, Role
+from stretto.model_files import known_config
 from stretto.placement import DEFAULT_GROUP, Placement, group_of_worker, sections
 from stretto.plugins import missing_extra
 from stretto.tokenizer import fault_of, load_tokenizer
+from stretto.training import ModelTrainingConfig
 
 __all__ = [
     "Worker",
@@ -282,6 +284,14 @@ def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
     if config.evaluation is not None and graph.models[graph.lead].head != "policy":
         yield Problem(
             "evaluation", f"answers are sampled by {graph.lead!r}, which is no policy; leave `evaluation` out"
+        )
+    section, source = placed.lead.section, _path_of(config, graph.lead)
+    lora = section.lora if isinstance(section, ModelTrainingConfig) else None
+    if sampling and lora is not None and lora.send == "adapter" and source != config.model:
+        yield Problem(
+            f"{placed.lead.path}.lora.send",
+            f"is 'adapter', which inference workers put into {config.model!r}, but {source!r} is what is "
+            "trained; set it to 'merged'",
         )
 
 

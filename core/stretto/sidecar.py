@@ -6,18 +6,17 @@ What such an engine does is in `stretto.sidecar_engine`, how it holds its server
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
 from stretto.component import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problem
 from stretto.engine import InferenceConfig
-from stretto.training import local_model_config
+from stretto.model_files import folder_of_model, text_config
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -27,10 +26,7 @@ __all__ = [
     "SidecarConfig",
     "check_sidecar",
     "context_of_model",
-    "end_tokens_in",
     "flags",
-    "folder_of_model",
-    "shapes_in",
 ]
 
 Flag = bool | int | float | str | tuple[str, ...]
@@ -170,42 +166,7 @@ def _flag(name: str) -> str:
     return "--" + name.lstrip("-").replace("_", "-")
 
 
-def folder_of_model(model: str | None) -> str | None:
-    """Where the files of a model are on this machine: its folder, or the hub's cache; None if they are
-    not."""
-    if model is None or Path(model).is_dir():
-        return model
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot_download(model, local_files_only=True)
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-
-
-def end_tokens_in(folder: str) -> frozenset[int]:
-    """Tokens with which the answers of the model in a folder end."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        file = Path(folder, name)
-        if file.is_file():
-            ends: int | list[int] | None = json.loads(file.read_text()).get("eos_token_id")
-            found |= {ends} if isinstance(ends, int) else set(ends or ())
-    return frozenset(found)
-
-
-def shapes_in(folder: str) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, of the safetensors files in a folder; empty without any."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in Path(folder).glob("*.safetensors"):
-        with file.open("rb") as opened:  # 8 bytes of length, a JSON header, then the tensors
-            header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
-
-
 def context_of_model(config: SidecarConfig, model: str | None) -> int:
     """Tokens that a sample can have: `context_length`, or what the model was made for, at most 4096."""
-    made_for = local_model_config(folder_of_model(model)).get("max_position_embeddings", _MOST_CONTEXT)
+    made_for = text_config(folder_of_model(model)).get("max_position_embeddings", _MOST_CONTEXT)
     return config.context_length or min(int(made_for), _MOST_CONTEXT)

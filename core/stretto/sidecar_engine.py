@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 from stretto.component import Context
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, RequestError, WeightsError
-from stretto.sidecar import SidecarConfig, context_of_model, end_tokens_in, folder_of_model, shapes_in
+from stretto.model_files import end_tokens_in, folder_of_model, shapes_in, text_config
+from stretto.sidecar import SidecarConfig, context_of_model
 from stretto.sidecar_server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto.stops import StopStrings, stop_tokenizer
-from stretto.training import local_model_config
 from stretto.weight_files import open_version
 from stretto.weights import WeightsNote, digest_of
 
@@ -663,7 +663,7 @@ class SidecarEngine(ABC):
         folder = folder_of_model(self._context.model)
         if folder is None:
             return
-        self._config_of_model = local_model_config(folder)
+        self._config_of_model = text_config(folder)
         self._vocabulary = self._config_of_model.get("vocab_size", self._vocabulary)
         self._ends = end_tokens_in(folder)
         self._shapes = self._untied(shapes_in(folder))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
@@ -19,12 +17,13 @@ from stretto.component import (
     Share,
 )
 from stretto.engine import TrainingConfig
-from stretto.images import is_vision_language, known_config
+from stretto.images import is_vision_language
+from stretto.model_files import known_config
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = ["GroupTrainingConfig", "LoraConfig", "ModelTrainingConfig", "check_training", "local_model_config"]
+__all__ = ["GroupTrainingConfig", "LoraConfig", "ModelTrainingConfig", "check_training"]
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +43,9 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         "down_proj",
     )
     """Linear modules that get one: by the last part of their name, or by the whole of it."""
+    send: Literal["adapter", "merged"] = "adapter"
+    """What inference workers are sent: the adapter alone, which each puts into the files of `model` that it
+    has, or the whole model, merged by the trainer."""
 
 
 class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,16 +115,3 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
         yield Problem("training.gpus", "is 0, but training.device is 'cuda'; set it to 1")
     if config.lora is not None and importlib.util.find_spec("peft") is None:
         yield Problem("training.lora", "needs peft: pip install 'stretto[lora]'", "machine")
-
-
-def local_model_config(model: str | None) -> dict[str, Any]:
-    """The text model's part of a local model folder's `config.json`; empty where there is none to read, as
-    for a model of the hub."""
-    path = Path(model or "", "config.json")
-    if model is None or not path.is_file():
-        return {}
-    try:
-        read: Any = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return read.get("text_config") or read if isinstance(read, dict) else {}

@@ -7,7 +7,6 @@ files `model-00000.safetensors` and so on, and `manifest.json`, written last, wi
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
 import shutil
@@ -15,11 +14,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from stretto.errors import WeightsError
+from stretto.tensor_files import places
 from stretto.weights import WeightsNote, differing, digest_of, tensor_hash
 
 if TYPE_CHECKING:
@@ -59,10 +59,15 @@ class RunFolders:
         else:
             self._parent = otherwise or Path(tempfile.gettempdir())
 
-    def own(self) -> Path:
+    def own(self, purpose: str = "") -> Path:
         """This process's, named after it: one that is going must not take away what its successor has. What
-        a former life of the worker left behind here is removed."""
-        mine = f"{self._prefix}{self._worker}-"
+        a former life of the worker left behind here is removed.
+
+        Args:
+            purpose: where a worker has several. The one without is to be made first: all that a former life
+                had is removed then.
+        """
+        mine = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
         self._remove(mine)
         return self._parent / f"{mine}{os.getpid()}"
 
@@ -281,19 +286,15 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
 
 
 def _file_hashes(path: Path) -> Iterator[tuple[str, str]]:
-    """(tensor name, SHA-256 of its bytes) of a safetensors file, read without torch.
-
-    The format: 8 bytes little-endian length, a JSON header of that length, then the tensors' bytes.
-    """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        size = int.from_bytes(mapped[:8], "little")
-        header: dict[str, Any] = json.loads(mapped[8 : 8 + size])
-        with memoryview(mapped) as view:
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    start, end = entry["data_offsets"]
-                    with view[8 + size + start : 8 + size + end] as data:
-                        yield name, hashlib.sha256(data).hexdigest()
+    """(tensor name, SHA-256 of its bytes) of a safetensors file."""
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+    ):
+        for place in places(path):
+            with view[place.start : place.start + place.size] as data:
+                yield place.name, hashlib.sha256(data).hexdigest()
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from stretto.array import Array
 from stretto.config import RunConfig
 from stretto.engine import TrainingEngine
-from stretto.images import fetched_config, is_vision_language
+from stretto.images import is_vision_language
+from stretto.model_files import fetched_config
 from stretto.weights import Canary
 
 if TYPE_CHECKING:

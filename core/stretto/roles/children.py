@@ -89,7 +89,7 @@ class Children:
                 self.busy_s += time.perf_counter() - began
 
     async def close(self) -> None:
-        """End them all at once."""
+        """End them all at once. To be called when the task group has ended: until then it replaces them."""
         for child in self._children:
             await child.end()
 

@@ -10,15 +10,18 @@ sample.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 import msgspec
 import numpy as np
 import structlog
 
+from stretto.adapters import is_adapter, made_whole
 from stretto.array import Array
 from stretto.bus.messages import (
     Abort,
@@ -35,9 +38,11 @@ from stretto.bus.messages import (
 )
 from stretto.engine import Chunk, InferenceEngine, SwapReport
 from stretto.errors import EngineError, WeightsError
+from stretto.model_files import folder_of_model
 from stretto.roles.setting import Setting
 from stretto.roles.wire import BusWire
-from stretto.weights import Canary, Subscriber, WeightsNote, differing, digest_of
+from stretto.weight_files import RunFolders
+from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, differing, digest_of
 
 __all__ = ["InferenceWork"]
 
@@ -86,6 +91,7 @@ class InferenceWork:
         setting = self._setting
         engine = self._engine = await anyio.to_thread.run_sync(setting.make, "inference")
         subscriber = self._subscriber = setting.make("weights").subscriber(BusWire(setting))
+        self._whole = RunFolders(setting.context, None).own("whole")
         try:
             async with anyio.create_task_group() as tasks:
                 await engine.start(self._emit, tasks)
@@ -101,6 +107,7 @@ class InferenceWork:
             with anyio.CancelScope(shield=True):
                 await engine.stop()
             subscriber.close()
+            shutil.rmtree(self._whole, ignore_errors=True)
 
     def beat(self, beat: Heartbeat) -> Heartbeat:
         """With the engine's own figures."""
@@ -224,23 +231,40 @@ class InferenceWork:
         assert self._engine is not None
         assert self._subscriber is not None
         update = await self._subscriber.receive(note)
-        published = update.hashes()
         try:
-            if digest_of(published.items()) != note.digest:
+            if digest_of(update.hashes().items()) != note.digest:
                 raise WeightsError(
                     f"the hashes that came with version {note.version} are not those of the announced digest",
                     version=note.version,
                 )
+            if is_adapter(update.hashes()):
+                update = await self._made_whole(update)
             self._doubted.add(note.version)
             report = await self._engine.swap(update)
         finally:
             update.close()
         log.info("swapped", version=report.version, pause_s=round(report.pause_s, 4))
         served = msgspec.structs.replace(report, hashes={})  # they have done their work here
-        if fault := _fault_of(report, note, published):
+        if fault := _fault_of(report, update.note, update.hashes()):
             return SwapDone(served, fault)
         drift, unscored = await self._compare(note.canary)
         return SwapDone(served, self._fault_of_canary(note, drift, unscored), drift, unscored)
+
+    async def _made_whole(self, adapter: WeightUpdate) -> WeightUpdate:
+        """The model that an adapter makes, in a folder of this worker's own."""
+        note, model = adapter.note, self._setting.context.model
+        folder = await anyio.to_thread.run_sync(folder_of_model, model)
+        if folder is None:
+            raise WeightsError(
+                f"version {note.version} is an adapter, and {model!r}, which it is for, is not on this "
+                "machine; set training.lora.send: merged",
+                version=note.version,
+            )
+        whole = self._whole / f"v{note.version:08d}"
+        try:
+            return await anyio.to_thread.run_sync(made_whole, adapter, Path(folder), whole)
+        finally:
+            adapter.close()
 
     async def _compare(self, canary: Canary | str) -> tuple[Drift | None, str]:
         """How far the engine is from the trainer, or why nobody can say."""

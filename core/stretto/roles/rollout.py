@@ -37,8 +37,9 @@ from stretto.dataset import Dataset, Row
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback
 from stretto.errors import ConfigError, EngineError, RewardError, leaves
-from stretto.images import IMAGE_COLUMNS, Vision, fetched_config, is_vision_language, keep_torch_out
+from stretto.images import IMAGE_COLUMNS, Vision, is_vision_language, keep_torch_out
 from stretto.logs import bound
+from stretto.model_files import fetched_config
 from stretto.reward import is_number
 from stretto.roles.answers import answers_of
 from stretto.roles.generations import Floor, Generations

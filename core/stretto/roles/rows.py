@@ -15,8 +15,9 @@ from stretto.array import Array
 from stretto.bus.messages import AskColumn, Column, RowRef, TrajectoryBundle, WireTrajectory
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError, Refused
-from stretto.images import Vision, fetched_config, is_vision_language
+from stretto.images import Vision, is_vision_language
 from stretto.kernel.dataflow import SOURCE_OPS
+from stretto.model_files import fetched_config
 from stretto.placement import Placement
 from stretto.roles.setting import Setting
 from stretto.tokenizer import Tokenizer, load_tokenizer

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 from stretto.component import Component, Context, PositiveInt, Problem
 from stretto.engine import TrainingEngine
 from stretto.hooks import hookimpl
-from stretto.images import is_vision_language, known_config
-from stretto.training import GroupTrainingConfig, check_training, local_model_config
+from stretto.images import is_vision_language
+from stretto.model_files import known_config, text_config
+from stretto.training import GroupTrainingConfig, check_training
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -68,7 +69,7 @@ def _check(config: Fsdp2TrainingConfig, run: RunConfig) -> Iterator[Problem]:
             "training.tensor_parallel",
             f"is {config.tensor_parallel}, and {run.model!r} reads images: it cannot be split; expected 1",
         )
-    model, ranks = local_model_config(run.model), config.tensor_parallel
+    model, ranks = text_config(run.model), config.tensor_parallel
     heads = model.get("num_attention_heads")
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = model.get(key) or heads

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from stretto.component import Component, Context, PositiveInt, Problem
 from stretto.engine import TrainingEngine
 from stretto.hooks import hookimpl
-from stretto.images import is_vision_language, known_config
-from stretto.training import GroupTrainingConfig, check_training, local_model_config
+from stretto.images import is_vision_language
+from stretto.model_files import known_config, text_config
+from stretto.training import GroupTrainingConfig, check_training
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -55,7 +56,7 @@ def _check(config: PipelineTrainingConfig, run: RunConfig) -> Iterator[Problem]:
             "training.use",
             f"'pipeline' cannot cut {run.model!r}, which reads images; 'torch' and 'fsdp2' train it",
         )
-    layers = local_model_config(run.model).get("num_hidden_layers")
+    layers = text_config(run.model).get("num_hidden_layers")
     if isinstance(layers, int) and layers < config.stages:
         yield Problem(
             "training.stages", f"is {config.stages}, and the model has {layers} layers; at most {layers}"

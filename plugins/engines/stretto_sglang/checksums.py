@@ -9,10 +9,10 @@ not known how it is made, but it changes if and only if the tensor does.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+
+from stretto.tensor_files import Place, places_in
 
 __all__ = ["Checksums"]
 
@@ -49,7 +49,7 @@ class Checksums:
             found: its checksums now, by its own names.
         """
         hashes = dict(published)
-        tensors = {name: place for file in folder.glob("*.safetensors") for name, place in _places(file)}
+        tensors = places_in(folder)
         for name, checksum in found.items():
             parts = [part for part in _parts(name) if part in tensors]
             if parts and not self._right(name, checksum, [tensors[part] for part in parts], published):
@@ -57,9 +57,7 @@ class Checksums:
         self._found, self._published = found, published
         return hashes
 
-    def _right(
-        self, name: str, checksum: str, places: Sequence[_Place], published: Mapping[str, str]
-    ) -> bool:
+    def _right(self, name: str, checksum: str, places: Sequence[Place], published: Mapping[str, str]) -> bool:
         """Whether a checksum can be that of a tensor made of these, in order."""
         alike = all(place.dtype == self._dtype for place in places)
         if self._exact and alike:
@@ -80,7 +78,7 @@ def _parts(name: str) -> list[str]:
     return [name]
 
 
-def _expected(places: Sequence[_Place]) -> tuple[str, str]:
+def _expected(places: Sequence[Place]) -> tuple[str, str]:
     """What the checksum of a tensor made of these may be: as it is, or padded."""
     whole = hashlib.sha256()
     for place in places:
@@ -90,30 +88,3 @@ def _expected(places: Sequence[_Place]) -> tuple[str, str]:
         rows = places[0].shape[0]
         padded.update(bytes(-rows % _PADDED_TO * (places[0].size // rows)))
     return whole.hexdigest()[:_DIGITS], padded.hexdigest()[:_DIGITS]
-
-
-class _Place(NamedTuple):
-    """Where the bytes of a tensor lie."""
-
-    name: str
-    file: Path
-    start: int
-    size: int
-    shape: list[int]
-    dtype: str
-
-    def read(self) -> bytes:
-        with self.file.open("rb") as file:
-            file.seek(self.start)
-            return file.read(self.size)
-
-
-def _places(file: Path) -> Iterator[tuple[str, _Place]]:
-    """The tensors of a safetensors file: 8 bytes of length, a JSON header, then their bytes."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(size))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            yield name, _Place(name, file, 8 + size + start, end - start, entry["shape"], entry["dtype"])

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from stretto import Component, Context, Problem, hookimpl
 from stretto.component import PositiveInt
 from stretto.engine import InferenceEngine
+from stretto.model_files import text_config
 from stretto.sidecar import SidecarConfig, check_sidecar
-from stretto.training import local_model_config
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -52,7 +52,7 @@ def _make(config: VllmConfig, context: Context) -> InferenceEngine:
 
 def _check(config: VllmConfig, run: RunConfig) -> Iterator[Problem]:
     yield from check_sidecar(config, run, "vllm", _RESERVED)
-    model = local_model_config(run.model)
+    model = text_config(run.model)
     heads, width = model.get("num_attention_heads"), model.get("hidden_size")
     dim = model.get("head_dim") or (width // heads if heads and width else None)
     if not config.urls and not config.gpus and dim is not None and dim < _CPU_HEAD_DIM:

@@ -20,8 +20,9 @@ from stretto.config import RunConfig
 from stretto.conversation import Conversation
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import EngineError
-from stretto.images import is_vision_language, known_config
+from stretto.images import is_vision_language
 from stretto.importable import fault_of_importable
+from stretto.model_files import known_config
 from stretto.workflow import Prompt, Score, Session, Trajectory, group_of
 
 __all__ = ["MultiTurn", "MultiTurnConfig"]

@@ -24,7 +24,8 @@ from stretto.component import PositiveInt
 from stretto.config import RunConfig
 from stretto.conversation import Conversation
 from stretto.errors import ConfigError, EngineError
-from stretto.images import is_vision_language, known_config
+from stretto.images import is_vision_language
+from stretto.model_files import known_config
 from stretto.tokenizer import Message, load_tokenizer
 from stretto.tools import (
     Call,

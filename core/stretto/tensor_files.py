@@ -1,0 +1,67 @@
+"""safetensors files without torch: where their tensors lie, and how a file begins.
+
+The format: 8 bytes, little-endian, the length of a JSON header; the header; then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = ["Place", "places", "places_in", "write_header"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie."""
+
+    name: str
+    dtype: str
+    """As the format names it, such as `F32`."""
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    size: int
+    """In bytes."""
+
+    def read(self) -> bytes:
+        """Its bytes, little-endian."""
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.size)
+
+
+def places(file: Path) -> Iterator[Place]:
+    """The tensors of a file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not of the format.
+    """
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(size))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            yield Place(name, entry["dtype"], tuple(entry["shape"]), file, 8 + size + start, end - start)
+
+
+def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
+    """Tensor name -> its place, of the files in a folder that match; empty without any."""
+    return {place.name: place for file in sorted(folder.glob(files)) for place in places(file)}
+
+
+def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
+    """Begin a file: the tensors' bytes must follow in the same order, wherever they lay so far."""
+    header: dict[str, Any] = {}
+    end = 0
+    for place in tensors:
+        offsets = (end, end := end + place.size)
+        header[place.name] = {"dtype": place.dtype, "shape": place.shape, "data_offsets": offsets}
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % 8)  # so that the tensors are aligned
+    file.write(len(data).to_bytes(8, "little") + data)

@@ -1,0 +1,157 @@
+"""Adapters that travel alone: what is put together beside an engine is what the trainer would have merged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stretto import Context
+from stretto.adapters import made_whole
+from stretto.algorithm import Loss
+from stretto.batch import Batch
+from stretto.errors import EngineError, WeightsError
+from stretto.training import LoraConfig
+from stretto.weight_files import FolderUpdate, VersionFolders, open_version
+from stretto.weights import digest_of, tensor_hash
+from stretto_torch import TorchTrainingConfig
+from stretto_torch.training import TorchTraining
+
+TinyModels = Callable[[str], Path]
+Start = Callable[..., Any]
+Send = Literal["adapter", "merged"]
+
+
+def push_up(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return -logprobs, {}
+
+
+def engine_of(model: Path, send: Send, *targets: str, **options: Any) -> TorchTraining:
+    lora = LoraConfig(rank=4, alpha=8, targets=targets or ("q_proj", "down_proj"), send=send)
+    config = TorchTrainingConfig(lr=1e-2, lora=lora, **options)
+    engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    engine.load(None)
+    return engine
+
+
+def trained(engine: TorchTraining) -> dict[str, Tensor]:
+    """What an engine publishes after two steps."""
+    tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(1))
+    batch = Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})
+    for _ in range(2):
+        engine.train(batch, Loss(push_up, "token"), temperature=1.0)
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def received(folder: Path, tensors: Mapping[str, Tensor]) -> FolderUpdate:
+    note = VersionFolders(folder, 3, 2.0).write(7, tensors.items())
+    return open_version(note, Path(note.address))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("architecture", "targets"), [("llama", ()), ("gpt2", ("c_attn", "c_proj"))])
+def test_the_whole_is_what_the_trainer_merges(
+    tiny_models: TinyModels, tmp_path: Path, architecture: str, targets: tuple[str, ...], dtype: str
+) -> None:
+    model = tiny_models(architecture)
+    alone = trained(engine_of(model, "adapter", *targets, dtype=dtype))
+    merged = trained(engine_of(model, "merged", *targets, dtype=dtype))
+    initial = load_file(model / "model.safetensors")
+    assert not alone.keys() & merged.keys()
+    assert sum(tensor.nbytes for tensor in alone.values()) < sum(each.nbytes for each in merged.values()) / 3
+
+    whole = made_whole(received(tmp_path / "versions", alone), model, tmp_path / "whole")
+    tensors = whole.tensors()
+    assert whole.hashes() == {name: tensor_hash(tensor) for name, tensor in tensors.items()}
+    assert whole.note.version == 7
+    assert whole.note.digest == digest_of(whole.hashes().items())
+    assert tensors.keys() == initial.keys()
+    adapted = {name for name in merged if not torch.equal(merged[name].float(), initial[name].float())}
+    if dtype == "float32":
+        assert {name.split(".")[-2] for name in adapted} == set(targets or ("q_proj", "down_proj"))
+    for name, tensor in merged.items():
+        if f"{name.removesuffix('.weight')}.lora_A.weight" in alone:
+            assert tensors[name].dtype == tensor.dtype
+            close = {"rtol": 1e-6, "atol": 1e-7} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-3}
+            torch.testing.assert_close(tensors[name], tensor, **close)
+        else:
+            assert torch.equal(tensors[name], initial[name])
+    whole.close()
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_model_in_several_files_is_put_together_from_all(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_models("llama"), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "split", max_shard_size="40KB")
+    save_file({"not.of": torch.ones(1)}, tmp_path / "split" / "consolidated.safetensors")  # as Mistral's have
+    assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 2
+    update = received(tmp_path / "versions", trained(engine_of(tiny_models("llama"), "adapter")))
+    one = made_whole(update, tiny_models("llama"), tmp_path / "one").tensors()
+    several = made_whole(update, tmp_path / "split", tmp_path / "several").tensors()
+    assert one.keys() == several.keys()
+    assert all(torch.equal(tensor, several[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "error"),
+    [
+        ("model.layers.0.mlp.up_proj.lora_A.weight", torch.ones(4, 32), "the other one is missing"),
+        ("model.layers.9.mlp.up_proj.weight", torch.ones(4, 32), "the other one is missing"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(4, 3), "its factors have"),
+        (
+            "model.layers.0.self_attn.q_proj.lora_A.weight",
+            torch.ones(4, 64, dtype=torch.float64),
+            "is F64; expected F32, F16, BF16",
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    tiny_models: TinyModels, tmp_path: Path, name: str, tensor: Tensor, error: str
+) -> None:
+    alone = trained(engine_of(tiny_models("llama"), "adapter"))
+    update = received(tmp_path / "versions", {**alone, name: tensor})
+    with pytest.raises(WeightsError, match=rf"version 7 is an adapter, and cannot be put into .*{error}"):
+        made_whole(update, tiny_models("llama"), tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """As gpt2's on the hub do: nobody else could tell what belongs where."""
+    shutil.copytree(tiny_models("gpt2"), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({name.removeprefix("transformer."): each for name, each in load_file(file).items()}, file)
+    with pytest.raises(EngineError, match=r"have no tensor 'transformer.*set it to 'merged'"):
+        engine_of(tmp_path / "model", "adapter", "c_attn")
+    assert "transformer.h.0.attn.c_attn.weight" in trained(engine_of(tmp_path / "model", "merged", "c_attn"))
+
+
+@pytest.mark.parametrize("weights", ["file", "bus"])
+def test_a_run_sends_the_adapter_alone(
+    start: Start, tiny_models: TinyModels, tmp_path: Path, weights: str
+) -> None:
+    run = start(
+        f"model={tiny_models('qwen2')}",
+        *("training=torch", "training.lr=1e-2", "training.lora={rank: 4, alpha: 8}", "steps=3"),
+        *("inference=torch", "inference.on_swap=recompute", "sampling.max_tokens=16", f"weights={weights}"),
+    )
+    assert run.assert_completed(3)["canary"]["max"] < 1e-4
+    assert max(line["mismatch_max"] for line in run.metrics() if "mismatch_max" in line) < 1e-4
+
+
+def test_an_adapter_of_another_model_than_the_engines_is_refused(
+    start: Start, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_models("qwen2"), other)
+    run = start(
+        f"model={tiny_models('qwen2')}", "training=torch", "training.lora={}", f"models.actor.path={other}"
+    )
+    assert run.end() == 2
+    assert "training.lora.send" in run.text()
