@@ -79,8 +79,8 @@ def test_the_whole_is_what_the_trainer_merges(
     for name, tensor in merged.items():
         if f"{name.removesuffix('.weight')}.lora_A.weight" in alone:
             assert tensors[name].dtype == tensor.dtype
-            close = {"rtol": 1e-6, "atol": 1e-7} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-3}
-            torch.testing.assert_close(tensors[name], tensor, **close)
+            rtol, atol = (1e-6, 1e-7) if dtype == "float32" else (2**-7, 1e-3)
+            torch.testing.assert_close(tensors[name], tensor, rtol=rtol, atol=atol)
         else:
             assert torch.equal(tensors[name], initial[name])
     whole.close()

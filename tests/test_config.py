@@ -149,6 +149,7 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
         ("trackers=[1]", ["trackers.0", "expected a name or a mapping with `use`, found 1"]),
         ("bus.url=here", ["bus.url"]),
         ("justaword", ["override 'justaword'", "dotted.key=value"]),
+        ("name=echo a: b: c", ["override 'name=echo a: b: c'", "not readable as YAML", "name='\"…\"'"]),
         ("training.schedule=linear", ["training", "needs decay_steps"]),
     ],
 )

@@ -27,7 +27,8 @@ from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves
 from stretto.plan import problems
 from stretto.sidecar import SidecarConfig, flags
-from stretto.sidecar_engine import Ask, Piece, SidecarEngine
+from stretto.sidecar_engine import SidecarEngine
+from stretto.sidecar_samples import Ask, Piece
 from stretto.sidecar_server import Server, ServerCommand, ServerRefused
 from stretto.weights import WeightsNote, digest_of
 from stretto_sglang import SglangConfig
@@ -389,7 +390,7 @@ async def test_a_stop_string_is_found_across_a_swap(
 
     text = load_tokenizer(str(tiny_models("qwen2"))).decode(np.array(right(60), np.int32))
     async with started(tmp_path) as (engine, answers):
-        engine._model = str(tiny_models("qwen2"))  # pyright: ignore[reportPrivateUsage]
+        engine._samples._model = str(tiny_models("qwen2"))  # pyright: ignore[reportPrivateUsage]
         await engine.swap(Update(tmp_path / "weights", 0))
         engine.generate(request("a", tokens=80, stop=(text[10:50],)))
         await until(lambda: len(answers.tokens.get(("a", 0), ())) > 20)

@@ -354,7 +354,7 @@ def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
     try:
-        merged = OmegaConf.merge(_shorts_expanded(loaded), OmegaConf.from_dotlist(source.items))
+        merged = OmegaConf.merge(_shorts_expanded(loaded), _overrides(source.items))
         merged = _shorts_expanded(cast("DictConfig", merged))  # those of the overrides
         plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
         kept = OmegaConf.create(_escape_env(OmegaConf.to_container(merged, resolve=False)))
@@ -365,6 +365,21 @@ def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
         path = getattr(error, "full_key", "") or ""
         raise source.error(path, str(error).splitlines()[0]) from error
     return plain, secret
+
+
+def _overrides(items: Sequence[str]) -> DictConfig:
+    """What `dotted.key=value` says, each value in YAML."""
+    merged = OmegaConf.create()
+    for item in items:
+        try:
+            merged.merge_with_dotlist([item])
+        except yaml.YAMLError as error:
+            key, reason = item.partition("=")[0], " ".join(str(error).split())
+            raise ConfigError(
+                f"override {item!r}: its value is not readable as YAML ({reason}); quote text for YAML too: "
+                f"{key}='\"…\"'"
+            ) from error
+    return merged
 
 
 def _shorts_expanded(loaded: DictConfig) -> DictConfig:

@@ -82,6 +82,12 @@ class Server:
         )
         self.heard = time.monotonic()
         """When anything came from it last."""
+        self.broken = ""
+        """Why it is not to be trusted any more."""
+
+    def distrust(self, why: str) -> None:
+        """Something went wrong with it: nothing more is to be asked of it. The first reason counts."""
+        self.broken = self.broken or why
 
     @staticmethod
     def draw_address() -> tuple[int, str]:
@@ -217,6 +223,9 @@ class Server:
                         yield event.decode(each.removeprefix(b"data: "))
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise ServerLost(f"{self.url}{path}: {error or type(error).__name__}") from error
+        except RuntimeError:  # aiohttp's, of a connection that `stop` closes during a read
+            self._see_open()
+            raise
         raise ServerLost(f"{self.url}{path}: the stream ended without [DONE]")
 
     def _see_open(self) -> None:

@@ -49,8 +49,9 @@ __all__ = ["InferenceWork"]
 log = structlog.get_logger()
 
 _FORGET_S = 600.0
-_EVERY_S = 0.02
-"""An asker gets a message at most so often, since messages cost it more than tokens."""
+_EVERY_S, _FOR_EACH_S, _LATEST_S = 0.02, 0.0002, 0.1
+"""Askers get a message at most so often, later for each sample that the last ones told of, but no later than
+this: a message costs them much, a sample in it a little, its tokens next to nothing."""
 _CANARY_S = 120.0
 """What an engine gets to score the canary."""
 
@@ -202,9 +203,12 @@ class InferenceWork:
             await self._pending.wait()
             self._pending = anyio.Event()
             outgoing, self._outgoing = self._outgoing, {}
+            told = 0
             for reply, chunks in outgoing.items():
-                await self._bus.publish(reply, _batch(self._setting.worker, chunks))
-            await anyio.sleep(_EVERY_S)
+                batch = _batch(self._setting.worker, chunks)
+                told += len(batch.heads)
+                await self._bus.publish(reply, batch)
+            await anyio.sleep(min(_EVERY_S + _FOR_EACH_S * told, _LATEST_S))
 
     async def _load(self, message: AskLoad) -> LoadReport:
         del message
@@ -337,15 +341,27 @@ def _from(chunk: Chunk, have: int) -> Chunk | None:
 
 
 def _batch(worker: str, chunks: list[Chunk]) -> ChunkBatch:
+    """A message of chunks, those of a sample that follow each other as one."""
+    runs: list[list[Chunk]] = []
+    newest: dict[tuple[str, int], list[Chunk]] = {}
+    for chunk in chunks:
+        run = newest.get((chunk.request, chunk.sample))
+        if run is not None and run[-1].position + len(run[-1].tokens) == chunk.position:
+            run.append(chunk)
+        else:
+            newest[chunk.request, chunk.sample] = run = [chunk]
+            runs.append(run)
+    ordered = [chunk for run in runs for chunk in run]
     return ChunkBatch(
         worker,
-        tuple(
-            ChunkHead(
-                chunk.request, chunk.sample, chunk.position, len(chunk.tokens), chunk.finish, chunk.error
-            )
-            for chunk in chunks
-        ),
-        Array.of(np.concatenate([chunk.tokens for chunk in chunks])),
-        Array.of(np.concatenate([chunk.logprobs for chunk in chunks])),
-        Array.of(np.concatenate([chunk.versions for chunk in chunks])),
+        tuple(_head(run) for run in runs),
+        Array.of(np.concatenate([chunk.tokens for chunk in ordered])),
+        Array.of(np.concatenate([chunk.logprobs for chunk in ordered])),
+        Array.of(np.concatenate([chunk.versions for chunk in ordered])),
     )
+
+
+def _head(run: list[Chunk]) -> ChunkHead:
+    first, last = run[0], run[-1]
+    count = sum(len(chunk.tokens) for chunk in run)
+    return ChunkHead(first.request, first.sample, first.position, count, last.finish, last.error)

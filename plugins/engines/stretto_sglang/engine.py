@@ -19,7 +19,8 @@ from stretto.component import Context
 from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.sidecar import Flag, flags
-from stretto.sidecar_engine import Ask, Piece, SidecarEngine
+from stretto.sidecar_engine import SidecarEngine
+from stretto.sidecar_samples import Ask, Piece
 from stretto.sidecar_server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto_sglang.checksums import Checksums
 
