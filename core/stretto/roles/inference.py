@@ -49,7 +49,7 @@ __all__ = ["InferenceWork"]
 log = structlog.get_logger()
 
 _FORGET_S = 600.0
-_EVERY_S, _FOR_EACH_S, _LATEST_S = 0.02, 0.0002, 0.1
+_EVERY_S, _FOR_EACH_S, _LATEST_S = 0.02, 0.0004, 0.2
 """Askers get a message at most so often, later for each sample that the last ones told of, but no later than
 this: a message costs them much, a sample in it a little, its tokens next to nothing."""
 _CANARY_S = 120.0
