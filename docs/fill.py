@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto import config, engine
+from stretto import config, engine, training
 from stretto.plugins import KINDS, Plugins
 from stretto.schema import fields_of, json_schema
 
@@ -38,7 +38,7 @@ def struct_of(name: str) -> type[msgspec.Struct]:
     for known in KINDS:
         if kind == known:
             return Plugins().get(known, component).config
-    return getattr(config, name, None) or getattr(engine, name)
+    return next(getattr(home, name) for home in (config, engine, training) if hasattr(home, name))
 
 
 def table(struct: type[msgspec.Struct]) -> str:
