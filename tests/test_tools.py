@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -16,6 +18,7 @@ import pytest
 
 from stretto.roles.children import Children, Ended, Program
 from stretto.roles.tools import Invocation, command, told
+from stretto.sidecar_server import Server
 from stretto.tools import Call, MCPServer, ToolAnswer, ToolsConfig, assistant_message, parse_calls, tool_of
 
 
@@ -259,6 +262,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
 
 
 MCP_SERVER = """
+import sys
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -271,6 +275,8 @@ def colour(thing: str) -> str:
         raise ToolError("it has none")
     return f"{thing} is blue"
 
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
 server.run("stdio")
 """
 
@@ -292,6 +298,32 @@ async def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
         assert "it has none" in refused.text
         assert (await call(children, "colour", thing=1)).failed
         assert await call(children, "double", n=1) == ToolAnswer("2")
+
+
+async def test_tools_of_an_mcp_server_that_runs_already(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(MCP_SERVER)
+    port, _ = Server.draw_address()
+    config = ToolsConfig(mcp=(MCPServer(url=f"http://127.0.0.1:{port}/mcp"),), network=True)
+    running = subprocess.Popen([sys.executable, tmp_path / "server.py", str(port)])
+    try:
+        await until_it_listens(port)
+        async with tool_process(config, tmp_path / "out") as (children, _):
+            assert await call(children, "colour", thing="sky") == ToolAnswer("sky is blue")
+            assert (await call(children, "colour", thing="air")).failed
+    finally:
+        running.kill()
+        running.wait()
+
+
+async def until_it_listens(port: int) -> None:
+    with anyio.fail_after(30):
+        while True:
+            try:
+                await (await anyio.connect_tcp("127.0.0.1", port)).aclose()
+            except OSError:
+                await anyio.sleep(0.05)
+            else:
+                return
 
 
 def test_a_server_is_started_or_named() -> None:
