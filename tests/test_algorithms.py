@@ -42,7 +42,7 @@ ALGORITHMS = [*POLICY_GRADIENTS, *PREFERENCES, "sft"]
 
 # What the loss on each model is given: what its head says now.
 CURRENT = {"actor": "logprobs", "critic": "current_values", "reward": "scores"}
-DTYPES = {"loss_mask": torch.bool, "group": torch.long}
+DTYPES = {"loss_mask": torch.bool, "group": torch.long, "sample": torch.long}
 
 
 def made(name: str, **options: Any) -> Any:
@@ -68,6 +68,7 @@ def problems(name: str, temperature: float = 1.0, **options: Any) -> list[str]:
 
 
 def batch_of(inputs: Mapping[str, Any]) -> Batch:
+    inputs = {"sample": [*range(len(inputs["lengths"]))], **inputs}  # each sequence is one, unless it is said
     columns = {
         name: torch.tensor(values, dtype=DTYPES.get(name, torch.float32))
         for name, values in inputs.items()
@@ -189,6 +190,7 @@ def drawn_batch(seed: int, groups: list[int], *, last_only: bool) -> Batch:
         {
             "rewards": torch.randint(0, 3, (len(groups),), generator=generator).float(),
             "group": torch.tensor(groups),
+            "sample": torch.arange(len(groups)),
         },
     )
 

@@ -68,6 +68,7 @@ def bundle(size: int) -> TrajectoryBundle:
         {"accuracy": 1.0},
         "stop",
         "inference-0",
+        1,
     )
     return TrajectoryBundle(1, 1, 0, (trajectory,))
 

@@ -53,6 +53,40 @@ def test_group_normalise_by_hand() -> None:
     close(F.group_normalise(rewards, group, std=False), [0.5, -0.5, -1.0, -0.5, 1.0, 0.5])
 
 
+def test_a_sample_of_several_pieces_counts_once_in_its_group() -> None:
+    # Group 0: samples of 1 (two pieces), 0 and 2 (three pieces): mean 1, std 1. Group 1: 3, and 5 in two
+    # pieces of 4 and 6: mean 4, std sqrt(2). The numbers of samples begin anew in each group.
+    rewards = torch.tensor([1.0, 1.0, 0.0, 2.0, 2.0, 2.0, 3.0, 4.0, 6.0])
+    group = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1])
+    sample = torch.tensor([1, 1, 2, 3, 3, 3, 1, 2, 2])
+    root = math.sqrt(2)
+    close(F.group_normalise(rewards, group, sample), [0, 0, -1, 1, 1, 1, -1 / root, 0, 2 / root])
+    others = F.group_normalise(rewards, group, sample, std=False, leave_one_out=True)
+    close(others, [0, 0, -1.5, 1.5, 1.5, 1.5, -2, 0, 4])
+    assert torch.equal(F.group_normalise(rewards, group, torch.arange(9)), F.group_normalise(rewards, group))
+
+
+@given(
+    samples=st.lists(
+        st.tuples(st.integers(0, 3), st.floats(-5, 5), st.integers(1, 4)), min_size=1, max_size=12
+    )
+)
+def test_advantages_do_not_depend_on_how_often_a_conversation_was_split(
+    samples: list[tuple[int, float, int]],
+) -> None:
+    whole = F.group_normalise(
+        torch.tensor([reward for _, reward, _ in samples], dtype=torch.float64),
+        torch.tensor([group for group, _, _ in samples]),
+    )
+    pieces = [number for number, (_, _, count) in enumerate(samples) for _ in range(count)]
+    split = F.group_normalise(
+        torch.tensor([samples[number][1] for number in pieces], dtype=torch.float64),
+        torch.tensor([samples[number][0] for number in pieces]),
+        torch.tensor(pieces),
+    )
+    close(split, whole[torch.tensor(pieces)], atol=1e-9)
+
+
 def test_groups_without_contrast_have_no_advantage() -> None:
     close(F.group_normalise(torch.tensor([1.0, 1.0, 9.0]), torch.tensor([0, 0, 1])), [0.0, 0.0, 0.0])
 

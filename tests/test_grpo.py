@@ -29,7 +29,11 @@ def batch_of(rewards: list[float], groups: list[int], answers: list[int], prompt
     return Batch(
         lengths,
         {"loss_mask": mask, "behaviour_logprobs": torch.zeros(sum(lengths))},
-        {"rewards": torch.tensor(rewards), "group": torch.tensor(groups)},
+        {
+            "rewards": torch.tensor(rewards),
+            "group": torch.tensor(groups),
+            "sample": torch.arange(len(groups)),
+        },
     )
 
 

@@ -61,6 +61,6 @@ def test_it_is_checked_and_run_without_a_change_to_stretto(
     names = ["algorithm=reinforce", "algorithm.max_weight=3", "reward=digits", "launcher=plain", "steps=3"]
     run = start(*names)
     plan = stretto(with_package, "check", str(tmp_path / "run.yaml"), *names, f"out={tmp_path}/other")
-    assert "advantages: rewards, group -> advantages" in plan
+    assert "advantages: rewards, group, sample -> advantages" in plan
     run.assert_completed(3)
     assert run.metrics()[0]["reward"] > 0

@@ -216,7 +216,11 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
                     "loss_mask": torch.from_numpy(np.concatenate(columns["mask"])),
                     "behaviour_logprobs": torch.from_numpy(np.concatenate(columns["logprobs"])),
                 },
-                {"rewards": torch.tensor(columns["rewards"]), "group": torch.tensor(columns["group"])},
+                {
+                    "rewards": torch.tensor(columns["rewards"]),
+                    "group": torch.tensor(columns["group"]),
+                    "sample": torch.arange(len(sequences)),
+                },
             )
             batch = batch.with_columns({"advantages": algorithm.advantages(batch)})
             trainer.train(batch, train.loss, temperature=1.0)

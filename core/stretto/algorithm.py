@@ -50,7 +50,8 @@ __all__ = [
 #   versions            (T,) int64    policy version that sampled the token; -1 where not sampled
 #   truncated           (S,) bool     the answer ended at its token limit
 #   group               (S,) int64    sequences of one prompt share a number
-GENERATED = ("tokens", "loss_mask", "behaviour_logprobs", "versions", "truncated", "group")
+#   sample              (S,) int64    sequences of a group that are pieces of one sample share a number
+GENERATED = ("tokens", "loss_mask", "behaviour_logprobs", "versions", "truncated", "group", "sample")
 #   rewards             (S,) float32
 SCORED = ("rewards",)
 # What `read` makes of rows of the dataset, instead of a rollout: the loss mask is what `encode` says.

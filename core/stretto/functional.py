@@ -86,7 +86,13 @@ def sequence_mean(values: Tensor, mask: Tensor, index: Tensor, num_sequences: in
 
 
 def group_normalise(
-    rewards: Tensor, group: Tensor, *, std: bool = True, eps: float = 1e-6, leave_one_out: bool = False
+    rewards: Tensor,
+    group: Tensor,
+    sample: Tensor | None = None,
+    *,
+    std: bool = True,
+    eps: float = 1e-6,
+    leave_one_out: bool = False,
 ) -> Tensor:
     """Group-relative rewards, GRPO eq. 3: (R - mean_G) / (std_G + eps), with the unbiased standard deviation.
 
@@ -95,22 +101,33 @@ def group_normalise(
     Args:
         rewards: (S,) float32.
         group: (S,) int64, equal for sequences of one prompt; any numbers.
+        sample: (S,) int64, equal for sequences of a group that are one sample, such as the pieces of a
+            conversation: mean and standard deviation count it once, with the mean of their rewards. None
+            where each sequence is one.
         std: divide by the standard deviation; without it this is Dr. GRPO's advantage.
         leave_one_out: subtract the mean of the others, as in RLOO (2402.14740): G / (G - 1) times as much.
 
     Returns:
         (S,) float32.
     """
-    members = torch.unique(group, return_inverse=True)[1]  # (S,) 0..G-1
-    ones = torch.ones_like(rewards)
-    num_groups = int(members.max()) + 1 if len(members) else 0
-    size = sequence_sum(ones, members, num_groups)  # (G,)
-    mean = sequence_sum(rewards, members, num_groups) / size
+    groups, members = torch.unique(group, return_inverse=True)  # (G,), (S,) 0..G-1
+    of_sample, owners = (rewards, members) if sample is None else _by_sample(rewards, members, sample)
+    size = sequence_sum(torch.ones_like(of_sample), owners, len(groups))  # (G,)
+    mean = sequence_sum(of_sample, owners, len(groups)) / size
     centred = rewards - mean[members]
-    variance = sequence_sum(centred.square(), members, num_groups) / (size - 1).clamp(min=1)
+    squares = (of_sample - mean[owners]).square()
+    variance = sequence_sum(squares, owners, len(groups)) / (size - 1).clamp(min=1)
     if leave_one_out:
         centred = centred * (size / (size - 1).clamp(min=1))[members]
     return centred / (variance.sqrt()[members] + eps) if std else centred
+
+
+def _by_sample(rewards: Tensor, members: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean reward and group of each of N samples, (N,) and (N,), from those of their sequences, (S,)."""
+    numbers, places = torch.unique(sample, return_inverse=True)
+    keys, pieces = torch.unique(members * len(numbers) + places, return_inverse=True)  # (N,), (S,) 0..N-1
+    everywhere = torch.ones_like(rewards, dtype=torch.bool)
+    return sequence_mean(rewards, everywhere, pieces, len(keys)), keys // max(1, len(numbers))
 
 
 def at_last_token(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:

@@ -117,7 +117,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
     def calls(self) -> Sequence[Call]:
         """generate -> score -> advantages (and logprobs of other policies, if they are needed) -> train."""
         # Each once: an algorithm may read for itself what a KL in the reward reads too.
-        reads = dict.fromkeys(("rewards", "group", "loss_mask", *self.penalty_reads, *self.advantage_reads))
+        own = (*self.penalty_reads, *self.advantage_reads)
+        reads = dict.fromkeys(("rewards", "group", "sample", "loss_mask", *own))
         return [
             generate("actor", samples=self.config.group_size),
             score(),
@@ -258,7 +259,9 @@ class GroupRelative(PolicyGradient[GroupRelativeT], Generic[GroupRelativeT]):
         """The group-relative reward of its answer for every sampled token, (T,) float32."""
         from stretto.functional import group_normalise
 
-        relative = group_normalise(batch["rewards"], batch["group"], std=self.config.group_reward_norm)
+        relative = group_normalise(
+            batch["rewards"], batch["group"], batch["sample"], std=self.config.group_reward_norm
+        )
         return relative[batch.sequence_index()] * batch["loss_mask"]
 
 

@@ -280,6 +280,8 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     metrics: dict[str, float]
     finish: Finish
     engine: str
+    sample: int
+    """Of the ticket's samples, which one it is, or is a piece of."""
 
 
 class TrajectoryBundle(Message, frozen=True):

@@ -152,13 +152,14 @@ class Report:
     def _of_samples(self, start: StartBatch) -> dict[str, Any]:
         """Figures of a batch of trajectories."""
         members = [member for group in start.groups for member in group.members]
+        samples = [member for member in members if not member.part]
         staleness = [start.version - member.oldest for member in members]
         names = {name for member in members for name in member.metrics}
         return {
-            "reward": _mean([member.reward for member in members]),
+            "reward": _mean([member.reward for member in samples]),
             **{
                 f"reward/{name}": _mean(
-                    [member.metrics[name] for member in members if name in member.metrics]
+                    [member.metrics[name] for member in samples if name in member.metrics]
                 )
                 for name in sorted(names)
             },

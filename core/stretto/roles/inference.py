@@ -233,16 +233,8 @@ class InferenceWork:
     async def _load_version(self, note: WeightsNote) -> SwapDone:
         """Have the engine serve a version, and see what it really serves."""
         assert self._engine is not None
-        assert self._subscriber is not None
-        update = await self._subscriber.receive(note)
+        update = await self._received(note)
         try:
-            if digest_of(update.hashes().items()) != note.digest:
-                raise WeightsError(
-                    f"the hashes that came with version {note.version} are not those of the announced digest",
-                    version=note.version,
-                )
-            if is_adapter(update.hashes()):
-                update = await self._made_whole(update)
             self._doubted.add(note.version)
             report = await self._engine.swap(update)
         finally:
@@ -254,9 +246,27 @@ class InferenceWork:
         drift, unscored = await self._compare(note.canary)
         return SwapDone(served, self._fault_of_canary(note, drift, unscored), drift, unscored)
 
-    async def _made_whole(self, adapter: WeightUpdate) -> WeightUpdate:
-        """The model that an adapter makes, in a folder of this worker's own."""
-        note, model = adapter.note, self._setting.context.model
+    async def _received(self, note: WeightsNote) -> WeightUpdate:
+        """A version that was announced, here and whole: an adapter is put into the model it is for."""
+        assert self._subscriber is not None
+        update = await self._subscriber.receive(note)
+        if digest_of(update.hashes().items()) != note.digest:
+            update.close()
+            raise WeightsError(
+                f"the hashes that came with version {note.version} are not those of the announced digest",
+                version=note.version,
+            )
+        if not is_adapter(update.hashes()):
+            return update
+        try:
+            folder, whole = await self._model_folder(note), self._whole / f"v{note.version:08d}"
+            return await anyio.to_thread.run_sync(made_whole, update, folder, whole)
+        finally:
+            update.close()
+
+    async def _model_folder(self, note: WeightsNote) -> Path:
+        """Where the files of the run's model are on this machine."""
+        model = self._setting.context.model
         folder = await anyio.to_thread.run_sync(folder_of_model, model)
         if folder is None:
             raise WeightsError(
@@ -264,11 +274,7 @@ class InferenceWork:
                 "machine; set training.lora.send: merged",
                 version=note.version,
             )
-        whole = self._whole / f"v{note.version:08d}"
-        try:
-            return await anyio.to_thread.run_sync(made_whole, adapter, Path(folder), whole)
-        finally:
-            adapter.close()
+        return Path(folder)
 
     async def _compare(self, canary: Canary | str) -> tuple[Drift | None, str]:
         """How far the engine is from the trainer, or why nobody can say."""

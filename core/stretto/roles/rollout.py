@@ -7,6 +7,7 @@ A ticket ends here in one of three ways: its trajectories and then one `GroupDon
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -197,7 +198,7 @@ class RolloutWork:
 
     async def _store(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[Member]:
         """Write the trajectories to the log, a few messages a group; of evaluations, text if it is kept."""
-        wired = [_wire(ticket, index, trajectory) for index, trajectory in enumerate(trajectories)]
+        wired = _wired(ticket, trajectories)
         if ticket.purpose == "eval":
             kept = await self._keep_answers(ticket, trajectories)
             return [
@@ -466,7 +467,15 @@ def _check_image_tokens(image_token: int, ids: NDArray[np.int32], trajectories: 
             )
 
 
-def _wire(ticket: Ticket, index: int, trajectory: Trajectory) -> WireTrajectory:
+def _wired(ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[WireTrajectory]:
+    samples = itertools.accumulate(int(not trajectory.part) for trajectory in trajectories)
+    return [
+        _wire(ticket, index, trajectory, sample)
+        for index, (trajectory, sample) in enumerate(zip(trajectories, samples, strict=True))
+    ]
+
+
+def _wire(ticket: Ticket, index: int, trajectory: Trajectory, sample: int) -> WireTrajectory:
     return WireTrajectory(
         id=f"{ticket.name}/{index}",
         tokens=Array.of(trajectory.tokens, np.int32),
@@ -477,6 +486,7 @@ def _wire(ticket: Ticket, index: int, trajectory: Trajectory) -> WireTrajectory:
         metrics=dict(trajectory.score.metrics),
         finish=trajectory.finish,
         engine=trajectory.engine,
+        sample=sample,
     )
 
 

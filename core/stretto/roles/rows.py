@@ -270,6 +270,7 @@ def _of_trajectory(trajectory: WireTrajectory, group: int) -> Mapping[str, Tenso
         "rewards": torch.tensor(trajectory.reward, dtype=torch.float32),
         "truncated": torch.tensor(trajectory.finish == "length"),
         "group": torch.tensor(group),
+        "sample": torch.tensor(trajectory.sample),
     }
 
 

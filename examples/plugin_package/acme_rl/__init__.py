@@ -52,7 +52,7 @@ class Reinforce:
         return [
             generate(samples=self.config.group_size),
             score(),
-            function(self.advantages, reads=("rewards", "group"), writes=("advantages",)),
+            function(self.advantages, reads=("rewards", "group", "sample"), writes=("advantages",)),
             train("actor", Loss(self.loss, "token"), reads=("advantages", "behaviour_logprobs")),
         ]
 
@@ -64,7 +64,7 @@ class Reinforce:
         """(S,) reward minus the group's mean, at every token: (T,)."""
         from stretto.functional import group_normalise
 
-        centred = group_normalise(batch["rewards"], batch["group"], std=False)
+        centred = group_normalise(batch["rewards"], batch["group"], batch["sample"], std=False)
         return {"advantages": centred[batch.sequence_index()]}
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

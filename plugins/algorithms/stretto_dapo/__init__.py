@@ -70,7 +70,7 @@ class DAPO(PolicyGradient[DAPOConfig]):
             rewards = rewards + overlong_penalty(
                 lengths, limit=overlong.limit, buffer=overlong.buffer, factor=overlong.penalty
             )
-        return group_normalise(rewards, batch["group"])[index] * mask
+        return group_normalise(rewards, batch["group"], batch["sample"])[index] * mask
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch

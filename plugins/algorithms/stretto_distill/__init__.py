@@ -71,8 +71,9 @@ class Distill(PolicyGradient[DistillConfig]):
 
         config = self.config
         taught = config.coef * (batch["teacher_logprobs"] - batch["behaviour_logprobs"])  # (T,)
-        relative = group_normalise(batch["rewards"], batch["group"], std=False)[batch.sequence_index()]
-        advantages = taught + config.reward_weight * relative - self.kl_penalty(batch)
+        relative = group_normalise(batch["rewards"], batch["group"], batch["sample"], std=False)  # (S,)
+        rewarded = config.reward_weight * relative[batch.sequence_index()]
+        advantages = taught + rewarded - self.kl_penalty(batch)
         return torch.where(batch["loss_mask"], advantages, 0.0)
 
     def objective(

@@ -70,6 +70,7 @@ class GRPO(PolicyGradient[GRPOConfig]):
         relative = group_normalise(  # (S,)
             batch["rewards"],
             batch["group"],
+            batch["sample"],
             std=config.group_reward_norm,
             eps=config.norm_eps,
             leave_one_out=config.baseline == "leave_one_out",

@@ -53,7 +53,7 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
 
         mask, rewards = batch["loss_mask"], batch["rewards"]
         if self.config.baseline:
-            rewards = group_normalise(rewards, batch["group"], std=False)
+            rewards = group_normalise(rewards, batch["group"], batch["sample"], std=False)
         placed = at_last_token(rewards, mask, batch.sequence_index()) - self.kl_penalty(batch)  # (T,)
         # Without values, and with lambda 1, GAE is the discounted return-to-go.
         returns, _ = gae(placed, torch.zeros_like(placed), mask, batch.lengths, gamma=self.config.gamma)

@@ -39,7 +39,9 @@ class RLOO(PolicyGradient[RLOOConfig]):
         """R minus the mean of the others of its group for every sampled token, (T,) float32."""
         from stretto.functional import group_normalise
 
-        relative = group_normalise(batch["rewards"], batch["group"], std=False, leave_one_out=True)
+        relative = group_normalise(
+            batch["rewards"], batch["group"], batch["sample"], std=False, leave_one_out=True
+        )
         return relative[batch.sequence_index()] * batch["loss_mask"]
 
     def objective(
