@@ -199,7 +199,8 @@ class Run:
         while alive := self.look():
             assert time.monotonic() < deadline, [(process.pid, _arguments(process)) for process in alive]
             time.sleep(0.05)
-        assert not list(Path("/dev/shm").glob(f"stretto-{self.folder.name}-*"))
+        run = json.loads((self.folder / "bus" / "kernel.json").read_text())["run"]
+        assert not list(Path("/dev/shm").glob(f"stretto-{run}-*"))
 
     def assert_balanced(self) -> dict[str, Any]:
         """Its summary, whose ledger adds up."""

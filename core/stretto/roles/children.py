@@ -83,8 +83,7 @@ class Children:
                 with anyio.fail_after(timeout_s):
                     return await child.ask(msgspec.msgpack.encode(question))
             except _GONE as error:
-                child.kill()
-                raise Ended(await child.status()) from error
+                raise Ended(await child.last_status()) from error
             finally:
                 self.busy_s += time.perf_counter() - began
 
@@ -156,9 +155,11 @@ class _Child:
         try:
             with anyio.fail_after(_START_S):
                 started = msgspec.msgpack.decode(await child.ask(program.told), type=Started)
-        except (TimeoutError, *_GONE) as error:
-            child.kill()
-            how = await child.status()
+        except TimeoutError as error:
+            await child.end()
+            raise RewardError(f"{program.name} did not start within {_START_S:g} s") from error
+        except _GONE as error:
+            how = await child.last_status()
             await child.end()
             raise RewardError(f"{program.name} did not start: {how}") from error
         except BaseException:
@@ -187,8 +188,10 @@ class _Child:
         with anyio.CancelScope(shield=True), anyio.move_on_after(_END_S):
             await self._process.aclose()
 
-    async def status(self) -> str:
-        """How it ended, for an error message."""
+    async def last_status(self) -> str:
+        """How it ended, for an error message, once it has closed its pipes. To be asked before it is killed:
+        who kills looks first whether it has ended, and then nobody else is told how."""
+        self.alive = False
         with anyio.move_on_after(5):
             code = await self._process.wait()
             return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
