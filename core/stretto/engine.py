@@ -295,8 +295,8 @@ class TrainingEngine(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, on CPU, one after the other. Every rank goes through
-        all of them; what rank 0 gets counts."""
+        """Full tensors under their Hugging Face names, on CPU, one after the other; or an adapter alone, in
+        the form of `stretto.adapters`. Every rank goes through all of them; what rank 0 gets counts."""
         ...
 
     def save(self, folder: Path) -> None:
