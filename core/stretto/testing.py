@@ -739,7 +739,7 @@ class InferenceConformance:
         """Once and again; for what runs and what waits; and what is next begins at once."""
         slots = served.load().slots
         for _ in range(2):
-            long, following = request(n=slots + 2, max_tokens=400), request(max_tokens=5)
+            long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)
             served.ask(long)
             early = served.until(*((long.id, i) for i in range(slots)), tokens=5)
             began, step_s = time.monotonic(), _step_s(early)
@@ -753,7 +753,7 @@ class InferenceConformance:
             assert after.arrivals[0] - began <= allowed_s + step_s
             assert {sample.finish for sample in ended} == {"abort"}
             for sample in ended[:3]:
-                assert len(sample.tokens) < 400
+                assert len(sample.tokens) < 900
                 served.assert_own_logprobs(long, sample)
         served.abort("unheard of")
         assert served.answer(request()).finish == "length"
@@ -848,7 +848,7 @@ class InferenceConformance:
         self, served: Served, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """Under `on_swap: recompute`, over three swaps."""
-        asked = [request(6 + 40 * i, n=2, max_tokens=250) for i in range(3)]
+        asked = [request(6 + 40 * i, n=2, max_tokens=600) for i in range(3)]
         served.ask(*asked)
         for tokens, model in ((20, models[1]), (60, models[0]), (100, models[1])):
             served.until((asked[0].id, 0), tokens=tokens)
@@ -856,7 +856,7 @@ class InferenceConformance:
         spans: list[int] = []
         for one in asked:
             for sample in served.finished(one):
-                assert (sample.finish, len(sample.tokens)) == ("length", 250)
+                assert (sample.finish, len(sample.tokens)) == ("length", 600)
                 assert sample.versions == sorted(sample.versions)
                 served.assert_own_logprobs(one, sample)
                 spans.append(len(set(sample.versions)))
