@@ -25,12 +25,11 @@ from stretto.errors import WeightsError
 from stretto.model_files import tensors_of_model
 from stretto.tensor_files import Place, places_in, write_header
 from stretto.weight_files import FolderUpdate, Manifest
-from stretto.weights import digest_of
 
 if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
 
-__all__ = ["FACTOR_A", "FACTOR_B", "is_adapter", "made_whole"]
+__all__ = ["FACTOR_A", "FACTOR_B", "is_adapter", "made_whole", "matrix_of"]
 
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
 
@@ -44,6 +43,11 @@ _TYPES: Mapping[str, np.dtype[Any]] = {
 def is_adapter(names: Iterable[str]) -> bool:
     """Whether a version with tensors of these names is an adapter alone."""
     return any(name.endswith(FACTOR_A) for name in names)
+
+
+def matrix_of(factor: str) -> str:
+    """Name of the matrix that a tensor is a factor for."""
+    return f"{factor.removesuffix(FACTOR_A).removesuffix(FACTOR_B)}.weight"
 
 
 def made_whole(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
@@ -71,31 +75,35 @@ def made_whole(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
             file.name: _write(folder / file.name, [each for each in own.values() if each.file == file], given)
             for file in sorted({place.file for place in own.values()})
         }
-        digest = digest_of((name, value) for hashes in files.values() for name, value in hashes.items())
-        manifest = Manifest(note.version, digest, files)
-        (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+        manifest = Manifest.write(folder, note.version, files)
     except (OSError, ValueError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         reason = f"version {note.version} is an adapter, and cannot be put into {model}: {error}"
         raise WeightsError(reason, version=note.version) from error
-    return FolderUpdate(msgspec.structs.replace(note, digest=digest), folder, manifest, temporary=True)
+    note = msgspec.structs.replace(note, digest=manifest.digest)
+    return FolderUpdate(note, folder, manifest, temporary=True)
 
 
 def _see_fitting(given: Mapping[str, Place], own: Mapping[str, Place], model: Path) -> None:
     for name, place in given.items():
-        owner = name.removesuffix(FACTOR_A).removesuffix(FACTOR_B)
-        a, b = given.get(owner + FACTOR_A), given.get(owner + FACTOR_B)
-        if a is None or b is None:
+        owner = matrix_of(name)
+        factors, matrix = _factors(owner, given), own.get(owner)
+        if factors is None:
             raise ValueError(f"{name!r} is one factor of two, and the other one is missing")
-        matrix = own.get(f"{owner}.weight")
         if matrix is None:
-            raise ValueError(f"{model} has no tensor '{owner}.weight'; set training.lora.send: merged")
+            raise ValueError(f"{model} has no tensor {owner!r}; set training.lora.send: merged")
+        b, a = factors
         if (b.shape[0], a.shape[1]) != matrix.shape or b.shape[1] != a.shape[0]:
-            raise ValueError(
-                f"'{owner}.weight' has shape {matrix.shape}; its factors have {b.shape} and {a.shape}"
-            )
+            raise ValueError(f"{owner!r} has shape {matrix.shape}; its factors have {b.shape} and {a.shape}")
         if strange := {place.dtype, matrix.dtype} - _TYPES.keys():
             raise ValueError(f"{name!r} or its matrix is {strange.pop()}; expected {', '.join(_TYPES)}")
+
+
+def _factors(matrix: str, given: Mapping[str, Place]) -> tuple[Place, Place] | None:
+    """B and A of a matrix, if it is adapted."""
+    owner = matrix.removesuffix(".weight")
+    b, a = given.get(owner + FACTOR_B), given.get(owner + FACTOR_A)
+    return (b, a) if b is not None and a is not None else None
 
 
 def _write(file: Path, own: list[Place], given: Mapping[str, Place]) -> dict[str, str]:
@@ -112,18 +120,18 @@ def _write(file: Path, own: list[Place], given: Mapping[str, Place]) -> dict[str
 
 def _outline(place: Place, given: Mapping[str, Place]) -> Place:
     """What a tensor of the model becomes: its matrix is of the type of its factors."""
-    factor = given.get(place.name.removesuffix(".weight") + FACTOR_B)
-    if factor is None:
+    factors = _factors(place.name, given)
+    if factors is None:
         return place
-    size = math.prod(place.shape) * _TYPES[factor.dtype].itemsize
-    return replace(place, dtype=factor.dtype, size=size)
+    dtype = factors[0].dtype
+    return replace(place, dtype=dtype, size=math.prod(place.shape) * _TYPES[dtype].itemsize)
 
 
 def _data(place: Place, given: Mapping[str, Place]) -> bytes:
-    owner = place.name.removesuffix(".weight")
-    a, b = given.get(owner + FACTOR_A), given.get(owner + FACTOR_B)
-    if a is None or b is None:
+    factors = _factors(place.name, given)
+    if factors is None:
         return place.read()
+    b, a = factors
     return (_float32(place) + _float32(b) @ _float32(a)).astype(_TYPES[b.dtype]).tobytes()
 
 

@@ -315,7 +315,7 @@ def merged(
             two factors.
         model: where some of them are from.
     """
-    transposed = {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}
+    transposed = _transposed(model)
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         owner, _, part = name.partition(".lora_")
@@ -340,7 +340,7 @@ def factors(
         tensors: full tensors of the adapters under the names of the files, A of a module before B.
         model: where some of them are from.
     """
-    transposed = {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}
+    transposed = _transposed(model)
     a: Tensor | None = None
     for name, tensor in tensors:
         if name.endswith(FACTOR_A):
@@ -351,3 +351,8 @@ def factors(
         left, right = (a.T, tensor.T) if owner in transposed else (tensor, a)
         yield f"{owner}{FACTOR_A}", right.contiguous()
         yield f"{owner}{FACTOR_B}", (scale * left).contiguous()
+
+
+def _transposed(model: nn.Module) -> set[str]:
+    """Modules whose weights, and what an adapter adds to them, lie the other way round."""
+    return {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from stretto.adapters import FACTOR_A, FACTOR_B
+from stretto.adapters import matrix_of
 from stretto.batch import Batch
 from stretto.errors import EngineError
 from stretto.functional import entropy_of, logprobs_of, loss_count, loss_weights
@@ -200,8 +200,7 @@ class HFTraining:
         folder = folder_of_model(self._initial)
         own = tensors_of_model(Path(folder)) if folder is not None else {}
         for name in self._trained:
-            matrix = f"{name.removesuffix(FACTOR_A).removesuffix(FACTOR_B)}.weight"
-            if matrix not in own:
+            if (matrix := matrix_of(name)) not in own:
                 raise EngineError(
                     f"training.lora.send is 'adapter', but the files of {self._initial!r} have no tensor "
                     f"{matrix!r} that workers could put it into; set it to 'merged'"

@@ -16,18 +16,12 @@ import msgspec
 
 from stretto.component import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problem
 from stretto.engine import InferenceConfig
-from stretto.model_files import folder_of_model, text_config
+from stretto.model_files import text_config
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = [
-    "Flag",
-    "SidecarConfig",
-    "check_sidecar",
-    "context_of_model",
-    "flags",
-]
+__all__ = ["Flag", "SidecarConfig", "check_sidecar", "context_of_model", "flags"]
 
 Flag = bool | int | float | str | tuple[str, ...]
 
@@ -168,5 +162,5 @@ def _flag(name: str) -> str:
 
 def context_of_model(config: SidecarConfig, model: str | None) -> int:
     """Tokens that a sample can have: `context_length`, or what the model was made for, at most 4096."""
-    made_for = text_config(folder_of_model(model)).get("max_position_embeddings", _MOST_CONTEXT)
+    made_for = text_config(model).get("max_position_embeddings", _MOST_CONTEXT)
     return config.context_length or min(int(made_for), _MOST_CONTEXT)

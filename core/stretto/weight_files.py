@@ -88,6 +88,14 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, dict[str, str]]
     """File name -> tensor name -> SHA-256 of its bytes."""
 
+    @classmethod
+    def write(cls, folder: Path, version: int, files: dict[str, dict[str, str]]) -> Manifest:
+        """Complete a folder that has its files."""
+        digest = digest_of((name, value) for hashes in files.values() for name, value in hashes.items())
+        manifest = cls(version, digest, files)
+        (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+        return manifest
+
     def hashes(self) -> dict[str, str]:
         """Tensor name -> SHA-256 of its bytes, over all files."""
         return {name: value for tensors in self.files.values() for name, value in tensors.items()}
@@ -182,10 +190,7 @@ class VersionFolders:
             name = f"model-{index:05d}.safetensors"
             save_file(shard, folder / name)
             files[name] = {key: tensor_hash(tensor) for key, tensor in shard.items()}
-        digest = digest_of((key, value) for hashes in files.values() for key, value in hashes.items())
-        manifest = Manifest(version, digest, files)
-        (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-        return digest
+        return Manifest.write(folder, version, files).digest
 
 
 class FolderUpdate:

@@ -6,7 +6,8 @@ and holds no state between prompts. It reaches the engines and the rewards throu
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -37,6 +38,7 @@ __all__ = [
     "WorkflowConfig",
     "group_of",
     "parts_of_sample",
+    "sample_numbers",
 ]
 
 T = TypeVar("T")
@@ -125,6 +127,11 @@ class Trajectory:
 def parts_of_sample(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The trajectories that one sample became, marked as such."""
     return [replace(trajectory, part=index > 0) for index, trajectory in enumerate(trajectories)]
+
+
+def sample_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
+    """Of each of a group's trajectories the sample, from 0, that it is, or is a part of."""
+    return list(itertools.accumulate((not each.part for each in trajectories), initial=-1))[1:]
 
 
 class Session(Protocol):

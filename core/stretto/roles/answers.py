@@ -10,7 +10,7 @@ import numpy as np
 from stretto.bus.messages import Answers
 from stretto.engine import Finish
 from stretto.tokenizer import Tokenizer
-from stretto.workflow import Trajectory
+from stretto.workflow import Trajectory, sample_numbers
 
 __all__ = ["KeptAnswer", "answers_of"]
 
@@ -37,11 +37,10 @@ class KeptAnswer(msgspec.Struct, frozen=True):
 def answers_of(row: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> Answers:
     """What the log keeps of an evaluation ticket."""
     encode = msgspec.json.Encoder().encode
-    kept: list[KeptAnswer] = []
-    sample = -1
-    for trajectory in trajectories:
-        sample += not trajectory.part
-        kept.append(_kept(row, sample, trajectory, tokenizer))
+    kept = (
+        _kept(row, sample, trajectory, tokenizer)
+        for sample, trajectory in zip(sample_numbers(trajectories), trajectories, strict=True)
+    )
     return Answers(b"".join(encode(answer) + b"\n" for answer in kept))
 
 

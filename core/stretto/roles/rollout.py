@@ -7,7 +7,6 @@ A ticket ends here in one of three ways: its trajectories and then one `GroupDon
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,7 +48,7 @@ from stretto.roles.setting import Setting
 from stretto.roles.verifiers import Verifiers
 from stretto.tokenizer import Message, Tokenizer, fault_of, load_tokenizer
 from stretto.tools import ToolAnswer
-from stretto.workflow import Answer, Heard, Prompt, Trajectory, Workflow
+from stretto.workflow import Answer, Heard, Prompt, Trajectory, Workflow, sample_numbers
 from stretto.workflow import Score as SampleScore
 
 __all__ = ["RolloutWork", "sample_seed"]
@@ -468,11 +467,8 @@ def _check_image_tokens(image_token: int, ids: NDArray[np.int32], trajectories: 
 
 
 def _wired(ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[WireTrajectory]:
-    samples = itertools.accumulate(int(not trajectory.part) for trajectory in trajectories)
-    return [
-        _wire(ticket, index, trajectory, sample)
-        for index, (trajectory, sample) in enumerate(zip(trajectories, samples, strict=True))
-    ]
+    numbered = zip(sample_numbers(trajectories), trajectories, strict=True)
+    return [_wire(ticket, index, trajectory, sample) for index, (sample, trajectory) in enumerate(numbered)]
 
 
 def _wire(ticket: Ticket, index: int, trajectory: Trajectory, sample: int) -> WireTrajectory:
