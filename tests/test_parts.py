@@ -226,7 +226,7 @@ def test_visible_gpus_are_those_of_the_environment() -> None:
 
 
 def state(version: int, lowest: int = 1) -> KernelState:
-    snapshot = Snapshot(version, Ledger(), 0, [], [], [], {}, {})
+    snapshot = Snapshot(version, Ledger(), 0, 0, [], [], [], {}, {})
     return KernelState(version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0)
 
 

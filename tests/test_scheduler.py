@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,7 @@ from stretto.kernel.scheduler import (
     Issue,
     Scheduler,
     Settings,
+    Snapshot,
     StartBatch,
     Withdraw,
 )
@@ -102,6 +104,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.trained: Counter[int] = Counter()
         self.retired: set[int] = set()
         self.over = False
+        self.lives = 1
+        self.groups_trained = 0
+        self.unfit = 0
         self.scheduler.start()
         self.obey()
 
@@ -232,8 +237,47 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         """The batch is trained."""
+        assert self.training is not None
+        self.groups_trained += len(self.training.groups)
         self.training = None
         self.scheduler.step_finished()
+        self.obey()
+
+    @precondition(lambda self: not self.training and not self.over)
+    @rule(
+        batch_size=st.integers(1, 4),
+        max_staleness=st.integers(0, 3),
+        more_steps=st.integers(0, 6),
+        unlucky=st.integers(0, 3),
+    )
+    def resume_with_changes(self, batch_size: int, max_staleness: int, more_steps: int, unlucky: int) -> None:
+        """The kernel is killed, and the run resumed with other settings: what has arrived is in the log, and
+        workers of the former kernel may still send theirs."""
+        if unlucky:
+            return
+        self.settings = replace(
+            self.settings,
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            steps=self.scheduler.version + more_steps,
+        )
+        snapshot = self.scheduler.snapshot()
+        before = self.scheduler.ledger
+        deadlines = {ticket.id: ticket.deadline for ticket in snapshot.open if ticket.done}
+        self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
+        self.scheduler.restore(snapshot, attempts_from=1000 * self.lives)
+        self.scheduler.fit()
+        after = self.scheduler.snapshot()
+        for ticket in after.open:
+            if ticket.done:
+                assert ticket.deadline <= deadlines[ticket.id], "a finished group got more time"
+                assert ticket.deadline >= self.scheduler.version, "a group is kept that nothing can train"
+        expired = {reason: count for reason, count in after.reasons.items() if "does not fit" in reason}
+        assert before.in_flight - len(after.open) == sum(expired.values()) - self.unfit
+        self.unfit = sum(expired.values())
+        self.lives += 1
+        self.queue = []
+        self.scheduler.start()
         self.obey()
 
     # ---- what must hold after each
@@ -245,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ledger = self.scheduler.ledger
         parts = ledger.trained + ledger.filtered + ledger.expired + ledger.failed + ledger.in_flight
         assert ledger.issued == parts
-        assert ledger.trained == self.settings.batch_size * self.scheduler.version
+        assert ledger.trained == self.groups_trained
 
     @invariant()
     def admission_is_bounded(self) -> None:
@@ -278,10 +322,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.obey()
         assert self.over, f"stuck, waiting for {self.scheduler.waiting_for()}"
         ledger = self.scheduler.ledger
-        assert ledger.trained == self.settings.steps * self.settings.batch_size
+        assert ledger.trained == self.groups_trained
+        assert self.scheduler.version == self.settings.steps
         assert ledger.in_flight == 0
         if self.settings.on_late == "wait":
-            assert ledger.expired == 0
+            assert ledger.expired == self.unfit
         if self.settings.evaluation_rows:
             versions = [evaluation.version for evaluation in self.scheduler.evaluations]
             assert versions[0] == 0
@@ -567,3 +612,76 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
     assert again.ledger == scheduler.ledger
     again.group_done(done(fresh[0], 2))
     assert len(batches(list(again.commands()))) == 1
+
+
+def restored(snapshot: Snapshot, settings: Settings) -> Scheduler:
+    """A scheduler that goes on from a snapshot with other settings."""
+    scheduler = Scheduler(settings)
+    scheduler.restore(snapshot, attempts_from=1000)
+    scheduler.fit()
+    scheduler.start()
+    return scheduler
+
+
+def three_finished_groups(settings: Settings) -> Snapshot:
+    """At version 1: groups 1, 2 and 3 are finished on version 0, due by version 3, and 4 is unfinished."""
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    for ticket in issued(scheduler):
+        scheduler.group_done(done(ticket, 0))
+    assert len(batches(list(scheduler.commands()))) == 1
+    scheduler.step_finished(hold=True)
+    return scheduler.snapshot()
+
+
+def test_a_smaller_bound_expires_what_cannot_be_trained_in_time_and_issues_its_prompt_again() -> None:
+    settings = Settings(steps=9, batch_size=1, max_staleness=3, rows=100)
+    snapshot = three_finished_groups(settings)
+    rows = {ticket.id: ticket.row for ticket in snapshot.open}
+    scheduler = restored(snapshot, replace(settings, max_staleness=1))
+    again, start = scheduler.commands()  # of those due by version 1 one can be trained, and 4 a step later
+    assert isinstance(again, Issue)
+    assert again.ticket.id == 4
+    assert isinstance(start, StartBatch)
+    assert [group.ticket for group in start.groups] == [1]
+    assert scheduler.ledger.expired == 2
+    assert dict(scheduler.reasons) == {
+        "expired: does not fit max_staleness=1, batch_size=1, steps=9 from version 1 on": 2
+    }
+    scheduler.step_finished()
+    [issue] = scheduler.commands()
+    assert isinstance(issue, Issue)
+    assert issue.ticket.row == rows[2]
+
+
+def test_a_larger_bound_gives_finished_groups_no_more_time() -> None:
+    settings = Settings(steps=9, batch_size=1, max_staleness=3, rows=100)
+    scheduler = restored(three_finished_groups(settings), replace(settings, max_staleness=8))
+    assert scheduler.ledger.expired == 0
+    assert len(batches(list(scheduler.commands()))) == 1
+    scheduler.step_finished(hold=True)
+    kept = {ticket.id: ticket.deadline for ticket in scheduler.snapshot().open if ticket.done}
+    assert kept == {2: 3, 3: 3}
+
+
+def test_fewer_steps_expire_what_they_cannot_use() -> None:
+    settings = Settings(steps=9, batch_size=1, max_staleness=3, rows=100)
+    scheduler = restored(three_finished_groups(settings), replace(settings, steps=1))
+    assert isinstance(scheduler.commands()[-1], Finish)
+    assert scheduler.ledger.expired == 4
+    assert scheduler.ledger.in_flight == 0
+
+
+def test_a_smaller_batch_leaves_enough_tickets_for_all_steps() -> None:
+    settings = Settings(steps=9, batch_size=8, max_staleness=0, rows=100)
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    for ticket in issued(scheduler):
+        scheduler.group_done(done(ticket, 0))
+    scheduler.step_finished(hold=True)
+    scheduler = restored(scheduler.snapshot(), replace(settings, batch_size=1))
+    for version in range(1, 9):
+        [ticket] = [command.ticket for command in scheduler.commands() if isinstance(command, Issue)]
+        scheduler.group_done(done(ticket, version))
+        scheduler.step_finished()
+    assert scheduler.ledger.trained == 8 + 8

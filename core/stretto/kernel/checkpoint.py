@@ -48,7 +48,7 @@ class KernelState(msgspec.Struct, frozen=True):
     @classmethod
     def initial(cls) -> KernelState:
         """That of a run of which nothing but the journal and the log is left: its beginning."""
-        snapshot = Snapshot(0, Ledger(), 0, [], [], [], {}, {})
+        snapshot = Snapshot(0, Ledger(), 0, 0, [], [], [], {}, {})
         return cls(0, 0, "", snapshot, 0, 0, "", 0, 0, 0, 0.0)
 
 

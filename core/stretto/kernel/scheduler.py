@@ -7,8 +7,9 @@ whatever the order of events, with messages late, lost or doubled and workers dy
   flight; every ticket ends once;
 - at most (η + 1)·B tickets are in flight; a ticket's tokens are no older than the training version at
   its issue;
-- no group is trained at a version beyond its oldest token's + η, none twice, and none is dropped for
-  being late unless `on_late` says so.
+- no group is trained at a version beyond its deadline, its oldest token's version + η, none twice, and
+  none is dropped for being late unless `on_late` says so. A resumed run may have another η or B: groups
+  keep their deadlines, or get earlier ones, and what no longer fits expires (`fit`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Settings:
     """Rows of a held-out evaluation; 0 is without any."""
     evaluation_every: int = 0
     evaluation_samples: int = 1
+
+    @property
+    def window(self) -> int:
+        """Tickets that may be in flight at once, (η + 1)·B."""
+        return (self.max_staleness + 1) * self.batch_size
 
 
 # --------------------------------------------------------------------------------------- commands
@@ -136,6 +142,8 @@ class OpenTicket(msgspec.Struct):
     row: int
     since: int
     """Training version at its first issue."""
+    deadline: int
+    """Last training version at which its group may be trained. Stored, since η may change on a resume."""
     drops: int = 0
     """How often its prompt was expired before."""
     attempt: int = 0
@@ -148,11 +156,12 @@ class OpenTicket(msgspec.Struct):
     that of its first token. Any attempt may be the one that is finished first."""
     done: GroupDone | None = None
 
-    def deadline(self, max_staleness: int) -> int:
-        """Last training version at which the group may be trained. Never moves forward in time."""
+    @property
+    def oldest(self) -> int:
+        """Version that its oldest token has at least, whichever attempt is finished first."""
         if self.done is not None:
-            return _versions(self.done)[0] + max_staleness
-        return min(self.bounds.values(), default=self.since) + max_staleness
+            return _versions(self.done)[0]
+        return min(self.bounds.values(), default=self.since)
 
 
 class Snapshot(msgspec.Struct):
@@ -160,6 +169,8 @@ class Snapshot(msgspec.Struct):
 
     version: int
     ledger: Ledger
+    window: int
+    """Tickets that could be in flight at once, (η + 1)·B."""
     cursor: int
     open: list[OpenTicket]
     again: list[tuple[int, int]]
@@ -198,6 +209,11 @@ def _versions(group: GroupDone) -> tuple[int, int]:
     return min(member.oldest for member in group.members), max(member.newest for member in group.members)
 
 
+def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
+    """Order of training: earliest deadline first, finished groups before unfinished ones."""
+    return ticket.deadline, ticket.done is None, ticket.id
+
+
 class Scheduler:
     """Lives as long as its kernel. `keep` is the algorithm's filter on finished groups."""
 
@@ -221,6 +237,7 @@ class Scheduler:
         self._eval_ids = 0
         self._attempts_from = 0
         self._floor = 0
+        self._window = settings.window
         self._failures_in_a_row = 0
         self._filtered_in_a_row = 0
         self._state: Literal["new", "first evaluation", "training", "last evaluation", "over"] = "new"
@@ -275,7 +292,7 @@ class Scheduler:
         if late is None:
             return "nothing"
         by = f" at {late.worker}" if late.worker else ""
-        return f"ticket {late.id}{by}, due by version {late.deadline(self.settings.max_staleness)}"
+        return f"ticket {late.id}{by}, due by version {late.deadline}"
 
     def commands(self) -> list[Command]:
         """What is to be done, in order; each is given out once."""
@@ -288,6 +305,7 @@ class Scheduler:
         return Snapshot(
             version=self.version,
             ledger=self.ledger,
+            window=self.settings.window,
             cursor=self._cursor,
             open=[msgspec.structs.replace(ticket) for ticket in self._open.values()],
             again=list(self._again),
@@ -317,6 +335,7 @@ class Scheduler:
         self._floor = snapshot.version
         self._attempts_from = attempts_from
         self._ledger = msgspec.structs.replace(snapshot.ledger, in_flight=0)
+        self._window = max(snapshot.window, self.settings.window)
         self._cursor = snapshot.cursor
         self._open = {ticket.id: msgspec.structs.replace(ticket) for ticket in snapshot.open}
         for ticket in self._open.values():
@@ -325,6 +344,30 @@ class Scheduler:
         self.evaluations = list(snapshot.evaluations)
         self.staleness = Counter(snapshot.staleness)
         self.reasons = Counter(snapshot.reasons)
+
+    def fit(self) -> None:
+        """After `restore`, where η, B or the number of steps is no longer the former kernel's: give finished
+        groups no later deadline than the new η allows. Of all open tickets keep those that can be trained
+        in time, earliest deadline first; the rest expires, and its prompts are issued again.
+
+        Afterwards, for every j in 0..η, at most (j + 1)·B tickets have a deadline of version + j or earlier,
+        which is what admission keeps up from there on.
+        """
+        settings, kept = self.settings, 0
+        for ticket in self._open.values():
+            if ticket.done is not None:
+                ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
+            else:  # it is issued again at this version
+                ticket.deadline = self.version + settings.max_staleness
+        for ticket in sorted(self._open.values(), key=_urgency):
+            batches = min(ticket.deadline + 1, settings.steps) - self.version
+            if kept < batches * settings.batch_size:
+                kept += 1
+            else:
+                terms = f"max_staleness={settings.max_staleness}, batch_size={settings.batch_size}"
+                reason = f"does not fit {terms}, steps={settings.steps} from version {self.version} on"
+                self._retire(ticket, "expired", reason)
+                self._again.append((ticket.row, ticket.drops))
 
     def close(self) -> None:
         """Issue nothing more and start no further batch: the run is being interrupted."""
@@ -341,7 +384,7 @@ class Scheduler:
         """The version of the oldest token of an attempt is known before its group is finished."""
         found = self._open.get(ticket)
         if found is not None and found.bounds.get(attempt, version) < version <= self.version:
-            found.bounds = {**found.bounds, attempt: version}
+            self._bound(found, attempt, version)
             self._proceed()
 
     def group_done(self, group: GroupDone) -> None:
@@ -363,6 +406,7 @@ class Scheduler:
             return
         self._failures_in_a_row = 0
         found.done = group
+        self._date(found)
         lengths = tuple(member.sampled for member in group.members)
         if not self._keep(Group(tuple(member.reward for member in group.members), lengths)):
             self._filter(found, "by the algorithm")
@@ -472,22 +516,23 @@ class Scheduler:
     def _admit(self) -> None:
         """Issue while fewer than (η + 1)·B are in flight, but no more than the remaining steps can use."""
         settings = self.settings
-        wanted = settings.steps * settings.batch_size - self._ledger.trained
-        room = min((settings.max_staleness + 1) * settings.batch_size, wanted)
+        wanted = (settings.steps - self.version) * settings.batch_size
+        room = min(settings.window, wanted)
         while len(self._open) < room and not self._closing:
             self._reissue("train", self._open_next(), "")
 
     def _open_next(self) -> OpenTicket:
         row, drops = self._again.popleft() if self._again else (self._next_row(), 0)
         oldest_possible = self._floor if self._state == "new" else self.version
-        ticket = OpenTicket(self._ledger.issued, row, oldest_possible, drops)
+        deadline = oldest_possible + self.settings.max_staleness
+        ticket = OpenTicket(self._ledger.issued, row, oldest_possible, deadline, drops)
         self._ledger.issued += 1
         self._open[ticket.id] = ticket
         return ticket
 
     def _open_up_to(self, id: int) -> None:
         """After `restore`: the former kernel had issued this ticket, so it and those before it are open."""
-        most = self._ledger.issued + (self.settings.max_staleness + 1) * self.settings.batch_size
+        most = self._ledger.issued + self._window
         while self._ledger.issued <= id < most:
             self._open_next()
 
@@ -511,12 +556,21 @@ class Scheduler:
         if ticket.attempt > self._attempts_from:
             self._commands.append(Withdraw(purpose, ticket.id, ticket.attempt))
         ticket.attempt = max(ticket.attempt, self._attempts_from) + 1
-        ticket.bounds = {**ticket.bounds, ticket.attempt: self.version}
+        self._bound(ticket, ticket.attempt, self.version)
         ticket.worker = ""
         samples = self.settings.group_size if purpose == "train" else self.settings.evaluation_samples
         self._commands.append(
             Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, self.version, samples))
         )
+
+    def _bound(self, ticket: OpenTicket, attempt: int, version: int) -> None:
+        """The oldest token of an attempt is of this version or a newer one."""
+        ticket.bounds = {**ticket.bounds, attempt: version}
+        self._date(ticket)
+
+    def _date(self, ticket: OpenTicket) -> None:
+        """Store the deadline that follows from a ticket's oldest token."""
+        ticket.deadline = ticket.oldest + self.settings.max_staleness
 
     def _reissue_all(self) -> None:
         """After a restart nobody works on the tickets that were in flight: they begin anew."""
@@ -570,8 +624,7 @@ class Scheduler:
             ready = [ticket for ticket in self._open.values() if ticket.done and ticket.id not in busy]
         else:
             ready = [ticket for ticket in self._open.values() if ticket.done]
-        bound = self.settings.max_staleness
-        return sorted(ready, key=lambda ticket: (ticket.deadline(bound), ticket.id))
+        return sorted(ready, key=_urgency)
 
     def _start_batch(self) -> None:
         """Make a batch, if enough groups are finished and it leaves no deadline that cannot be met."""
@@ -600,14 +653,14 @@ class Scheduler:
         bound, size = self.settings.max_staleness, self.settings.batch_size
         taken = {ticket.id for ticket in batch}
         rest = [ticket for ticket in self._open.values() if ticket.id not in taken]
-        due = Counter(ticket.deadline(bound) - self.version - 1 for ticket in rest)
+        due = Counter(ticket.deadline - self.version - 1 for ticket in rest)
         behind = 0
         for j in range(-1, bound + 1):
             behind += due[j]
             if behind > (j + 1) * size:
                 # Admission sees to it that the surplus is unfinished: all finished ones are in the batch.
                 unfinished = [ticket for ticket in rest if ticket.done is None]
-                return min(unfinished, key=lambda ticket: (ticket.deadline(bound), ticket.id))
+                return min(unfinished, key=_urgency)
         return None
 
     def _expire(self, ticket: OpenTicket) -> None:
@@ -623,7 +676,7 @@ class Scheduler:
     def _begin_round(self) -> None:
         self._round = _Round(self.version, {})
         for row in range(self.settings.evaluation_rows):
-            ticket = OpenTicket(self._eval_ids, row, self.version)
+            ticket = OpenTicket(self._eval_ids, row, self.version, self.version)
             self._eval_ids += 1
             self._round.open[ticket.id] = ticket
             self._reissue("eval", ticket, "")
