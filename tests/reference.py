@@ -82,11 +82,12 @@ def _self_check() -> None:
 # --- options ---
 
 _LOSS: dict[str, Any] = {
-    "correction": {"use": "decoupled"},
+    "correction": {"use": "behaviour"},
     "loss_mean": "token",
     "loss_divisor": 1.0,
     "eps_clip": 0.2,
     "eps_clip_high": None,
+    "c_clip": 3.0,
     "kl": {},
 }
 KL: dict[str, Any] = {"coef": 0.0, "estimator": "k3", "where": "loss"}
@@ -105,18 +106,17 @@ _GROUP: dict[str, Any] = {
     "gae_lambda": 1.0,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "grpo": _LOSS | _GROUP | {"c_clip": None},
-    "dapo": _LOSS | _GROUP | {"c_clip": None, "eps_clip_high": 0.28, "overlong": None},
+    "grpo": _LOSS | _GROUP,
+    "dapo": _LOSS | _GROUP | {"eps_clip_high": 0.28, "overlong": None},
     "gspo": _LOSS | _GROUP | {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "loss_mean": "sequence"},
     "cispo": _LOSS | _GROUP | {"eps_clip": 1.0, "eps_clip_high": 0.28},
     "sapo": _LOSS | _GROUP | {"tau_pos": 1.0, "tau_neg": 1.05, "loss_mean": "sequence"},
-    "rloo": _LOSS | {"c_clip": None},
-    "reinforce_pp": _LOSS | {"c_clip": None, "gamma": 1.0, "baseline": False},
-    "m2po": _LOSS | _GROUP | {"c_clip": None, "tau": 0.04},
-    "distill": _LOSS | {"c_clip": None, "coef": 1.0, "reward_weight": 0.0},
+    "rloo": _LOSS,
+    "reinforce_pp": _LOSS | {"gamma": 1.0, "baseline": False},
+    "m2po": _LOSS | _GROUP | {"tau": 0.04},
+    "distill": _LOSS | {"coef": 1.0, "reward_weight": 0.0},
     "ppo": _LOSS
     | {
-        "c_clip": None,
         "gamma": 1.0,
         "gae_lambda": 1.0,
         "reward_norm": False,
@@ -344,7 +344,7 @@ def _token_weight(use: str, options: Mapping[str, Any], log_rho: float, of_seque
 def _weights(
     correction: Mapping[str, Any], sequences: list[Sequence], behaviour: Floats, proximal: Floats
 ) -> Floats:
-    use = correction.get("use", "decoupled")
+    use = correction.get("use", "behaviour")
     options = _with_defaults(correction, {"use": use} | CORRECTIONS[use])
     weights = np.zeros(len(behaviour))
     for sequence in sequences:
@@ -486,7 +486,7 @@ def _policy_gradient(algorithm: str, options: Mapping[str, Any], inputs: Mapping
         if taught is not None:
             statistics["teacher_kl"] = -float(np.mean(taught[trained]))
     weights = _weights(options["correction"], sequences, behaviour, proximal)
-    anchor = behaviour if options["correction"].get("use") == "behaviour" else proximal
+    anchor = behaviour if options["correction"].get("use", "behaviour") == "behaviour" else proximal
     kept = set(trained)
     if algorithm == "m2po":
         kept = _within_second_moment(behaviour, proximal, trained, options["tau"])
@@ -641,7 +641,21 @@ DISTILL = "GKD, arXiv:2306.13649; On-Policy Distillation, Thinking Machines Lab 
 DPO = "DPO, arXiv:2305.18290"
 
 CASES = [
-    Case("grpo", "grpo", f"{GRPO}; decoupled objective of {DECOUPLED}", 100, ALONE),
+    Case(
+        "grpo",
+        "grpo",
+        f"{GRPO}; the ratio to the behaviour policy is PPO's own, arXiv:1707.06347",
+        1101,
+        ALONE,
+    ),
+    Case(
+        "grpo_decoupled",
+        "grpo",
+        f"{GRPO}; decoupled objective of {DECOUPLED}",
+        100,
+        ALONE,
+        {"correction": {"use": "decoupled"}},
+    ),
     Case(
         "grpo_loo",
         "grpo",
@@ -665,7 +679,7 @@ CASES = [
         'TRL, GRPOTrainer with loss_type "grpo"',
         402,
         MIXED,
-        {"loss_mean": "sequence", "norm_eps": 1e-4, "correction": {"use": "none"}},
+        {"loss_mean": "sequence", "norm_eps": 1e-4, "correction": {"use": "none"}, "c_clip": None},
     ),
     Case(
         "grpo@verl",
@@ -687,6 +701,7 @@ CASES = [
             "loss_mean": "sequence_sum",
             "loss_divisor": 16.0,
             "correction": {"use": "none"},
+            "c_clip": None,
         },
     ),
     Case(
@@ -723,14 +738,6 @@ CASES = [
         stale=0.4,
     ),
     Case(
-        "grpo_behaviour",
-        "grpo",
-        f"{GRPO}; the ratio to the behaviour policy is PPO's own, arXiv:1707.06347",
-        1101,
-        ALONE,
-        {"correction": {"use": "behaviour"}},
-    ),
-    Case(
         "dapo",
         "dapo",
         "DAPO, arXiv:2503.14476",
@@ -739,7 +746,7 @@ CASES = [
         {"overlong": {"limit": 6, "buffer": 4}},
     ),
     # The clip range is narrow, so the current policy stays close enough for one sequence to be within it.
-    Case("gspo", "gspo", "GSPO, arXiv:2507.18071", 1307, ALONE, moved=1e-3),
+    Case("gspo", "gspo", "GSPO, arXiv:2507.18071", 1307, ALONE, stale=1e-3, moved=1e-3),
     Case("cispo", "cispo", "CISPO of MiniMax-M1, arXiv:2506.13585", 1400, MIXED),
     Case("sapo", "sapo", "SAPO, arXiv:2511.20347", 1502, ALONE),
     Case("rloo", "rloo", "RLOO, arXiv:2402.14740", 1613, ALONE),
@@ -797,7 +804,7 @@ CASES = [
         "TRL, PPOTrainer",
         2501,
         ALONE,
-        {"gae_lambda": 0.95, "kl": {"coef": 0.05}, "correction": {"use": "none"}},
+        {"gae_lambda": 0.95, "kl": {"coef": 0.05}, "correction": {"use": "none"}, "c_clip": None},
         stale=0.0,
     ),
     Case(

@@ -144,7 +144,7 @@ def test_golden_vectors(file: Path) -> None:
 def test_every_algorithm_correction_and_kl_has_a_vector() -> None:
     found = [json.loads(file.read_text()) for file in GOLDEN]
     assert {golden["algorithm"] for golden in found} == set(ALGORITHMS)
-    kinds = {golden["options"].get("correction", {}).get("use", "decoupled") for golden in found}
+    kinds = {golden["options"].get("correction", {}).get("use", "behaviour") for golden in found}
     assert kinds == set(get_args(Correction))
     kls = {(kl.get("estimator"), kl.get("where")) for golden in found if (kl := golden["options"].get("kl"))}
     assert {(estimator, where) for estimator in ("k1", "k2", "k3") for where in ("loss", "reward")} <= kls

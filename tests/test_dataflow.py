@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stretto import Context
 from stretto.algorithm import Call, Encoded, Loss, Model, forward, function, generate, read, score, train
+from stretto.correction import CorrectionConfig
 from stretto.errors import ConfigError
 from stretto.kernel.dataflow import graph_of
 from stretto_grpo import GRPO, GRPOConfig
@@ -130,11 +131,12 @@ def test_sequences_have_one_source_and_samples_a_score() -> None:
     assert not graph_of([rows, train("actor", loss(), reads=[])], MODELS).samples
 
 
-def test_grpo_asks_for_a_forward_only_if_several_updates_follow() -> None:
+def test_grpo_asks_for_a_forward_only_if_several_updates_around_the_proximal_policy_follow() -> None:
     context = Context(run="r", name="n", seed=1)
-    once = GRPO(GRPOConfig(use="grpo"), context)
+    once = GRPO(GRPOConfig(use="grpo", minibatches=4), context)
     assert [call.op for call in graph_of(once.calls(), once.models).step_calls] == ["function", "train"]
-    often = GRPO(GRPOConfig(use="grpo", minibatches=4), context)
+    decoupled = CorrectionConfig(use="decoupled")
+    often = GRPO(GRPOConfig(use="grpo", minibatches=4, correction=decoupled), context)
     calls = graph_of(often.calls(), often.models).step_calls
     assert [call.op for call in calls] == ["forward", "function", "train"]
     assert "proximal_logprobs" in calls[-1].reads

@@ -257,17 +257,17 @@ def test_clipped_objective_equals_the_formula(seed: int, c_clip: float | None) -
     close(found, expected, atol=1e-9)
 
 
-def test_behaviour_weight_by_hand() -> None:
+def test_importance_weight_by_hand() -> None:
     proximal = torch.log(torch.tensor([0.5, 0.9, 0.3]))
     behaviour = torch.log(torch.tensor([0.25, 0.1, 0.6]))  # weights 2, 9, 1/2
-    close(F.behaviour_weight(proximal, behaviour, cap=None), [2.0, 9.0, 0.5])
-    close(F.behaviour_weight(proximal, behaviour, cap=5.0), [2.0, 0.0, 0.5])
-    close(F.behaviour_weight(proximal, behaviour, cap=5.0, over_cap="truncate"), [2.0, 5.0, 0.5])
+    close(F.importance_weight(proximal, behaviour, cap=None), [2.0, 9.0, 0.5])
+    close(F.importance_weight(proximal, behaviour, cap=5.0), [2.0, 0.0, 0.5])
+    close(F.importance_weight(proximal, behaviour, cap=5.0, over_cap="truncate"), [2.0, 5.0, 0.5])
 
 
-def test_behaviour_weight_stops_gradients() -> None:
+def test_importance_weight_stops_gradients() -> None:
     proximal = torch.zeros(2, requires_grad=True)
-    assert not F.behaviour_weight(proximal, torch.zeros(2), cap=5.0).requires_grad
+    assert not F.importance_weight(proximal, torch.zeros(2), cap=5.0).requires_grad
 
 
 # -------------------------------------------------------------------------------------- reduction

@@ -88,7 +88,7 @@ def test_the_loss_equals_its_formula(seed: int, cap: float) -> None:
     advantages = random.normal(size=14)
     batch = batch_of([1.0, 0.0], [0, 0], [7, 3])
     mask = batch["loss_mask"].numpy()
-    algorithm = grpo(minibatches=2, c_clip=3.0, correction=CorrectionConfig(cap=cap))
+    algorithm = grpo(minibatches=2, c_clip=3.0, correction=CorrectionConfig(use="decoupled", cap=cap))
     columns = {
         "proximal_logprobs": torch.tensor(proximal),
         "advantages": torch.tensor(advantages),
@@ -104,10 +104,10 @@ def test_the_loss_equals_its_formula(seed: int, cap: float) -> None:
     expected = reference_loss(current, proximal, behaviour, advantages, mask, cap)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
     over = np.exp(proximal - behaviour)[mask] > cap
-    assert float(statistics["left_out"][batch["loss_mask"]].mean()) == pytest.approx(over.mean())
+    assert float(statistics["masked_fraction"][batch["loss_mask"]].mean()) == pytest.approx(over.mean())
 
 
-def test_with_one_update_the_gradient_is_the_weighted_policy_gradient() -> None:
+def test_decoupled_with_one_update_the_gradient_is_the_weighted_policy_gradient() -> None:
     # The ratio is 1 in value, so d loss / d logp = -w A.
     batch = batch_of([1.0, 0.0], [0, 0], [1, 1], prompt=1).with_columns(
         {
@@ -116,10 +116,38 @@ def test_with_one_update_the_gradient_is_the_weighted_policy_gradient() -> None:
         }
     )
     logprobs = torch.log(torch.tensor([1.0, 0.5, 1.0, 0.25])).requires_grad_()
-    losses, _ = grpo().loss(logprobs, batch)
+    losses, _ = grpo(correction=CorrectionConfig(use="decoupled")).loss(logprobs, batch)
     losses.sum().backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -4.0, 0.0, 0.5]))
+
+
+def test_by_default_stale_tokens_that_moved_far_enough_have_no_gradient() -> None:
+    # Ratios to the behaviour policy: 2, 1.1, 1/2, 8. The first is beyond 1.2 and wanted, the third below
+    # 0.8 and unwanted: nothing more to do. The second has the gradient -r A. The fourth is unwanted and has
+    # become eight times as likely: the dual clip bounds its loss at 3 |A|, without a gradient.
+    behaviour = torch.tensor([0.25, 0.5, 0.5, 0.1])
+    ratio = torch.tensor([2.0, 1.1, 0.5, 8.0])
+    batch = batch_of([1.0, 0.0], [0, 0], [1, 1], prompt=1).with_columns(
+        {"advantages": torch.tensor([1.0, 2.0, -1.0, -1.0]), "behaviour_logprobs": behaviour.log()}
+    )
+    logprobs = (ratio * behaviour).log().requires_grad_()
+    losses, statistics = grpo().loss(logprobs, batch)
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -2.2, 0.0, 0.0]))
+    torch.testing.assert_close(losses.detach(), torch.tensor([-1.2, -2.2, 0.8, 3.0]))
+    # r - 1 - log r: 0.3069, 0.0047, 0.1931, and 4.92, which counts as 1.
+    expected = torch.tensor([1 - math.log(2), 0.1 - math.log(1.1), math.log(2) - 0.5, 1.0])
+    torch.testing.assert_close(statistics["behaviour_kl"], expected)
+
+
+def test_steps_on_samples_of_a_distant_policy_are_shorter() -> None:
+    assert grpo().lr_scale({"behaviour_kl": 0.01}) == 1.0
+    assert grpo().lr_scale({"behaviour_kl": 0.05}) == pytest.approx(0.2)
+    assert grpo(correction=CorrectionConfig(target_kl=0.1)).lr_scale({"behaviour_kl": 0.05}) == 1.0
+    assert grpo(correction=CorrectionConfig(target_kl=None)).lr_scale({"behaviour_kl": 9.0}) == 1.0
+    assert grpo().lr_scale({"behaviour_kl": math.nan}) == 1.0  # a step that is skipped anyway
 
 
 def test_without_correction_stale_tokens_weigh_one() -> None:
@@ -131,4 +159,4 @@ def test_without_correction_stale_tokens_weigh_one() -> None:
     )
     losses, statistics = grpo(correction=CorrectionConfig(use="none")).loss(torch.zeros(4), batch)
     torch.testing.assert_close(losses, -torch.ones(4))
-    torch.testing.assert_close(statistics["behaviour_weight"], torch.ones(4))
+    torch.testing.assert_close(statistics["importance_weight"], torch.ones(4))

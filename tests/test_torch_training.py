@@ -131,6 +131,56 @@ def test_one_step_equals_the_gradient_of_the_plain_loop(
         torch.testing.assert_close(update[name], expected, atol=2e-6, rtol=1e-4)
 
 
+def test_an_entropy_bonus_adds_the_gradient_of_the_mean_entropy(tiny_models: TinyModels) -> None:
+    engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=20, optimizer="sgd", clip_norm=None)
+    batch, before = batch_of([6, 13, 4, 9]), parameters(engine)
+
+    def nothing(logprobs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return 0.0 * logprobs, {}
+
+    statistics = engine.train(batch, Loss(nothing, "token", entropy_coef=0.5), temperature=0.8)
+    update = {name: value - before[name] for name, value in parameters(engine).items()}
+
+    # By hand: minus half the mean, over the trained tokens, of -sum p log p of the state before each.
+    model = AutoModelForCausalLM.from_pretrained(tiny_models("qwen2"), dtype=torch.float32).eval()
+    entropies: list[Tensor] = []
+    for ids, mask in zip(
+        torch.split(batch["tokens"], batch.lengths),
+        torch.split(batch["loss_mask"], batch.lengths),
+        strict=True,
+    ):
+        distribution = torch.distributions.Categorical(logits=model(ids[None]).logits[0] / 0.8)
+        entropies.append(distribution.entropy()[:-1][mask[1:]])
+    entropy = torch.cat(entropies).mean()
+    (-0.5 * entropy).backward()
+    assert statistics["entropy"] == pytest.approx(float(entropy.detach()), rel=1e-5)
+    assert statistics["loss"] == pytest.approx(-0.5 * float(entropy.detach()), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        torch.testing.assert_close(update[name], -0.1 * gradient, atol=1e-7, rtol=1e-3)
+
+
+def test_a_loss_scales_the_learning_rate_by_the_statistics_of_the_whole_batch(
+    tiny_models: TinyModels,
+) -> None:
+    engine = engine_of(tiny_models("qwen2"), lr=1.0, micro_batch_tokens=10)
+    batch, seen = batch_of([6, 13, 4]), list[float]()
+
+    def halve(statistics: Mapping[str, float]) -> float:
+        seen.append(statistics["advantage"])
+        return 0.5
+
+    before = parameters(engine)
+    assert engine.train(batch, Loss(plain_loss, "token", lr_scale=halve), temperature=1.0)["lr"] == 0.5
+    assert seen == [pytest.approx(float(batch["advantages"][batch["loss_mask"]].mean()), rel=1e-5)]
+    whole = engine_of(tiny_models("qwen2"), lr=0.5, micro_batch_tokens=10)
+    whole.train(batch, Loss(plain_loss, "token"), temperature=1.0)
+    for name, value in parameters(engine).items():
+        assert torch.equal(value, parameters(whole)[name])
+        assert not torch.equal(value, before[name])
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(2, 24), min_size=1, max_size=6),

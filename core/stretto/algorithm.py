@@ -71,6 +71,8 @@ Reduction = Literal["token", "sequence", "sequence_sum"]
 # (T,) what the model's head says now, with gradient, and the batch -> (T,) loss of each token, and (T,)
 # statistics to be averaged over the trained tokens; of one whose name ends in `_max`, the largest is taken.
 LossFunction = Callable[["Tensor", "Batch"], "tuple[Tensor, Mapping[str, Tensor]]"]
+# Statistics of the batch of an optimizer step, before that step -> factor of its learning rate, >= 0.
+LearningRateScale = Callable[[Mapping[str, float]], float]
 # The batch -> the columns written.
 Function = Callable[["Batch"], "Mapping[str, Tensor]"]
 
@@ -111,6 +113,11 @@ class Loss:
     reduction: Reduction
     unit: Literal["sequence", "group"] = "sequence"
     """What the function has to see whole: sequences of one group are split up, or not."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus: the engine subtracts this times the entropy, in nats, of the policy's whole
+    distribution at each trained token. Only of a `policy` head."""
+    lr_scale: LearningRateScale | None = None
+    """What the learning rate of an optimizer step is multiplied by; None leaves it as it is."""
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,18 @@ _BOUNDS: dict[Correction, tuple[float, float]] = {
 class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens that older weights sampled are corrected for. rho = proximal / behaviour, by token."""
 
-    use: Correction = "decoupled"
-    """`decoupled`: weight rho, tokens above `cap` left out (AReaL, arXiv 2505.24298). `token_tis`: weight
-    min(rho, cap). `sequence_tis`: min(product of rho over the answer, cap). `icepop`: weight rho, tokens
-    outside `low`..`cap` left out. `sequence_mask`: weight rho, answers whose geometric mean of rho is outside
-    `low`..`cap` left out. `behaviour`: the ratio itself is taken to the behaviour policy, no weight. `none`:
+    use: Correction = "behaviour"
+    """`behaviour`: the ratio itself is taken to the behaviour policy, no weight, so the trust region of the
+    objective bounds how far the policy moves away from stale samples. The others take the ratio to the
+    proximal policy, which bounds nothing where a batch gives one update. `decoupled`: weight rho, tokens
+    above `cap` masked (AReaL, arXiv 2505.24298). `token_tis`: weight min(rho, cap). `sequence_tis`:
+    min(product of rho over the answer, cap). `icepop`: weight rho, tokens outside `low`..`cap` masked.
+    `sequence_mask`: weight rho, answers whose geometric mean of rho is outside `low`..`cap` masked. `none`:
     as if the proximal policy had drawn the samples; only with `queue.max_staleness: 0`."""
+    target_kl: PositiveFloat | None = 0.01
+    """Take shorter steps on samples from a policy that is far from the current one: where the metric
+    `behaviour_kl`, in nats a token, is above this, the learning rate of the step is multiplied by
+    target_kl / behaviour_kl. Null never does."""
     cap: PositiveFloat | None = None
     """Largest weight that counts. Default: 5 for `decoupled` and `icepop`, 2 for both `tis`, 1.01 for
     `sequence_mask`."""
@@ -66,7 +72,7 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """
         import torch
 
-        from stretto.functional import behaviour_weight, sequence_mean, sequence_sum
+        from stretto.functional import importance_weight, sequence_mean, sequence_sum
 
         if self.use not in _BOUNDS:
             return torch.ones_like(behaviour)
@@ -74,7 +80,7 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         low, cap = self.low or low, self.cap or cap
         if self.use in ("decoupled", "token_tis"):
             over_cap = "mask" if self.use == "decoupled" else "truncate"
-            return behaviour_weight(proximal, behaviour, cap=cap, over_cap=over_cap)
+            return importance_weight(proximal, behaviour, cap=cap, over_cap=over_cap)
         mask, index = batch["loss_mask"], batch.sequence_index().to(behaviour.device)
         log_rho = torch.where(mask, proximal.detach() - behaviour, 0.0)  # (T,)
         if self.use == "sequence_tis":

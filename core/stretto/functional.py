@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 __all__ = [
     "adapted_kl_coef",
     "at_last_token",
-    "behaviour_weight",
+    "bounded_kl",
     "clipped_objective",
     "clipped_value_loss",
     "entropy_of",
     "gae",
     "group_normalise",
+    "importance_weight",
     "kl_estimate",
     "kl_to_behaviour",
     "logprobs_of",
@@ -289,7 +290,7 @@ def second_moment_mask(delta: Tensor, mask: Tensor, tau: float) -> Tensor:
     return kept
 
 
-def behaviour_weight(
+def importance_weight(
     proximal_logprobs: Tensor,
     behaviour_logprobs: Tensor,
     *,
@@ -399,6 +400,15 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 def kl_to_behaviour(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
     """k3 estimate of KL(behaviour || policy) at tokens the behaviour policy sampled. (T,) -> (T,)."""
     return kl_estimate(behaviour_logprobs, logprobs, "k3")
+
+
+def bounded_kl(logprobs: Tensor, behaviour_logprobs: Tensor, *, bound: float = 1.0) -> Tensor:
+    """k3 estimate of KL(behaviour || policy) by token, each at most `bound` nats: (T,), (T,) -> (T,).
+
+    The estimate has a long tail: a token that has become 1,000 times as likely counts as much as thousands of
+    others. The bound keeps the mean over a batch from resting on a few tokens.
+    """
+    return kl_to_behaviour(logprobs, behaviour_logprobs).clamp(max=bound)
 
 
 def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:

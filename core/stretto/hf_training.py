@@ -272,10 +272,13 @@ class HFTraining:
 
         self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
         norm = self._layout.clip(self._model, self._config.clip_norm)
+        figures = statistics.together(self._layout)
         lr = self._config.lr * _lr_factor(self._config, self._steps)
+        if loss.lr_scale is not None:
+            lr *= loss.lr_scale(figures)
         self._step(lr, skipped=not math.isfinite(norm))
         return {
-            **statistics.together(self._layout),
+            **figures,
             "grad_norm": norm,
             "lr": lr,
             "micro_batches": float(max(numbers)),
@@ -308,13 +311,14 @@ class HFTraining:
                 f"the loss has shape {tuple(losses.shape)}; expected a number a token, "
                 f"{tuple(said.shape)}, of which the engine takes the mean"
             )
+        own = self._own_figures(work, picked, temperature, with_gradient=loss.entropy_coef > 0)
+        if loss.entropy_coef:
+            losses = losses - loss.entropy_coef * own["entropy"]
         index = batch.sequence_index().to(mask.device)
         weights = loss_weights(mask, index, len(batch), loss.reduction, count=count)
         # Not a product alone: 0 x inf of a token that does not count would be NaN.
         total = (torch.where(mask, losses, 0.0) * weights).sum()
-        statistics.add(
-            mask, float(total.detach()), {**self._own_figures(work, picked, temperature), **figures}
-        )
+        statistics.add(mask, float(total.detach()), {**own, **figures})
         return total
 
     def _judged(self, batch: Batch) -> Tensor:
@@ -361,12 +365,14 @@ class HFTraining:
             said = picked.squeeze(-1).float()
         return _spread(said, work)
 
-    @torch.no_grad()
-    def _own_figures(self, work: _Work, picked: Tensor, temperature: float) -> dict[str, Tensor]:
+    def _own_figures(
+        self, work: _Work, picked: Tensor, temperature: float, *, with_gradient: bool
+    ) -> dict[str, Tensor]:
         """(T,) figures of the engine's own, beside the loss's."""
         if self._head != "policy":
             return {}
-        return {"entropy": _spread(entropy_of(picked.detach(), temperature), work)}
+        with torch.set_grad_enabled(with_gradient):
+            return {"entropy": _spread(entropy_of(picked, temperature), work)}
 
 
 @dataclass(frozen=True)

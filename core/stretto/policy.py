@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from stretto.config import RunConfig
 
 __all__ = [
+    "ClippedConfig",
     "GroupRelative",
     "GroupRelativeConfig",
     "KLConfig",
@@ -48,6 +49,7 @@ __all__ = [
     "PolicyGradient",
     "check_objective",
     "check_policy",
+    "clipped_surrogate",
 ]
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -75,6 +77,8 @@ class PolicyConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """Off-policy correction."""
     kl: KLConfig = KLConfig()
     """KL to a reference model; none by default."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of an entropy bonus, against a policy that loses its entropy too soon; 0.001 is a start."""
     loss_mean: Reduction = "token"
     """`token`: every token of the batch counts alike; `sequence`: every answer does; `sequence_sum`: every
     answer, with the sum of its tokens instead of their mean."""
@@ -84,6 +88,18 @@ class PolicyConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """Optimizer steps that a batch is split into."""
     epochs: PositiveInt = 1
     """Passes over each batch."""
+
+
+class ClippedConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections of algorithms with PPO's clipped surrogate."""
+
+    eps_clip: NonNegativeFloat = 0.2
+    """Half-width of the trust region around the policy that the ratio is taken to."""
+    eps_clip_high: NonNegativeFloat | None = None
+    """Its upper half, if it is to be wider (clip-higher); default `eps_clip`."""
+    c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = 3.0
+    """Dual clip: largest ratio that counts for tokens of negative advantage. Null for no bound: then a few
+    tokens that have become far more likely rule the gradient."""
 
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
@@ -103,8 +119,9 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         del context
         self.config = config
         # With one optimizer step on the batch, the proximal policy is the current one: no forward needed.
-        one_update = config.minibatches == config.epochs == 1
-        self._has_proximal = self.needs_proximal or not one_update
+        several_updates = config.minibatches > 1 or config.epochs > 1
+        in_loss = several_updates and config.correction.anchor == "proximal"
+        self._has_proximal = self.needs_proximal or in_loss
         self._has_reference = config.kl.coef > 0
         self.kl_coef = config.kl.coef  # in this step: an algorithm with a controller moves it
 
@@ -144,7 +161,12 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         written = [key for call in self.forwards() for key in call.writes]
         return train(
             "actor",
-            Loss(self.loss, config.loss_mean),
+            Loss(
+                self.loss,
+                config.loss_mean,
+                entropy_coef=config.entropy_coef,
+                lr_scale=self.lr_scale,
+            ),
             reads=("behaviour_logprobs", "advantages", *written, *self.objective_reads),
             minibatches=config.minibatches,
             epochs=config.epochs,
@@ -213,12 +235,13 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         """The objective around its anchor, each token weighted by the correction, and a KL in the loss, which
         is not weighted: (T,), and statistics.
 
-        They are `ratio` to the anchor, `advantage`, `behaviour_weight`, `left_out`, the share of weight 0,
-        and `reference_kl`, the KL estimate where there is a reference.
+        They are `ratio` to the anchor, `advantage`, `importance_weight`, `masked_fraction`, the share of
+        tokens of weight 0, `behaviour_kl`, see `stretto.functional.bounded_kl`, and `reference_kl`, the KL
+        estimate where there is a reference.
         """
         import torch
 
-        from stretto.functional import kl_estimate
+        from stretto.functional import bounded_kl, kl_estimate
 
         correction, kl = self.config.correction, self.config.kl
         behaviour = batch["behaviour_logprobs"]
@@ -237,9 +260,45 @@ class PolicyGradient(ABC, Generic[ConfigT]):
             **statistics,
             "ratio": torch.exp(logprobs.detach() - anchor),
             "advantage": batch["advantages"],
-            "behaviour_weight": weight,
-            "left_out": (weight == 0).float(),
+            "importance_weight": weight,
+            "masked_fraction": (weight == 0).float(),
+            "behaviour_kl": bounded_kl(logprobs.detach(), behaviour),
         }
+
+    def lr_scale(self, statistics: Mapping[str, float]) -> float:
+        """Factor of the learning rate of an optimizer step on a batch with these statistics; see
+        `CorrectionConfig.target_kl`."""
+        target, kl = self.config.correction.target_kl, statistics["behaviour_kl"]
+        return target / kl if target is not None and kl > target else 1.0
+
+
+class _Clip(Protocol):
+    """The fields of `ClippedConfig` that belong to it alone."""
+
+    @property
+    def eps_clip(self) -> float: ...
+    @property
+    def eps_clip_high(self) -> float | None: ...
+    @property
+    def c_clip(self) -> float | None: ...
+
+
+def clipped_surrogate(
+    config: _Clip, logprobs: Tensor, anchor: Tensor, advantages: Tensor
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """PPO's surrogate with the clips of a section, (T,) from (T,) each, and the metrics `clipped` and
+    `dual_clipped`; see `stretto.functional.clipped_objective`."""
+    from stretto.functional import clipped_objective
+
+    loss, clipped, dual_clipped = clipped_objective(
+        logprobs,
+        anchor,
+        advantages,
+        eps_clip=config.eps_clip,
+        eps_clip_high=config.eps_clip_high,
+        c_clip=config.c_clip,
+    )
+    return loss, {"clipped": clipped.float(), "dual_clipped": dual_clipped.float()}
 
 
 class GroupRelativeConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -343,7 +344,7 @@ class _Audit:
     """
 
     def __init__(self, loss: Loss, version: int) -> None:
-        self.loss = Loss(self._audited, loss.reduction, loss.unit)
+        self.loss = replace(loss, function=self._audited)
         self._plain = loss.function
         self._version = version
 

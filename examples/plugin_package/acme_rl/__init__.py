@@ -69,9 +69,9 @@ class Reinforce:
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(T,) loss of each token."""
-        from stretto.functional import behaviour_weight
+        from stretto.functional import importance_weight
 
-        weight = behaviour_weight(
+        weight = importance_weight(
             logprobs, batch["behaviour_logprobs"], cap=self.config.max_weight, over_cap="truncate"
         )
         return -weight * batch["advantages"] * logprobs, {"weight": weight}

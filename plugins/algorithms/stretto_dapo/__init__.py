@@ -19,7 +19,7 @@ import msgspec
 from stretto import Component, hookimpl
 from stretto.algorithm import Group
 from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt
-from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+from stretto.policy import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,17 +40,15 @@ class OverlongConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What is taken off the reward at the limit."""
 
 
-class DAPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DAPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `dapo`."""
 
     dynamic_sampling: bool = True
     """Leave out groups whose answers all have one reward."""
     overlong: OverlongConfig | None = None
     """Soft punishment of long answers; none by default."""
-    eps_clip: NonNegativeFloat = 0.2
-    """Lower half-width of the trust region."""
-    eps_clip_high: NonNegativeFloat = 0.28
-    """Its upper half-width."""
+    eps_clip_high: NonNegativeFloat | None = 0.28
+    """Upper half of the trust region, wider than the lower one; null takes `eps_clip`."""
 
 
 class DAPO(PolicyGradient[DAPOConfig]):
@@ -76,16 +74,7 @@ class DAPO(PolicyGradient[DAPOConfig]):
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Clipped surrogate with the wider upper half, (T,)."""
-        from stretto.functional import clipped_objective
-
-        loss, clipped, _ = clipped_objective(
-            logprobs,
-            anchor,
-            batch["advantages"],
-            eps_clip=self.config.eps_clip,
-            eps_clip_high=self.config.eps_clip_high,
-        )
-        return loss, {"clipped": clipped.float()}
+        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 @hookimpl

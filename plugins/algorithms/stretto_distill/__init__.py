@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from stretto import Component, Problem, hookimpl
 from stretto.algorithm import Call, Model, forward
 from stretto.component import NonNegativeFloat, PositiveFloat
-from stretto.policy import PolicyConfig, PolicyGradient, check_objective
+from stretto.policy import ClippedConfig, PolicyGradient, check_objective, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,15 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["Distill", "DistillConfig"]
 
 
-class DistillConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DistillConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `distill`."""
 
     coef: PositiveFloat = 1.0
     """Weight of the teacher's word."""
     reward_weight: NonNegativeFloat = 0.0
     """Weight of the reward, less the mean of its group; 0 learns from the teacher alone."""
-    eps_clip: NonNegativeFloat = 0.2
-    """Half-width of the trust region."""
 
 
 class Distill(PolicyGradient[DistillConfig]):
@@ -80,13 +78,9 @@ class Distill(PolicyGradient[DistillConfig]):
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Clipped surrogate, (T,)."""
-        from stretto.functional import clipped_objective
-
-        loss, clipped, _ = clipped_objective(
-            logprobs, anchor, batch["advantages"], eps_clip=self.config.eps_clip
-        )
+        loss, statistics = clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
         teacher_kl = batch["behaviour_logprobs"] - batch["teacher_logprobs"]
-        return loss, {"clipped": clipped.float(), "teacher_kl": teacher_kl}
+        return loss, {**statistics, "teacher_kl": teacher_kl}
 
 
 def check(config: DistillConfig, run: RunConfig) -> Iterator[Problem]:

@@ -1,18 +1,18 @@
-"""Algorithm `grpo`: group relative policy optimisation, with decoupled correction for stale samples.
+"""Algorithm `grpo`: group relative policy optimisation, for samples that may be stale.
 
-Shao et al. 2024 (arXiv 2402.03300) for the advantage, eq. 3, and the objective, eq. 1; Fu et al. 2025 (AReaL,
-arXiv 2505.24298), eq. 5, for the weight on tokens that older weights sampled; Ye et al. 2019 (arXiv
+Shao et al. 2024 (arXiv 2402.03300) for the advantage, eq. 3, and the objective, eq. 1; Ye et al. 2019 (arXiv
 1912.09729) for the dual clip; Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783) is `group_reward_norm: false,
 loss_mean: sequence_sum, loss_divisor: <longest answer>`.
 
 Deliberate differences from the GRPO paper: the loss is the mean over the tokens of the whole batch
 (`loss_mean: token`), not of each answer first; there is no KL to a reference unless `kl.coef` is given (the
-paper: k3 in the loss, 0.04); the ratio is taken to the proximal policy, the one at the start of the train
-step, and the older behaviour policy enters as a weight. A group of one sample has advantage 0.
+paper: k3 in the loss, 0.04); the ratio is taken to the behaviour policy, which may be some versions old
+(`correction` offers others), and the dual clip is on. A group of one sample has advantage 0.
 
 Metrics, averaged over trained tokens: `clipped` and `dual_clipped` share of tokens, and those of every policy
-gradient: `ratio`, `advantage`, `behaviour_weight`, `left_out` (share of tokens whose weight is 0), and with a
-reference `reference_kl`.
+gradient: `ratio`, `advantage`, `importance_weight`, `masked_fraction` (share of tokens whose weight is 0),
+`behaviour_kl` (KL of the behaviour policy to the current one, in nats a token), and with a reference
+`reference_kl`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from stretto import Component, hookimpl
-from stretto.component import NonNegativeFloat, PositiveFloat, Share
-from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+from stretto.component import PositiveFloat, Share
+from stretto.policy import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["GRPO", "GRPOConfig"]
 
 
-class GRPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GRPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `grpo`."""
 
     group_reward_norm: bool = True
@@ -49,12 +49,6 @@ class GRPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Discount per token. 1: an answer's reward counts alike for all its tokens."""
     gae_lambda: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     """GAE's lambda. There is no critic here: below 1 it fades the reward towards the answer's start."""
-    eps_clip: NonNegativeFloat = 0.2
-    """Half-width of the trust region around the proximal policy."""
-    eps_clip_high: NonNegativeFloat | None = None
-    """Its upper half, if it is to be wider (clip-higher); default `eps_clip`."""
-    c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None
-    """Dual clip: largest ratio that counts for tokens of negative advantage; 3 is customary."""
 
 
 class GRPO(PolicyGradient[GRPOConfig]):
@@ -86,17 +80,7 @@ class GRPO(PolicyGradient[GRPOConfig]):
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Clipped and dual-clipped surrogate, (T,)."""
-        from stretto.functional import clipped_objective
-
-        loss, clipped, dual_clipped = clipped_objective(
-            logprobs,
-            anchor,
-            batch["advantages"],
-            eps_clip=self.config.eps_clip,
-            eps_clip_high=self.config.eps_clip_high,
-            c_clip=self.config.c_clip,
-        )
-        return loss, {"clipped": clipped.float(), "dual_clipped": dual_clipped.float()}
+        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 @hookimpl
@@ -106,7 +90,7 @@ def stretto_algorithm() -> Iterator[Component[GRPOConfig]]:
         "grpo",
         GRPO,
         GRPOConfig,
-        "group relative policy optimisation, decoupled from the sampling policy",
+        "group relative policy optimisation, around the policy that sampled",
         check_policy,
         requires={"torch": "stretto[torch]"},
     )

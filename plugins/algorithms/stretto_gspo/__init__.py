@@ -11,12 +11,19 @@ gradient where the advantage is one for the whole answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from stretto import Component, hookimpl
 from stretto.algorithm import Reduction
 from stretto.component import NonNegativeFloat
-from stretto.policy import GroupRelative, GroupRelativeConfig, check_policy
+from stretto.policy import (
+    GroupRelative,
+    GroupRelativeConfig,
+    check_policy,
+    clipped_surrogate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +40,10 @@ class GSPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
     """As in every policy gradient; here by answer, as in the paper."""
     eps_clip: NonNegativeFloat = 3e-4
     """Lower half-width of the trust region of the sequence's ratio."""
-    eps_clip_high: NonNegativeFloat = 4e-4
-    """Its upper half-width."""
+    eps_clip_high: NonNegativeFloat | None = 4e-4
+    """Its upper half-width; null takes `eps_clip`."""
+    c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = 3.0
+    """Dual clip: largest ratio of a sequence of negative advantage that counts; null for no bound."""
 
 
 class GSPO(GroupRelative[GSPOConfig]):
@@ -46,18 +55,11 @@ class GSPO(GroupRelative[GSPOConfig]):
         """The clipped surrogate of the answer, at each of its tokens alike: (T,)."""
         import torch
 
-        from stretto.functional import clipped_objective, sequence_mean
+        from stretto.functional import sequence_mean
 
         index = batch.sequence_index().to(logprobs.device)
         log_s = sequence_mean(logprobs - anchor, batch["loss_mask"], index, len(batch))[index]
-        loss, clipped, _ = clipped_objective(
-            log_s,
-            torch.zeros_like(log_s),
-            batch["advantages"],
-            eps_clip=self.config.eps_clip,
-            eps_clip_high=self.config.eps_clip_high,
-        )
-        return loss, {"clipped": clipped.float()}
+        return clipped_surrogate(self.config, log_s, torch.zeros_like(log_s), batch["advantages"])
 
 
 @hookimpl

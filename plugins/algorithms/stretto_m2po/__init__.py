@@ -11,12 +11,19 @@ forward a step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from stretto import Component, hookimpl
 from stretto.algorithm import Call, function
 from stretto.component import NonNegativeFloat, PositiveFloat
-from stretto.policy import GroupRelative, GroupRelativeConfig, check_policy
+from stretto.policy import (
+    GroupRelative,
+    GroupRelativeConfig,
+    check_policy,
+    clipped_surrogate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +40,10 @@ class M2POConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
     """Largest mean square of log(behaviour / proximal) over the tokens that count."""
     eps_clip: NonNegativeFloat = 0.2
     """Half-width of the trust region."""
+    eps_clip_high: NonNegativeFloat | None = None
+    """Its upper half, if it is to be wider; default `eps_clip`."""
+    c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = 3.0
+    """Dual clip: largest ratio that counts for tokens of negative advantage; null for no bound."""
 
 
 class M2PO(GroupRelative[M2POConfig]):
@@ -59,13 +70,9 @@ class M2PO(GroupRelative[M2POConfig]):
         """Clipped surrogate, 0 where the token is not trusted: (T,)."""
         import torch
 
-        from stretto.functional import clipped_objective
-
-        loss, clipped, _ = clipped_objective(
-            logprobs, anchor, batch["advantages"], eps_clip=self.config.eps_clip
-        )
+        loss, statistics = clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
         trusted = batch["trusted"]
-        return torch.where(trusted, loss, 0.0), {"clipped": clipped.float(), "trusted": trusted.float()}
+        return torch.where(trusted, loss, 0.0), {**statistics, "trusted": trusted.float()}
 
 
 @hookimpl

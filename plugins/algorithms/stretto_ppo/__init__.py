@@ -7,14 +7,14 @@ a controller. The dataflow:
 
     prompt -> generate(actor) -> tokens, behaviour_logprobs
     tokens -> score -> rewards                tokens -> forward(reference) -> reference_logprobs
-    tokens -> forward(critic) -> values       tokens -> forward(actor) -> proximal_logprobs
+    tokens -> forward(critic) -> values
     rewards, values, reference_logprobs -> advantages -> advantages, returns
     advantages -> train(actor)                values, returns -> train(critic)
 
-Deliberate differences: samples may be stale, so the ratio is taken to the proximal policy and tokens are
-weighted by the correction, as in every policy gradient here; the critic's loss is not weighted, for the state
-values that it learns are those of what was sampled. An answer cut off at its token limit counts as ended: the
-value after it is 0. There is no reference and no KL unless `kl.coef` is given.
+Deliberate differences: samples may be stale, so the ratio is taken to the behaviour policy, or tokens are
+weighted by another correction, as in every policy gradient here; the critic's loss is not weighted, for the
+state values that it learns are those of what was sampled. An answer cut off at its token limit counts as
+ended: the value after it is 0. There is no reference and no KL unless `kl.coef` is given.
 
 Metrics, averaged over trained tokens. Of the actor: those of every policy gradient (see grpo), `clipped` and
 `dual_clipped`, and with a controller `kl_coef`, beta in this step. Of the critic: `value` and `return`, the
@@ -31,8 +31,15 @@ import msgspec
 
 from stretto import Component, Context, hookimpl
 from stretto.algorithm import Call, Loss, Model, forward, function, generate, score, train
-from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt, Share
-from stretto.policy import KLConfig, KLEstimator, PolicyConfig, PolicyGradient, check_objective
+from stretto.component import PositiveFloat, PositiveInt, Share
+from stretto.policy import (
+    ClippedConfig,
+    KLConfig,
+    KLEstimator,
+    PolicyGradient,
+    check_objective,
+    clipped_surrogate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +69,7 @@ class PPOKLConfig(KLConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("target is for a KL in the reward; expected where: reward")
 
 
-class PPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `ppo`."""
 
     group_size: PositiveInt = 1
@@ -78,10 +85,6 @@ class PPOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whiten the scores over the answers of each batch, before the KL is taken off."""
     adv_norm: bool = True
     """Whiten the advantages over the trained tokens of each batch."""
-    eps_clip: NonNegativeFloat = 0.2
-    """Half-width of the trust region around the proximal policy."""
-    c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None
-    """Dual clip: largest ratio that counts for tokens of negative advantage; verl has 3."""
     value_clip: PositiveFloat | None = 0.2
     """Half-width of the critic's trust region around its values at the start of the step; null for none."""
 
@@ -176,16 +179,11 @@ class PPO(PolicyGradient[PPOConfig]):
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Clipped and dual-clipped surrogate, (T,)."""
-        from stretto.functional import clipped_objective
-
-        config = self.config
-        loss, clipped, dual_clipped = clipped_objective(
-            logprobs, anchor, batch["advantages"], eps_clip=config.eps_clip, c_clip=config.c_clip
-        )
-        statistics = {"clipped": clipped.float(), "dual_clipped": dual_clipped.float()}
-        if config.kl.target is not None:
-            statistics["kl_coef"] = batch["kl_coef"][batch.sequence_index().to(logprobs.device)]
-        return loss, statistics
+        loss, statistics = clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
+        if self.config.kl.target is None:
+            return loss, statistics
+        kl_coef = batch["kl_coef"][batch.sequence_index().to(logprobs.device)]
+        return loss, {**statistics, "kl_coef": kl_coef}
 
     def value_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The critic's loss on its current values, (T,), and statistics."""

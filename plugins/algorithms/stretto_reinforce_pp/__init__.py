@@ -15,8 +15,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from stretto import Component, Problem, hookimpl
-from stretto.component import NonNegativeFloat, Share
-from stretto.policy import PolicyConfig, PolicyGradient, check_objective, check_policy
+from stretto.component import Share
+from stretto.policy import (
+    ClippedConfig,
+    PolicyGradient,
+    check_objective,
+    check_policy,
+    clipped_surrogate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,15 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["ReinforcePP", "ReinforcePPConfig"]
 
 
-class ReinforcePPConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReinforcePPConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `reinforce_pp`."""
 
     baseline: bool = False
     """Subtract the group's mean reward first."""
     gamma: Share = 1.0
     """Discount per token."""
-    eps_clip: NonNegativeFloat = 0.2
-    """Half-width of the trust region."""
 
 
 class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
@@ -63,12 +67,7 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Clipped surrogate, (T,)."""
-        from stretto.functional import clipped_objective
-
-        loss, clipped, _ = clipped_objective(
-            logprobs, anchor, batch["advantages"], eps_clip=self.config.eps_clip
-        )
-        return loss, {"clipped": clipped.float()}
+        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 def check(config: ReinforcePPConfig, run: RunConfig) -> Iterator[Problem]:

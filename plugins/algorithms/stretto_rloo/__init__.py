@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from stretto import Component, hookimpl
-from stretto.component import NonNegativeFloat
-from stretto.policy import PolicyConfig, PolicyGradient, check_policy
+from stretto.policy import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["RLOO", "RLOOConfig"]
 
 
-class RLOOConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RLOOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `rloo`."""
-
-    eps_clip: NonNegativeFloat = 0.2
-    """Half-width of the trust region."""
 
 
 class RLOO(PolicyGradient[RLOOConfig]):
@@ -48,12 +44,7 @@ class RLOO(PolicyGradient[RLOOConfig]):
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Clipped surrogate, (T,)."""
-        from stretto.functional import clipped_objective
-
-        loss, clipped, _ = clipped_objective(
-            logprobs, anchor, batch["advantages"], eps_clip=self.config.eps_clip
-        )
-        return loss, {"clipped": clipped.float()}
+        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 @hookimpl
