@@ -193,6 +193,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How far generation may run ahead."""
     evaluation: EvaluationConfig | None = None
     """Held-out evaluation; none by default."""
+    on_collapse: Literal["warn", "stop"] = "warn"
+    """When the mean reward collapses (docs/advice.md): warn, or save and end the run as failed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save."""
     weights: WeightsConfig = WeightsConfig()

@@ -76,6 +76,8 @@ class Fleet:
         self._ended_busy: dict[Role, float] = {}
         self._ended_tokens = 0
         self._ended_refused = 0
+        self._loads: list[Load] = []
+        """Of the heartbeats since `load_figures` was last called."""
         self._launching = anyio.Lock()
         self._ending = False
         self.members: dict[str, Member] = {}
@@ -175,6 +177,8 @@ class Fleet:
             return
         member.heard = time.monotonic()
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
+        if message.load is not None:
+            self._loads.append(message.load)
         if message.ready and not member.ready:
             member.ready = True
             self.starting.pop(member.worker, None)
@@ -237,6 +241,21 @@ class Fleet:
         """Tokens sampled since the start, by former workers too."""
         loads = [member.load for member in self.members.values() if member.load is not None]
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
+
+    def load_figures(self) -> dict[str, float]:
+        """How full the engines were: means over the heartbeats since the last call, empty without one.
+
+        `slots_used` and `kv_used` are shares, `samples_waiting` is a number of samples of one engine.
+        """
+        loads, self._loads = self._loads, []
+        if not loads:
+            return {}
+        memory = [load.kv_used for load in loads if load.kv_used is not None]
+        return {
+            "slots_used": sum(load.running / load.slots for load in loads) / len(loads),
+            "samples_waiting": sum(load.waiting for load in loads) / len(loads),
+            **({"kv_used": sum(memory) / len(memory)} if memory else {}),
+        }
 
     def refused(self) -> int:
         """Malformed messages that workers have refused since the start."""

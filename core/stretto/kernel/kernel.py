@@ -53,6 +53,7 @@ from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_ru
 from stretto.config import Composed, compose
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused, RunError, StrettoError, leaves
+from stretto.kernel.advice import Adviser
 from stretto.kernel.checkpoint import KernelState, newest_intact, prune, writing
 from stretto.kernel.dataflow import Graph, graph_of
 from stretto.kernel.engines import Engines
@@ -193,6 +194,7 @@ class Kernel:
             resumed[1] if resumed else None,
             sampled=self._graph.samples,
             canary=config.inference.canary,
+            adviser=Adviser(composed.document),
         )
         self._view = View(config.name, config.steps, self._report, self._scheduler, self._fleet)
         self._fence = 0
@@ -490,6 +492,7 @@ class Kernel:
                 tasks.start_soon(self._step, command)
             case EvaluationDone(evaluation, groups):
                 log.info("evaluation", **msgspec.to_builtins(evaluation))
+                self._report.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
                 await self._write_answers(evaluation.version, groups)
                 entry = JournalEvaluation(self._incarnation, evaluation)
                 await self._journal(entry, "evaluation", evaluation.version)
@@ -588,6 +591,10 @@ class Kernel:
         if self._report.skipped_in_a_row == _MOST_SKIPPED:
             reason = f"the gradients of {_MOST_SKIPPED} steps in a row were not finite"
             self._tasks.start_soon(self._drain, "failed", reason)
+        if config.on_collapse == "stop" and (
+            collapse := self._report.adviser.said("reward_collapse", version)
+        ):
+            self._tasks.start_soon(self._drain, "failed", f"reward collapse (on_collapse: stop): {collapse}")
         if due:
             await self._checkpoint()
             self._scheduler.release()
