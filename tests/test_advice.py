@@ -187,7 +187,7 @@ def test_an_engine_that_disagrees_with_the_trainer_is_said(figure: str) -> None:
 
 
 def test_a_constant_reward_is_said_at_once_unless_it_has_varied() -> None:
-    advice = only(advised(Steps()(10, reward=0.0, reward_std=0.0)), "constant_reward")
+    advice = only(advised(Steps()(200, reward=0.0, reward_std=0.0)), "constant_reward")
     assert (advice.since, advice.said) == (1, 5)
     steps = Steps()
     assert advised([*steps(40, (0.4, 0.97)), *steps(30, 1.0)]) == []

@@ -257,7 +257,7 @@ def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
     if best is None or now is None or now.since <= best.until:
         return None
     rise, error = now.rise(best)
-    if -rise < max(0.5 * history.spread, 5 * error):
+    if rise >= 0 or -rise < max(0.5 * history.spread, 5 * error):
         return None
     return _finding(
         now.since,
@@ -371,9 +371,9 @@ def _zero_variance(history: _History, knobs: _Knobs) -> _Finding | None:
     reward = history.window("reward", 20)
     return _finding(
         share.since,
-        f"{without:.0%} of the groups give all answers the same reward and teach nothing (mean reward "
-        f"{reward.mean if reward else math.nan:.3g}): rows are too hard or too easy, or the reward is too "
-        "coarse; choose rows that the policy answers right now and then",
+        f"{without:.0%} of the groups give all answers the same reward, so nothing is left to compare (mean "
+        f"reward {reward.mean if reward else math.nan:.3g}): rows are too hard or too easy, or the reward is "
+        "too coarse; choose rows that the policy answers right now and then",
         knobs.scale("algorithm.group_size", 2),
     )
 
@@ -393,13 +393,8 @@ def _truncation(history: _History, knobs: _Knobs) -> _Finding | None:
 
 def _mismatch(history: _History, knobs: _Knobs) -> _Finding | None:
     bound = knobs.number("inference.canary.bound", 0.1)
-    for name, what in (
-        ("canary_mean", "the canary"),
-        ("mismatch_mean", "sampled tokens of the same version"),
-    ):
-        known = [
-            (line["step"], value) for line in history.lines if (value := _number(line, name)) is not None
-        ]
+    for name, what in (("canary_mean", "the canary"), ("mismatch_mean", "tokens of that version")):
+        known = history.known(name)
         if len(known) >= 3 and min(value for _, value in known[-3:]) > bound:
             return _finding(
                 known[-3][0],

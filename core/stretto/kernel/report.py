@@ -176,11 +176,12 @@ class Report:
         staleness = [start.version - member.oldest for member in members]
         names = {name for member in members for name in member.metrics}
         rewards = [member.reward for member in samples]
-        equal = [len({each.reward for each in group.members if not each.part}) == 1 for group in start.groups]
+        groups = [[each.reward for each in group.members if not each.part] for group in start.groups]
+        equal = [float(len(set(group)) == 1) for group in groups if len(group) > 1]
         return {
             "reward": _mean(rewards),
             "reward_std": round(pstdev(rewards), 6),
-            "zero_variance_groups": _mean([float(each) for each in equal]),
+            **({"zero_variance_groups": _mean(equal)} if equal else {}),
             **{
                 f"reward/{name}": _mean(
                     [member.metrics[name] for member in samples if name in member.metrics]
