@@ -182,7 +182,7 @@ def _accepted(composed: Composed, *, starting: bool) -> Composed:
     for notice in composed.notices:
         typer.echo(f"note: {notice}", err=True)
     fatal: list[str] = []
-    for problem in problems(composed, starting=starting):
+    for problem in problems(composed):
         if problem.severity == "error" or (problem.severity == "machine" and starting):
             fatal.append(f"{composed.place(problem.path)}: {problem.message}")
         else:

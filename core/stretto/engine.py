@@ -187,6 +187,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pause_s: float
     """Seconds lost to swaps."""
     pause_max_s: float
+    kv_used: float | None = None
+    """Share of the memory for keys and values that running samples hold; None where the engine cannot say."""
 
 
 class InferenceEngine(Protocol):

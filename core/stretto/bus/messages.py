@@ -162,8 +162,6 @@ class Leaving(Message, frozen=True):
     worker: str
     nonce: str
     reason: str
-    final: bool = False
-    """What it failed at would fail again: starting it again, or resuming the run, cannot help."""
 
 
 # ---------------------------------------------------------------------------------------- tickets
@@ -252,6 +250,10 @@ class GroupDone(Message, frozen=True):
     `Answers`."""
     seconds: float
     """From the start of the ticket."""
+    generate_s: float = 0.0
+    """Of these, in which at least one of its requests was at an inference engine."""
+    score_s: float = 0.0
+    """Of these, in which at least one of its calls was at a verifier: rewards, tools, environments."""
 
 
 class GroupFailed(Message, frozen=True):

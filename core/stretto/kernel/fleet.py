@@ -15,7 +15,6 @@ from anyio.abc import TaskGroup
 
 from stretto.bus.messages import Heartbeat, Join, Leaving, Peer
 from stretto.bus.silence import oversleep
-from stretto.contracts import expect_contract
 from stretto.engine import Load
 from stretto.errors import LaunchError
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
@@ -54,8 +53,7 @@ class Fleet:
 
     Args:
         on_ready: called once for each worker that became ready.
-        on_lost: called with each worker that is gone, how, and whether that is final, before it is started
-            again; it is not where that is final.
+        on_lost: called with each worker that is gone, before it is started again.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Fleet:
         *,
         max_restarts: int,
         on_ready: Callable[[Member], None],
-        on_lost: Callable[[Member, str, bool], None],
+        on_lost: Callable[[Member, str], None],
     ) -> None:
         self._launcher = launcher
         self._bootstraps = bootstraps
@@ -78,8 +76,8 @@ class Fleet:
         self._ended_busy: dict[Role, float] = {}
         self._ended_tokens = 0
         self._ended_refused = 0
-        self._given_up: set[str] = set()
-        """Workers that failed at what would fail again."""
+        self._loads: list[Load] = []
+        """Of the heartbeats since `load_figures` was last called."""
         self._launching = anyio.Lock()
         self._ending = False
         self.members: dict[str, Member] = {}
@@ -98,7 +96,6 @@ class Fleet:
         jobs = [self._job(worker) for worker in workers]
         async with self._launching:
             for job, handle in zip(jobs, await self._launcher.launch(jobs), strict=True):
-                expect_contract(handle, Handle, f"the handle of {job.worker}")
                 self._handles[job.worker] = handle
                 self.starting[job.worker] = "starting"
                 tasks.start_soon(self._look_after, job, handle)
@@ -128,7 +125,7 @@ class Fleet:
             status = await handle.wait()
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             self._lose(job.worker, how)
-            if self._ending or job.worker in self._given_up:
+            if self._ending:
                 return
             tail = handle.tail(_TAIL_LINES)
             log.error("worker ended", worker=job.worker, status=how, last_lines=tail)
@@ -180,6 +177,8 @@ class Fleet:
             return
         member.heard = time.monotonic()
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
+        if message.load is not None:
+            self._loads.append(message.load)
         if message.ready and not member.ready:
             member.ready = True
             self.starting.pop(member.worker, None)
@@ -194,8 +193,6 @@ class Fleet:
         """A worker goes by itself."""
         member = self.members.get(message.worker)
         if member is not None and member.nonce == message.nonce:
-            if message.final:
-                self._given_up.add(message.worker)
             self._lose(message.worker, message.reason)
 
     async def watch(self) -> None:
@@ -219,7 +216,7 @@ class Fleet:
         self._ended_refused += member.refused
         if not self._ending:
             log.warning("worker lost", worker=worker, how=how)
-            self._on_lost(member, how, worker in self._given_up)
+            self._on_lost(member, how)
 
     # ----------------------------------------------------------------------------------- figures
 
@@ -244,6 +241,21 @@ class Fleet:
         """Tokens sampled since the start, by former workers too."""
         loads = [member.load for member in self.members.values() if member.load is not None]
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
+
+    def load_figures(self) -> dict[str, float]:
+        """How full the engines were: means over the heartbeats since the last call, empty without one.
+
+        `slots_used` and `kv_used` are shares, `samples_waiting` is a number of samples of one engine.
+        """
+        loads, self._loads = self._loads, []
+        if not loads:
+            return {}
+        memory = [load.kv_used for load in loads if load.kv_used is not None]
+        return {
+            "slots_used": sum(load.running / load.slots for load in loads) / len(loads),
+            "samples_waiting": sum(load.waiting for load in loads) / len(loads),
+            **({"kv_used": sum(memory) / len(memory)} if memory else {}),
+        }
 
     def refused(self) -> int:
         """Malformed messages that workers have refused since the start."""

@@ -52,7 +52,8 @@ from stretto.bus.messages import (
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.config import Composed, compose
 from stretto.dataset import Dataset
-from stretto.errors import BusError, ConfigError, Refused, RunError, leaves
+from stretto.errors import BusError, ConfigError, Refused, RunError, StrettoError, leaves
+from stretto.kernel.advice import Adviser
 from stretto.kernel.checkpoint import KernelState, newest_intact, prune, writing
 from stretto.kernel.dataflow import Graph, graph_of
 from stretto.kernel.engines import Engines
@@ -193,6 +194,7 @@ class Kernel:
             resumed[1] if resumed else None,
             sampled=self._graph.samples,
             canary=config.inference.canary,
+            adviser=Adviser(composed.document),
         )
         self._view = View(config.name, config.steps, self._report, self._scheduler, self._fleet)
         self._fence = 0
@@ -236,8 +238,9 @@ class Kernel:
                 tasks.cancel_scope.cancel()
         except Exception as raised:
             error = leaves(raised)[0]
-            self._end("failed", self._composed.explain(error, self._logs / "kernel.jsonl"))
-            log.error("run failed", exc_info=error)
+            reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+            self._end("failed", reason)
+            log.error("run failed", reason=self._reason, exc_info=error)
         summary = self._report.finish(self._status, self._reason)
         if self._status == "failed":
             self._tell_plugins("stretto_run_failed", summary=summary, error=error or RunError(self._reason))
@@ -429,13 +432,9 @@ class Kernel:
             member.callable = True
         self._touch()
 
-    def _on_lost(self, member: Member, how: str, final: bool) -> None:
+    def _on_lost(self, member: Member, how: str) -> None:
         self._touch()
-        if final:
-            self._end("failed", f"{member.worker}: {how}")
-        elif member.role == "trainer" and not self._started:
-            self._end("failed", f"{member.worker} was lost while the run was starting ({how})")
-        elif member.role == "trainer":
+        if member.role == "trainer":
             self._end(
                 "failed",
                 f"{member.worker} was lost at version {self._scheduler.version} ({how}); "
@@ -493,6 +492,7 @@ class Kernel:
                 tasks.start_soon(self._step, command)
             case EvaluationDone(evaluation, groups):
                 log.info("evaluation", **msgspec.to_builtins(evaluation))
+                self._report.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
                 await self._write_answers(evaluation.version, groups)
                 entry = JournalEvaluation(self._incarnation, evaluation)
                 await self._journal(entry, "evaluation", evaluation.version)
@@ -591,6 +591,10 @@ class Kernel:
         if self._report.skipped_in_a_row == _MOST_SKIPPED:
             reason = f"the gradients of {_MOST_SKIPPED} steps in a row were not finite"
             self._tasks.start_soon(self._drain, "failed", reason)
+        if config.on_collapse == "stop" and (
+            collapse := self._report.adviser.said("reward_collapse", version)
+        ):
+            self._tasks.start_soon(self._drain, "failed", f"reward collapse (on_collapse: stop): {collapse}")
         if due:
             await self._checkpoint()
             self._scheduler.release()

@@ -6,9 +6,11 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import pstdev
 from typing import Any, Literal, cast
 
 import anyio
@@ -22,6 +24,7 @@ from rich.text import Text
 
 from stretto.bus.messages import SwapDone
 from stretto.engine import CanaryConfig
+from stretto.kernel.advice import Adviser, causes
 from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.drift import Drifts
 from stretto.kernel.fleet import Fleet
@@ -38,6 +41,9 @@ _SHOWN = (
     *("step", "reward", "length", "staleness", "loss", "grad_norm", "entropy"),
     *("step_s", "train_s", "step_tokens_per_s"),
 )
+
+_MOST_CAUSES = 8
+"""Causes that a line names, of tickets that were not trained."""
 
 Status = Literal["running", "completed", "interrupted", "failed"]
 
@@ -56,6 +62,7 @@ class Report:
         *,
         sampled: bool,
         canary: CanaryConfig | None,
+        adviser: Adviser,
     ) -> None:
         self._folder = folder
         self._run = run
@@ -66,8 +73,14 @@ class Report:
         """Whether what is trained on was sampled, rather than read."""
         self._began = time.monotonic()
         self._metrics = folder / "metrics.jsonl"
+        self.adviser = adviser
         if resumed is not None:
-            self._forget_lines_after(resumed.version)
+            for evaluation in resumed.snapshot.evaluations:
+                adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
+            for line in self._keep_lines_until(resumed.version):
+                adviser.step(line)
+        self._reasons = Counter(resumed.snapshot.reasons if resumed else {})
+        """Why tickets were not trained, up to the newest line."""
         self._former_wall_s = resumed.wall_s if resumed else 0.0
         self._former_generated = resumed.generated_tokens if resumed else 0
         self._first_ticket: float | None = None
@@ -79,6 +92,8 @@ class Report:
         self.swaps = 0
         self.swap_pause_s = 0.0
         self.swap_pause_max_s = 0.0
+        self._paused_s = self._verified_s = 0.0
+        """Pauses of swaps, and work of verifiers, up to the newest line."""
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
         self.refused = 0
@@ -120,7 +135,9 @@ class Report:
         tokens = int(sampled.get("tokens", statistics.pop("tokens", 0)))
         self.trained_tokens += tokens
         self.train_busy_s += train_s
-        before = self._steady[-1][0] if self._steady else self._first_ticket or self._began
+        before, generated_s, _ = (
+            self._steady[-1] if self._steady else (self._first_ticket or self._began, 0.0, 0.0)
+        )
         self._steady.append((now, generate_busy_s, self.train_busy_s))
         step_s = now - before
         self.last = {
@@ -134,13 +151,16 @@ class Report:
             "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
             **{name: round(value, 6) for name, value in statistics.items()},
             **self._drifts.news(),
+            **(self._of_speed(start, max(0.0, generate_busy_s - generated_s)) if self.sampled else {}),
             "calls": [
                 {"call": each.call, "group": each.group}
                 | {"start_s": round(each.start_s, 4), "end_s": round(each.end_s, 4)}
                 for each in result.times
             ],
             "ledger": msgspec.to_builtins(self._scheduler.ledger),
+            "not_trained": self._not_trained(),
         }
+        self._advise()
         self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
         with self._metrics.open("a") as file:
             file.write(json.dumps(_finite(self.last), allow_nan=False) + "\n")
@@ -155,8 +175,13 @@ class Report:
         samples = [member for member in members if not member.part]
         staleness = [start.version - member.oldest for member in members]
         names = {name for member in members for name in member.metrics}
+        rewards = [member.reward for member in samples]
+        groups = [[each.reward for each in group.members if not each.part] for group in start.groups]
+        equal = [float(len(set(group)) == 1) for group in groups if len(group) > 1]
         return {
-            "reward": _mean([member.reward for member in samples]),
+            "reward": _mean(rewards),
+            "reward_std": round(pstdev(rewards), 6),
+            **({"zero_variance_groups": _mean(equal)} if equal else {}),
             **{
                 f"reward/{name}": _mean(
                     [member.metrics[name] for member in samples if name in member.metrics]
@@ -170,6 +195,36 @@ class Report:
             "staleness_max": max(staleness),
             "tokens": sum(member.sampled for member in members),
         }
+
+    def _of_speed(self, start: StartBatch, generate_busy_s: float) -> dict[str, float]:
+        """Where the time since the step before went, beside training."""
+        engines = max(1, len(self._fleet.of("inference")))
+        verified_s = self._fleet.busy_s("verifier")
+        figures = {
+            "generate_busy_s": generate_busy_s,
+            "verify_busy_s": verified_s - self._verified_s,
+            "ticket_generate_s": _mean([group.generate_s for group in start.groups]),
+            "ticket_score_s": _mean([group.score_s for group in start.groups]),
+            "swap_pause_s": (self.swap_pause_s - self._paused_s) / engines,
+            **self._fleet.load_figures(),
+        }
+        self._paused_s, self._verified_s = self.swap_pause_s, verified_s
+        return {name: round(value, 4) for name, value in figures.items()}
+
+    def _not_trained(self) -> dict[str, int]:
+        """Why tickets were filtered, expired or failed since the step before: the commonest causes."""
+        reasons = self._scheduler.reasons
+        news, self._reasons = reasons - self._reasons, Counter(reasons)
+        return dict(causes(news).most_common(_MOST_CAUSES))
+
+    def _advise(self) -> None:
+        """Judge the newest line, and tell what has changed."""
+        for advice in self.adviser.step(self.last):
+            if advice.until is None:
+                log.warning("advice", rule=advice.rule, since=advice.since, message=advice.message)
+            else:
+                log.info("advice withdrawn", rule=advice.rule, since=advice.since)
+        self.last["advice"] = [advice.rule for advice in self.adviser.open]
 
     def _note_skipped(self, skipped: Sequence[str]) -> None:
         """Take note of a step in which every gradient of some model was not finite."""
@@ -220,14 +275,17 @@ class Report:
             "checkpoints": self.checkpoints,
             "refused_messages": self.refused + fleet.refused(),
             "problems": self.problems,
+            "advice": msgspec.to_builtins(self.adviser.given),
         }
 
-    def _forget_lines_after(self, version: int) -> None:
-        """The steps after a checkpoint are repeated, or lost: their lines are written anew."""
-        if self._metrics.exists():
-            lines = self._metrics.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= version]
-            self._metrics.write_text("".join(kept))
+    def _keep_lines_until(self, version: int) -> list[dict[str, Any]]:
+        """Remove the lines after a checkpoint, whose steps are repeated or lost; the others."""
+        if not self._metrics.exists():
+            return []
+        lines = self._metrics.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= version]
+        self._metrics.write_text("".join(kept))
+        return [json.loads(line) for line in kept]
 
     def _train_wall_s(self) -> float:
         """From the first ticket to the last step."""
@@ -318,6 +376,8 @@ class View:
         if reasons := _most(scheduler.reasons, 1):
             table.add_row("most often", reasons[0])
         table.add_row("workers", self._workers())
+        for advice in self._report.adviser.open:
+            table.add_row("advice", f"since step {advice.since}: {advice.message}")
         table.add_row("waits for", self.note or scheduler.waiting_for())
         return Group(bar, table)
 
@@ -351,6 +411,11 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     lines.extend(_most(summary["reasons"], 3))
     lines.append(f"overlap {summary['overlap']:.2f}, restarts {summary['restarts']}")
     lines.extend(f"problem: {problem}" for problem in summary["problems"])
+    lines.extend(
+        f"advice: since step {advice['since']}: {advice['message']}"
+        for advice in summary["advice"]
+        if advice["until"] is None
+    )
     lines.append(f"see {folder}")
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -36,7 +37,7 @@ from stretto.conversation import Conversation
 from stretto.dataset import Dataset, Row
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback
-from stretto.errors import ConfigError, EngineError, RewardError, StrettoError, leaves
+from stretto.errors import ConfigError, EngineError, RewardError, leaves
 from stretto.images import IMAGE_COLUMNS, Vision, is_vision_language, keep_torch_out
 from stretto.logs import bound
 from stretto.model_files import fetched_config
@@ -143,11 +144,11 @@ class RolloutWork:
                         await newest.done()
 
     async def _outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
-        setting, began = self._setting, anyio.current_time()
-        timeout_s = setting.composed.config.workflow.timeout_s
+        began, clocks = anyio.current_time(), _Clocks()
+        timeout_s = self._setting.composed.config.workflow.timeout_s
         try:
             with anyio.fail_after(timeout_s):
-                trajectories = await self._roll_out(ticket)
+                trajectories = await self._roll_out(ticket, clocks)
                 members = await self._store(ticket, trajectories)
         except _Unfit as unfit:
             return self._failed(ticket, str(unfit), filtered=True)
@@ -156,18 +157,24 @@ class RolloutWork:
         except Exception as error:
             first = leaves(error)[0]
             log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
-            named = f"{type(first).__name__}: {first}"
-            return self._failed(ticket, named if isinstance(first, StrettoError) else setting.explain(first))
+            return self._failed(ticket, f"{type(first).__name__}: {first}")
         seconds = anyio.current_time() - began
         return GroupDone(
-            ticket.purpose, ticket.id, ticket.attempt, self._setting.worker, tuple(members), seconds
+            ticket.purpose,
+            ticket.id,
+            ticket.attempt,
+            self._setting.worker,
+            tuple(members),
+            seconds,
+            generate_s=clocks.generate.seconds,
+            score_s=clocks.score.seconds,
         )
 
     def _failed(self, ticket: Ticket, reason: str, *, filtered: bool = False) -> GroupFailed:
         worker = self._setting.worker
         return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered)
 
-    async def _roll_out(self, ticket: Ticket) -> Sequence[Trajectory]:
+    async def _roll_out(self, ticket: Ticket, clocks: _Clocks) -> Sequence[Trajectory]:
         dataset = self._datasets[ticket.purpose]
         row = dataset[ticket.row]
         if fault := fault_of(row["prompt"]):
@@ -182,7 +189,7 @@ class RolloutWork:
             raise _Unfit(f"prompt longer than max_prompt_tokens={limit}")
         if len(ids) == 0:
             raise _Unfit("prompt without a token")
-        session = _Session(self, ticket)
+        session = _Session(self, ticket, clocks)
         trajectories = await self._workflow.run(Prompt(row, ids), session)
         if not trajectories:
             raise EngineError("the workflow returned no trajectory")
@@ -333,9 +340,10 @@ class _Unfit(Exception):
 class _Session:
     """`stretto.workflow.Session` of one ticket."""
 
-    def __init__(self, work: RolloutWork, ticket: Ticket) -> None:
+    def __init__(self, work: RolloutWork, ticket: Ticket, clocks: _Clocks) -> None:
         self._work = work
         self._ticket = ticket
+        self._clocks = clocks
         self._floor = Floor(ticket.min_version, lambda version: work.oldest_known(ticket, version))
         self._turns: Counter[str] = Counter()
         """Requests made in each line."""
@@ -365,9 +373,10 @@ class _Session:
         self._turns[line] += 1
         turn = f"{line}.{self._turns[line]}" if line else str(self._turns[line])
         sampling = sampling or self.sampling
-        return await self._work.generate(
-            self._ticket, self._floor, turn, prompt_ids, n, sampling, line, heard
-        )
+        with self._clocks.generate:
+            return await self._work.generate(
+                self._ticket, self._floor, turn, prompt_ids, n, sampling, line, heard
+            )
 
     def conversation(
         self,
@@ -394,18 +403,48 @@ class _Session:
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[SampleScore]:
         texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
-        return await self._work.score(prompt, texts, columns or {})
+        with self._clocks.score:
+            return await self._work.score(prompt, texts, columns or {})
 
     async def tools(self) -> list[dict[str, Any]]:
         return await self._work.verifiers.tools()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        return await self._work.verifiers.call(name, arguments)
+        with self._clocks.score:
+            return await self._work.verifiers.call(name, arguments)
 
     async def feedback(
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
     ) -> Feedback:
-        return await self._work.feedback(prompt, conversation, state)
+        with self._clocks.score:
+            return await self._work.feedback(prompt, conversation, state)
+
+
+class _Clock:
+    """Measures the seconds in which at least one of the blocks that it guards is running."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._running = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if self._running == 0:
+            self._since = anyio.current_time()
+        self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self.seconds += anyio.current_time() - self._since
+
+
+@dataclass(frozen=True)
+class _Clocks:
+    """Where the time of one ticket goes."""
+
+    generate: _Clock = field(default_factory=_Clock)
+    score: _Clock = field(default_factory=_Clock)
 
 
 class _Slots:

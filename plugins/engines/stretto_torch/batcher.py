@@ -154,6 +154,11 @@ class Batcher:
         return len(self._waiting)
 
     @property
+    def kv_used(self) -> float:
+        """Share of the cache that running samples hold."""
+        return self._slots.kv_used
+
+    @property
     def prefix_hits(self) -> int:
         """Samples that found the beginning of their text computed."""
         return self._slots.prefix_hits

@@ -180,6 +180,7 @@ class TorchInferenceEngine:
             swaps=figures.swaps,
             pause_s=figures.pause_s,
             pause_max_s=figures.pause_max_s,
+            kv_used=batcher.kv_used,
         )
 
     async def stop(self) -> None:

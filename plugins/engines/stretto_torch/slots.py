@@ -81,6 +81,7 @@ class Slots:
 
         self.prefix_hits = 0  # samples that found the beginning of their text computed
         self.prefix_tokens = 0  # and how long those were
+        self.kv_used = 0.0  # share of the cache that the blocks of running samples take
         self.running: list[Sample] = []  # by row
         # By row: last drawn token, which is not in the cache yet, and its position. Dead rows: 0, 0.
         self._token = np.zeros(shapes.most_rows, np.int64)
@@ -398,6 +399,7 @@ class Slots:
         if not self._shelves.fits(needs):  # before the next step some will leave, see `surplus`
             needs = [positions[row] for row in rows]
         plan = self._shelves.plan(needs, blocks)
+        self.kv_used = 1 - (plan.free[1] - plan.free[0]) / self._cache.tokens
         moves: list[Move] = []
         self._steps_in_order = self._shapes.length
         for i, target in zip(plan.order, plan.blocks, strict=False):

@@ -1,0 +1,667 @@
+"""Advice: rules over a run's metrics. Each says what goes wrong, since which step, and which key to change.
+
+`Adviser` takes every line of `metrics.jsonl` and every evaluation, in order, and keeps what is true. It reads
+nothing else, so a resumed run repeats the lines that it kept. `RULES` lists the rules; docs/advice.md defines
+them.
+
+Rules compare means over steps. *Spread* is the largest standard deviation so far of the rewards of single
+answers in a batch (a mean over 10 steps). It says which difference in reward is large, whatever the scale of
+the reward.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import msgspec
+import numpy as np
+
+__all__ = ["RULES", "Advice", "Adviser", "Rule", "bottleneck", "causes"]
+
+_KEPT = 200
+"""Lines that the rules can look back on."""
+_CLEARS = 20
+"""Steps in a row in which a condition must be false before the advice is withdrawn."""
+
+
+class Advice(msgspec.Struct, kw_only=True):
+    """One finding, as it stands in `summary.json`."""
+
+    rule: str
+    since: int
+    """First step of those that show it."""
+    said: int
+    """Step after which it was said."""
+    until: int | None = None
+    """Step after which it was withdrawn; null while it is true."""
+    message: str
+    """What goes wrong and what to change, with the figures of the last step at which the condition held."""
+
+
+class Adviser:
+    """The rules at work on one run.
+
+    Args:
+        document: the composed run as a plain mapping; messages name its keys and values.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._history = _History()
+        self._knobs = _Knobs(document)
+        self._true: Counter[str] = Counter()
+        """Rule -> steps in a row for which its condition has held."""
+        self._false: Counter[str] = Counter()
+        self._since: dict[str, int] = {}
+        self.given: list[Advice] = []
+        """All that was said, in order."""
+
+    @property
+    def open(self) -> list[Advice]:
+        """What is still true."""
+        return [advice for advice in self.given if advice.until is None]
+
+    def said(self, rule: str, step: int) -> str:
+        """The message of a rule that was said after this step; empty if it was not."""
+        return next((each.message for each in self.given if each.rule == rule and each.said == step), "")
+
+    def evaluated(self, version: int, accuracy: float | None, samples: int) -> None:
+        """An evaluation is complete."""
+        if accuracy is not None:
+            self._history.evaluations.append((version, accuracy, samples))
+
+    def step(self, line: Mapping[str, Any]) -> list[Advice]:
+        """A step's line is written. Returns what has changed: advice said now, and advice withdrawn now."""
+        self._history.add(line)
+        changed = [self._apply(rule, line["step"]) for rule in RULES]
+        return [advice for advice in changed if advice is not None]
+
+    def _apply(self, rule: Rule, step: int) -> Advice | None:
+        finding = rule.judge(self._history, self._knobs)
+        advice = next((each for each in self.open if each.rule == rule.name), None)
+        if finding is None:
+            self._true[rule.name] = 0
+            self._false[rule.name] += 1
+            if advice is None or self._false[rule.name] < _CLEARS:
+                return None
+            advice.until = step
+            return advice
+        self._false[rule.name] = 0
+        self._true[rule.name] += 1
+        if self._true[rule.name] == 1:
+            self._since[rule.name] = finding.since
+        if advice is not None:
+            advice.message = finding.message
+        elif self._true[rule.name] >= rule.holds and not self._explained(rule):
+            since = self._since[rule.name]
+            self.given.append(Advice(rule=rule.name, since=since, said=step, message=finding.message))
+            return self.given[-1]
+        return None
+
+    def _explained(self, rule: Rule) -> bool:
+        return any(advice.rule in rule.unless for advice in self.open)
+
+
+# ------------------------------------------------------------------------------------- what rules see
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The mean of a figure over some steps."""
+
+    mean: float
+    error: float
+    """Standard error of the mean, from the spread between steps."""
+    since: int
+    until: int
+
+    def rise(self, earlier: _Window) -> tuple[float, float]:
+        """By how much the mean is above an earlier one, and the standard error of that."""
+        return self.mean - earlier.mean, math.hypot(self.error, earlier.error)
+
+
+class _History:
+    """The newest lines, and what has to be remembered of older ones."""
+
+    def __init__(self) -> None:
+        self.lines: deque[Mapping[str, Any]] = deque(maxlen=_KEPT)
+        self._figures: dict[str, deque[tuple[int, float]]] = {}
+        """Name -> the newest (step, figure) of the lines in which it is finite."""
+        self.evaluations: list[tuple[int, float, int]] = []
+        """(version, accuracy, samples)."""
+        self.first: dict[str, _Window] = {}
+        """Of some figures, the first 10 steps."""
+        self.best: _Window | None = None
+        """The 10 steps in a row with the highest mean reward."""
+        self.spread = 0.0
+        self.lr = 0.0
+        """Largest learning rate so far."""
+        self.varied = False
+        """Whether two answers of one batch ever had different rewards."""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self.lines.append(line)
+        for name in line:
+            if (value := _number(line, name)) is not None:
+                self._figures.setdefault(name, deque(maxlen=_KEPT)).append((line["step"], value))
+        self.lr = max(self.lr, _number(line, "lr") or 0.0)
+        self.varied = self.varied or bool(_number(line, "reward_std"))
+        for name in ("reward", "entropy"):
+            if name not in self.first and (window := self.window(name, 10)):
+                self.first[name] = window
+        reward, spread = self.window("reward", 10), self.window("reward_std", 10)
+        if reward and (self.best is None or reward.mean > self.best.mean):
+            self.best = reward
+        if spread:
+            self.spread = max(self.spread, spread.mean)
+
+    def known(self, name: str) -> list[tuple[int, float]]:
+        """The newest (step, figure) of the lines that have a finite figure of this name."""
+        return list(self._figures.get(name, ()))
+
+    def window(self, name: str, count: int, *, back: int = 0) -> _Window | None:
+        """The newest `count` known figures of a name, without the newest `back`; None if there are fewer."""
+        known = self.known(name)
+        known = known[: len(known) - back][-count:]
+        if len(known) < count:
+            return None
+        values = np.array([value for _, value in known])
+        error = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+        return _Window(float(values.mean()), error, known[0][0], known[-1][0])
+
+    def has_room(self) -> bool:
+        """Whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
+        spread = self.window("reward_std", 10)
+        return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
+
+    def rises(self, name: str, count: int) -> bool:
+        """Whether the mean of the newest `count` steps is above that of as many before, beyond two standard
+        errors."""
+        now, before = self.window(name, count), self.window(name, count, back=count)
+        if now is None or before is None:
+            return False
+        rise, error = now.rise(before)
+        return rise > 2 * error
+
+    def has_learned(self) -> bool:
+        """Whether the reward of the newest 20 steps is above that of the first 10, beyond noise."""
+        first, now = self.first.get("reward"), self.window("reward", 20)
+        if first is None or now is None:
+            return False
+        rise, error = now.rise(first)
+        return rise > max(3 * error, 0.1 * self.spread)
+
+
+class _Knobs:
+    """The keys of the run file, for suggestions."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
+
+    def get(self, path: str) -> Any:
+        """The value at a dotted key; None where there is no such key."""
+        node: Any = self._document
+        for part in path.split("."):
+            if not isinstance(node, Mapping):
+                return None
+            node = cast("Mapping[str, Any]", node).get(part)
+        return node
+
+    def number(self, path: str, otherwise: float) -> float:
+        """The number at a key."""
+        value = self.get(path)
+        return value if isinstance(value, (int, float)) else otherwise
+
+    def set(self, path: str, value: Any) -> str:
+        """A suggestion; empty if the run has no such key, or that value already."""
+        parent, _, key = path.rpartition(".")
+        section, now = self.get(parent) if parent else self._document, self.get(path)
+        if not isinstance(section, Mapping) or key not in section or now == value:
+            return ""
+        if isinstance(now, (int, float)) and isinstance(value, (int, float)) and value > now:
+            return f"raise `{path}` from {_text(now)} to {_text(value)}"
+        return f"set `{path}` to {_text(value)} (now {_text(now)})"
+
+    def scale(self, path: str, factor: float) -> str:
+        """The same, for a multiple of a number that is there: one significant digit, or a whole number."""
+        now = self.get(path)
+        if isinstance(now, bool) or not isinstance(now, (int, float)):
+            return ""
+        return self.set(path, round(now * factor) if isinstance(now, int) else float(f"{now * factor:.1g}"))
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """A condition holds now."""
+
+    since: int
+    """First step of those that show it."""
+    message: str
+
+
+def _finding(since: int, what: str, *suggestions: str) -> _Finding:
+    """What goes wrong, and those suggestions that apply to the run."""
+    known = [suggestion for suggestion in suggestions if suggestion]
+    return _Finding(since, f"{what}; {', or '.join(known)}" if known else what)
+
+
+# ---------------------------------------------------------------------------------- rules of learning
+
+
+def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
+    best, now = history.best, history.window("reward", 8)
+    if best is None or now is None or now.since <= best.until:
+        return None
+    rise, error = now.rise(best)
+    if rise >= 0 or -rise < max(0.5 * history.spread, 5 * error):
+        return None
+    return _finding(
+        now.since,
+        f"mean reward fell from {best.mean:.3g} (steps {best.since}-{best.until}) to {now.mean:.3g} (steps "
+        f"{now.since}-{now.until})",
+        knobs.set("queue.max_staleness", knobs.number("queue.max_staleness", 0) // 2),
+        knobs.scale("training.lr", 1 / 3),
+        knobs.set("training.clip_norm", min(0.3, knobs.number("training.clip_norm", 1.0))),
+        knobs.set("algorithm.correction.use", "behaviour"),
+        knobs.set(
+            "algorithm.correction.target_kl", min(0.01, knobs.number("algorithm.correction.target_kl", 1.0))
+        ),
+    )
+
+
+def _plateau(history: _History, knobs: _Knobs) -> _Finding | None:
+    before, now = history.window("reward", 60, back=60), history.window("reward", 60)
+    if before is None or now is None or not history.has_room():
+        return None
+    rise, error = now.rise(before)
+    if rise > error or max(rise, 0.0) + 2 * error > 0.1 * history.spread:
+        return None  # it rises, or the noise could hide a rise
+    rates = [lr for _, lr in history.known("lr")[-20:]]  # a step's own rate may be scaled down
+    if (rates and max(rates) < 0.5 * history.lr) or _evaluations_rise(history, before.since):
+        return None
+    return _finding(
+        before.since,
+        f"mean reward has not risen for {now.until - before.since + 1} steps: {before.mean:.3g} (steps "
+        f"{before.since}-{before.until}), {now.mean:.3g} (steps {now.since}-{now.until})",
+        knobs.scale("training.lr", 2),
+        knobs.scale("algorithm.group_size", 2),
+    )
+
+
+def _evaluations_rise(history: _History, since: int) -> bool:
+    """Whether the newest evaluation since a step is above the first one since then, beyond noise."""
+    recent = [each for each in history.evaluations if each[0] >= since]
+    if len(recent) < 2:
+        return False
+    (_, before, samples), (_, now, _) = recent[0], recent[-1]
+    return now - before > 2 * math.sqrt(2 * 0.25 / samples)  # 0.25: the largest variance of a share
+
+
+def _gradient_spikes(history: _History, knobs: _Knobs) -> _Finding | None:
+    norms = [(line["step"], _norm(line)) for line in history.lines if "grad_norm" in line]
+    usual = np.log([norm for _, norm in norms[:-20] if 0 < norm < math.inf])
+    if len(usual) < 20:
+        return None
+    middle = float(np.median(usual))
+    deviation = 1.4826 * float(np.median(np.abs(usual - middle)))  # of the logarithm, if it were normal
+    bound = max(math.exp(middle + max(math.log(10), 4 * deviation)), knobs.number("training.clip_norm", 0.0))
+    spikes = [(step, norm) for step, norm in norms[-20:] if norm > bound]
+    if len(spikes) < 3:
+        return None
+    median = float(f"{math.exp(middle):.1g}")
+    return _finding(
+        spikes[0][0],
+        f"{len(spikes)} of the last 20 gradient norms are above {bound:.2g}, far from the usual {median:g}; "
+        f"the largest is {max(norm for _, norm in spikes):.3g}",
+        knobs.set("training.clip_norm", min(median, knobs.number("training.clip_norm", math.inf))),
+        knobs.scale("training.lr", 1 / 3),
+    )
+
+
+def _norm(line: Mapping[str, Any]) -> float:
+    """The gradient norm; infinite where it was not finite."""
+    norm = _number(line, "grad_norm")
+    return math.inf if norm is None else norm
+
+
+def _masked_tokens(history: _History, knobs: _Knobs) -> _Finding | None:
+    masked = history.window("masked_fraction", 10)
+    if masked is None or masked.mean - 2 * masked.error <= 0.25:
+        return None
+    staleness = int(knobs.number("queue.max_staleness", 0))
+    return _finding(
+        masked.since,
+        f"the off-policy correction leaves out {masked.mean:.0%} of the tokens",
+        knobs.set("queue.max_staleness", staleness // 2),
+        knobs.scale("training.lr", 1 / 3),
+        knobs.set("algorithm.correction.use", "behaviour"),
+    )
+
+
+def _entropy_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
+    first, now = history.first.get("entropy"), history.window("entropy", 10)
+    if first is None or now is None or first.mean < 0.02 or now.mean > 0.1 * first.mean:
+        return None
+    if not history.has_room() or history.rises("reward", 20):
+        return None  # answers became certain because they became right
+    return _finding(
+        now.since,
+        f"the policy's entropy fell from {first.mean:.2g} to {now.mean:.2g} nats a token while rewards stay "
+        "mixed and do not rise: it explores no more",
+        knobs.set("algorithm.entropy_coef", max(0.001, 2 * knobs.number("algorithm.entropy_coef", 0.0))),
+        knobs.set("algorithm.eps_clip_high", 0.28),
+        knobs.scale("training.lr", 1 / 3),
+    )
+
+
+def _zero_variance(history: _History, knobs: _Knobs) -> _Finding | None:
+    share = history.window("zero_variance_groups", 20)
+    if share is None or not history.varied or history.has_learned():
+        return None  # all right in the end is what one wants
+    lines = list(history.lines)[-20:]
+    filtered = sum(each.get("not_trained", {}).get("filtered: by the algorithm", 0) for each in lines)
+    trained = 20 * knobs.number("queue.batch_size", 1)
+    without = (share.mean * trained + filtered) / (trained + filtered)
+    if without - 2 * share.error <= 0.75:
+        return None
+    reward = history.window("reward", 20)
+    return _finding(
+        share.since,
+        f"{without:.0%} of the groups give all answers the same reward, so nothing is left to compare (mean "
+        f"reward {reward.mean if reward else math.nan:.3g}): rows are too hard or too easy, or the reward is "
+        "too coarse; choose rows that the policy answers right now and then",
+        knobs.scale("algorithm.group_size", 2),
+    )
+
+
+def _truncation(history: _History, knobs: _Knobs) -> _Finding | None:
+    now, before = history.window("truncated", 10), history.window("truncated", 10, back=10)
+    if now is None or before is None or now.mean - 2 * now.error <= 0.2:
+        return None
+    if now.mean < 0.8 * before.mean:
+        return None  # the policy is learning to end
+    return _finding(
+        now.since,
+        f"{now.mean:.0%} of the answers end at the limit of tokens",
+        knobs.scale("sampling.max_tokens", 2),
+    )
+
+
+def _mismatch(history: _History, knobs: _Knobs) -> _Finding | None:
+    bound = knobs.number("inference.canary.bound", 0.1)
+    for name, what in (("canary_mean", "the canary"), ("mismatch_mean", "tokens of that version")):
+        known = history.known(name)
+        if len(known) >= 3 and min(value for _, value in known[-3:]) > bound:
+            return _finding(
+                known[-3][0],
+                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} a token on {what}; expected at "
+                f"most {bound:g}",
+                knobs.set("inference.dtype", "float32"),
+                knobs.set("training.dtype", "float32"),
+                knobs.set("inference.on_swap", "recompute") if name == "mismatch_mean" else "",
+            )
+    return None
+
+
+def _constant_reward(history: _History, knobs: _Knobs) -> _Finding | None:
+    rewards = history.known("reward")
+    if history.varied or len(rewards) < 5 or len({reward for _, reward in rewards}) > 1:
+        return None
+    return _finding(
+        rewards[0][0],
+        f"every answer so far has the reward {rewards[0][1]:g}, so nothing is learnt: "
+        "read some answers (`evaluation.keep_answers` writes them to a file) and try the reward on them",
+        knobs.scale("sampling.max_tokens", 2) if _mostly_truncated(history) else "",
+    )
+
+
+def _mostly_truncated(history: _History) -> bool:
+    truncated = history.window("truncated", 5)
+    return truncated is not None and truncated.mean > 0.5
+
+
+def _failures(history: _History, knobs: _Knobs) -> _Finding | None:
+    """Tickets that failed, by cause; mostly rewards that raise or take too long."""
+    failed: Counter[str] = Counter()
+    steps: list[int] = []
+    lines = list(history.lines)[-10:]
+    for line in lines:
+        own = {
+            reason: count
+            for reason, count in line.get("not_trained", {}).items()
+            if not reason.startswith(("filtered: ", "expired: "))
+        }
+        failed.update(own)
+        steps += [line["step"]] * bool(own)
+    count = failed.total()
+    tickets = len(lines) * knobs.number("queue.batch_size", 1) + count
+    if count < 3 or count < 0.02 * tickets:
+        return None
+    worst = causes(failed).most_common(3)
+    text = "; ".join(f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
+    return _finding(
+        steps[0],
+        f"{count} of {tickets:.0f} tickets failed in {len(lines)} steps: {text}",
+        *(knobs.scale(key, 2) for key in _TIME_LIMITS if any(f"{key}=" in reason for reason, _ in worst)),
+    )
+
+
+_TIME_LIMITS = ("reward.timeout_s", "workflow.timeout_s", "workflow.environment_timeout_s")
+
+
+# ------------------------------------------------------------------------------------- rules of speed
+
+Part = Literal["training", "generation", "verification"]
+
+_SPEED_STEPS = 20
+
+
+def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
+    """The part of a run that the others wait for, and the share of the time in which training worked.
+
+    Training, if it worked for more than half of the time; else the one a ticket spends more time with: the
+    engine (`ticket_generate_s`) or the verifier (`ticket_score_s`).
+
+    Args:
+        lines: of `metrics.jsonl`, at least one.
+    """
+    share = _total(lines, "train_s") / max(_total(lines, "step_s"), 1e-9)
+    if share > 0.5:
+        return "training", share
+    scores = _total(lines, "ticket_score_s") > _total(lines, "ticket_generate_s")
+    return ("verification" if scores else "generation"), share
+
+
+def _training_waits(history: _History, knobs: _Knobs) -> _Finding | None:
+    lines = _speed_lines(history)
+    if lines is None:
+        return None
+    part, share = bottleneck(lines)
+    if part != "generation" or share > 0.35:
+        return None
+    return _finding(
+        lines[0]["step"],
+        f"training waits for generation {1 - share:.0%} of the time",
+        knobs.set("queue.max_staleness", 1) if knobs.get("queue.max_staleness") == 0 else "",
+        knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
+    )
+
+
+def _generation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
+    """Training works all the time, and the engines stand still for most of it."""
+    lines = _speed_lines(history)
+    if lines is None:
+        return None
+    _, share = bottleneck(lines)
+    busy = _total(lines, "generate_busy_s") / _total(lines, "step_s")
+    if share < 0.9 or busy > 0.3:
+        return None
+    replicas = int(knobs.number("inference.replicas", 1))
+    return _finding(
+        lines[0]["step"],
+        f"generation waits for training: training works {share:.0%} of the time, the engines {busy:.0%}",
+        knobs.set("training.processes", int(knobs.number("training.processes", 1)) + 1),
+        knobs.set("inference.replicas", replicas - 1) if replicas > 1 else "",
+    )
+
+
+def _slot_bound(history: _History, knobs: _Knobs) -> _Finding | None:
+    lines = _speed_lines(history)
+    used, waiting = (
+        history.window("slots_used", _SPEED_STEPS),
+        history.window("samples_waiting", _SPEED_STEPS),
+    )
+    slots = knobs.number("inference.slots", math.inf)
+    if lines is None or used is None or waiting is None or not _waits_for_engines(lines):
+        return None
+    if used.mean < 0.85 or waiting.mean < 0.5 * slots:
+        return None
+    return _finding(
+        used.since,
+        f"generation is bound by its slots: {used.mean:.0%} are in use and {waiting.mean:.0f} samples wait, "
+        f"while training works {bottleneck(lines)[1]:.0%} of the time",
+        knobs.scale("inference.slots", 2),
+        knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
+    )
+
+
+def _kv_bound(history: _History, knobs: _Knobs) -> _Finding | None:
+    lines = _speed_lines(history)
+    used, waiting = (
+        history.window("slots_used", _SPEED_STEPS),
+        history.window("samples_waiting", _SPEED_STEPS),
+    )
+    memory, slots = history.window("kv_used", _SPEED_STEPS), knobs.number("inference.slots", 1)
+    if lines is None or used is None or waiting is None or memory is None or not _waits_for_engines(lines):
+        return None
+    if memory.mean < 0.7 or used.mean > 0.75 or waiting.mean < 0.25 * slots:
+        return None
+    return _finding(
+        memory.since,
+        f"generation is bound by memory for keys and values: {memory.mean:.0%} of it is in use, so "
+        f"{waiting.mean:.0f} samples wait although only {used.mean:.0%} of the slots are taken",
+        knobs.scale("inference.cache_gb", 2),
+        knobs.set("inference.dtype", "bfloat16"),
+    )
+
+
+def _verifier_bound(history: _History, knobs: _Knobs) -> _Finding | None:
+    lines = _speed_lines(history)
+    if lines is None:
+        return None
+    part, share = bottleneck(lines)
+    if part != "verification":
+        return None
+    score_s, generate_s = (
+        _total(lines, name) / len(lines) for name in ("ticket_score_s", "ticket_generate_s")
+    )
+    return _finding(
+        lines[0]["step"],
+        f"training works {share:.0%} of the time and waits for verifiers: a ticket spends {score_s:.2g} s "
+        f"with them and {generate_s:.2g} s in generation",
+        knobs.scale("verifier.children", 2),
+        knobs.scale("verifier.processes", 2),
+    )
+
+
+def _slow_swaps(history: _History, knobs: _Knobs) -> _Finding | None:
+    lines = _speed_lines(history)
+    if lines is None or (share := _total(lines, "swap_pause_s") / _total(lines, "step_s")) < 0.1:
+        return None
+    return _finding(
+        lines[0]["step"],
+        f"swaps of weights stop the engines {share:.0%} of the time, for "
+        f"{_total(lines, 'swap_pause_s') / len(lines):.2g} s a step",
+        knobs.scale("queue.batch_size", 2),
+        knobs.set("training.dtype", "bfloat16"),
+        knobs.set("inference.on_swap", "keep_cache"),
+        knobs.set("training.lora.send", "adapter"),
+    )
+
+
+def _speed_lines(history: _History) -> list[Mapping[str, Any]] | None:
+    """The newest lines of a run that samples; None if they are too few, or if the first step, which waits for
+    the first evaluation, is among them."""
+    lines = list(history.lines)[-_SPEED_STEPS:]
+    if len(lines) < _SPEED_STEPS or lines[0]["step"] == 1 or "ticket_generate_s" not in lines[-1]:
+        return None
+    return lines
+
+
+def _waits_for_engines(lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether faster generation would make steps faster."""
+    part, share = bottleneck(lines)
+    return part == "generation" or (part == "training" and share < 0.7)
+
+
+# ------------------------------------------------------------------------------------------ the table
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule."""
+
+    name: str
+    judge: Callable[[_History, _Knobs], _Finding | None]
+    """What is wrong now, if anything."""
+    holds: int
+    """Steps in a row for which the condition must hold before it is said."""
+    unless: tuple[str, ...] = ()
+    """Rules above this one that explain its condition: it is not said while one of them is true."""
+
+
+RULES = (
+    Rule("failures", _failures, holds=1),
+    Rule("engine_mismatch", _mismatch, holds=1),
+    Rule("reward_collapse", _reward_collapse, holds=3),
+    Rule("constant_reward", _constant_reward, holds=1),
+    Rule("masked_tokens", _masked_tokens, holds=5),
+    Rule("gradient_spikes", _gradient_spikes, holds=3),
+    Rule("truncation", _truncation, holds=5),
+    Rule("entropy_collapse", _entropy_collapse, holds=5, unless=("reward_collapse",)),
+    Rule("zero_variance_groups", _zero_variance, holds=5, unless=("reward_collapse", "constant_reward")),
+    Rule(
+        "plateau", _plateau, holds=10, unless=("reward_collapse", "entropy_collapse", "zero_variance_groups")
+    ),
+    Rule("verifier_bound", _verifier_bound, holds=10),
+    Rule("slow_swaps", _slow_swaps, holds=10),
+    Rule("kv_bound", _kv_bound, holds=10),
+    Rule("slot_bound", _slot_bound, holds=10, unless=("kv_bound",)),
+    Rule("training_waits", _training_waits, holds=10, unless=("slow_swaps", "kv_bound", "slot_bound")),
+    Rule("generation_waits", _generation_waits, holds=10),
+)
+
+
+# -------------------------------------------------------------------------------------------- helpers
+
+
+def causes(reasons: Mapping[str, int]) -> Counter[str]:
+    """Reasons that differ in numbers and quoted text only, counted as one under the first of them."""
+    first: dict[str, str] = {}
+    counted: Counter[str] = Counter()
+    for reason, count in reasons.items():
+        kind = re.sub(r"""'[^']*'|"[^"]*"|\d+""", "…", reason)
+        counted[first.setdefault(kind, reason)] += count
+    return counted
+
+
+def _total(lines: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The sum of a figure over lines."""
+    return math.fsum(_number(line, name) or 0.0 for line in lines)
+
+
+def _number(line: Mapping[str, Any], name: str) -> float | None:
+    """A finite figure of a line, if it is there."""
+    value = line.get(name)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _text(value: Any) -> str:
+    """A value as it would stand in a run file."""
+    if value is None:
+        return "null"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,404 @@
+"""Advice: every rule says its fault and nothing else; runs show it, keep it, and end by it where asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.kernel.advice import RULES, Advice, Adviser, bottleneck, causes
+
+Start = Callable[..., Any]
+Line = dict[str, Any]
+
+RUN: dict[str, Any] = {
+    "algorithm": {"group_size": 8, "correction": {"use": "decoupled"}, "entropy_coef": 0.0},
+    "training": {"lr": 3e-4, "clip_norm": 1.0, "processes": 1, "dtype": "float32"},
+    "inference": {"slots": 16, "replicas": 1, "cache_gb": 1.0, "dtype": "bfloat16", "canary": {"bound": 0.1}},
+    "queue": {"batch_size": 32, "max_staleness": 2},
+    "sampling": {"max_tokens": 32},
+    "reward": {"timeout_s": 30.0},
+    "verifier": {"processes": 1, "children": 1},
+}
+
+
+class Steps:
+    """Lines of a healthy run, 32 groups of 8 answers with rewards 0 and 1, but for what a test changes."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self._step = 0
+
+    def __call__(self, count: int, reward: float | tuple[float, float] = 0.5, **changed: Any) -> list[Line]:
+        """Lines of more steps, with a constant mean reward or one that goes from one value to another."""
+        means = np.linspace(*reward, count) if isinstance(reward, tuple) else np.full(count, reward)
+        return [self._line(float(mean)) | changed for mean in means]
+
+    def _line(self, mean: float) -> Line:
+        self._step += 1
+        random = self._random
+        rates = random.beta(2 * mean + 1e-9, 2 * (1 - mean) + 1e-9, 32)  # rows are of mixed difficulty
+        answers = random.binomial(8, rates)
+        rewards = np.repeat([0.0, 1.0], [256 - answers.sum(), answers.sum()])
+        return {
+            "step": self._step,
+            "step_s": 1.0,
+            "train_s": float(random.uniform(0.55, 0.9)),
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "zero_variance_groups": float(np.mean((answers == 0) | (answers == 8))),
+            "truncated": float(random.uniform(0, 0.1)),
+            "entropy": float(random.uniform(0.25, 0.35)),
+            "grad_norm": float(random.lognormal(0, 0.7)),
+            "lr": 3e-4,
+            "masked_fraction": float(random.uniform(0, 0.05)),
+            "canary_mean": 1e-5,
+            "generate_busy_s": float(random.uniform(0.5, 0.9)),
+            "ticket_generate_s": 0.6,
+            "ticket_score_s": 0.05,
+            "swap_pause_s": 0.01,
+            "slots_used": float(random.uniform(0.3, 1.0)),
+            "samples_waiting": float(random.uniform(0, 10)),
+            "kv_used": float(random.uniform(0.1, 0.6)),
+            "not_trained": {},
+        }
+
+
+def advised(lines: Iterable[Line], run: dict[str, Any] = RUN) -> list[Advice]:
+    adviser = Adviser(run)
+    for line in lines:
+        adviser.step(line)
+    return adviser.given
+
+
+def only(given: list[Advice], rule: str) -> Advice:
+    """The advice of a rule, which is all that was given."""
+    assert [advice.rule for advice in given] == [rule], given
+    return given[0]
+
+
+# ------------------------------------------------------------------------------------ every rule
+
+
+def test_a_collapse_of_the_reward_is_said_soon_with_the_keys_that_hold_a_policy() -> None:
+    steps = Steps()
+    advice = only(
+        advised([*steps(20, (0.5, 0.62)), *steps(20, (0.62, 0.1)), *steps(20, 0.04)]), "reward_collapse"
+    )
+    assert 20 < advice.since < advice.said <= 40
+    assert advice.until is None
+    for suggestion in (
+        "set `queue.max_staleness` to 1 (now 2)",
+        "set `training.lr` to 0.0001 (now 0.0003)",
+        "set `training.clip_norm` to 0.3 (now 1)",
+        "set `algorithm.correction.use` to behaviour (now decoupled)",
+    ):
+        assert suggestion in advice.message
+
+
+def test_a_collapse_is_one_of_any_scale_and_sign_of_the_reward() -> None:
+    steps = Steps()
+    lines = [*steps(30, 0.6), *steps(30, 0.05)]
+    for line in lines:
+        line["reward"], line["reward_std"] = 40 * line["reward"] - 100, 40 * line["reward_std"]
+    only(advised(lines), "reward_collapse")
+
+
+def test_a_plateau_is_said_while_answers_are_mixed() -> None:
+    steps = Steps()
+    advice = only(advised([*steps(60, (0.2, 0.5)), *steps(150, 0.5)]), "plateau")
+    assert advice.said > 160
+    assert "raise `training.lr` from 0.0003 to 0.0006" in advice.message
+    assert "raise `algorithm.group_size` from 8 to 16" in advice.message
+
+
+def test_no_plateau_is_said_where_the_rate_has_decayed_or_an_evaluation_rises() -> None:
+    steps = Steps()
+    assert advised([*steps(60, 0.5), *steps(150, 0.5, lr=1e-4)]) == []
+    adviser, steps = Adviser(RUN), Steps()
+    for line in steps(200, 0.5):
+        adviser.step(line)
+        if line["step"] % 20 == 0:
+            adviser.evaluated(line["step"], line["step"] / 400, 512)
+    assert adviser.given == []
+
+
+def test_spikes_of_the_gradient_are_said_with_a_bound_at_their_usual_size() -> None:
+    steps = Steps()
+    lines = [*steps(50), *(line for _ in range(6) for line in (*steps(1, grad_norm=172.0), *steps(3)))]
+    advice = only(advised(lines), "gradient_spikes")
+    assert "the largest is 172" in advice.message
+    assert "`training.clip_norm`" not in advice.message  # the usual size is what it is set to
+    advice = only(advised(lines, {**RUN, "training": {"lr": 3e-4, "clip_norm": 5.0}}), "gradient_spikes")
+    assert "set `training.clip_norm` to 1 (now 5)" in advice.message
+
+
+def test_gradients_that_are_not_finite_are_spikes() -> None:
+    steps = Steps()
+    lines = [*steps(50), *(line for _ in range(6) for line in (*steps(1, grad_norm=math.nan), *steps(3)))]
+    only(advised(lines), "gradient_spikes")
+
+
+def test_masked_tokens_are_said() -> None:
+    steps = Steps()
+    advice = only(advised([*steps(20), *steps(30, masked_fraction=0.4)]), "masked_tokens")
+    assert "leaves out 40% of the tokens; set `queue.max_staleness` to 1 (now 2)" in advice.message
+
+
+def test_a_collapse_of_the_entropy_is_said_unless_answers_became_right() -> None:
+    steps = Steps()
+    advice = only(advised([*steps(20), *steps(40, entropy=0.01)]), "entropy_collapse")
+    assert "raise `algorithm.entropy_coef` from 0 to 0.001" in advice.message
+    steps = Steps()
+    assert advised([*steps(40, (0.3, 0.97)), *steps(40, 0.97, entropy=0.01)]) == []
+
+
+def test_groups_without_variance_are_said_unless_answers_became_right() -> None:
+    steps = Steps()
+    advice = only(advised(steps(40, 0.1, zero_variance_groups=0.9)), "zero_variance_groups")
+    assert "90% of the groups" in advice.message
+    filtered = Steps()(40, 0.4, zero_variance_groups=0.0, not_trained={"filtered: by the algorithm": 200})
+    assert "86% of the groups" in only(advised(filtered), "zero_variance_groups").message
+    steps = Steps()
+    assert advised([*steps(20, (0.4, 0.9)), *steps(40, 0.95, zero_variance_groups=0.9)]) == []
+
+
+def test_truncation_is_said_unless_it_goes_away() -> None:
+    steps = Steps()
+    advice = only(advised([*steps(20), *steps(30, truncated=0.5)]), "truncation")
+    assert "raise `sampling.max_tokens` from 32 to 64" in advice.message
+    steps = Steps()
+    fading = [line for share in np.geomspace(0.9, 0.02, 60) for line in steps(1, truncated=float(share))]
+    assert advised(fading) == []
+
+
+@pytest.mark.parametrize("figure", ["canary_mean", "mismatch_mean"])
+def test_an_engine_that_disagrees_with_the_trainer_is_said(figure: str) -> None:
+    steps = Steps()
+    advice = only(advised([*steps(10), *steps(5, **{figure: 0.3})]), "engine_mismatch")
+    assert "differ by 0.3 a token" in advice.message
+    assert "set `inference.dtype` to float32 (now bfloat16)" in advice.message
+
+
+def test_a_constant_reward_is_said_at_once_unless_it_has_varied() -> None:
+    advice = only(advised(Steps()(200, reward=0.0, reward_std=0.0)), "constant_reward")
+    assert (advice.since, advice.said) == (1, 5)
+    steps = Steps()
+    assert advised([*steps(40, (0.4, 0.97)), *steps(30, 1.0)]) == []
+
+
+def test_failures_are_said_by_cause() -> None:
+    steps = Steps()
+    failed = {
+        "failed: RewardError: reward raised KeyError: 'gold' (mine.py:3)": 8,
+        "failed: RewardError: reward took longer than reward.timeout_s=30": 4,
+        "filtered: prompt longer than max_prompt_tokens=9": 50,
+    }
+    advice = only(advised([*steps(10), *steps(1, not_trained=failed), *steps(9)]), "failures")
+    assert (advice.since, advice.said) == (11, 11)
+    assert "8 x RewardError: reward raised KeyError: 'gold' (mine.py:3); 4 x " in advice.message
+    assert "12 of 332 tickets" in advice.message
+    assert "raise `reward.timeout_s` from 30 to 60" in advice.message
+    assert advised([*steps(10), *steps(1, not_trained={"failed: worker lost": 2}), *steps(9)]) == []
+
+
+def test_causes_that_differ_in_numbers_and_quotes_only_are_one() -> None:
+    reasons = {"failed: row 3 has no 'a'": 2, "failed: row 14 has no 'b'": 3, "failed: other": 1}
+    assert causes(reasons) == {"failed: row 3 has no 'a'": 5, "failed: other": 1}
+
+
+SPEED = {
+    "training_waits": ({"train_s": 0.2}, "raise `inference.replicas` from 1 to 2"),
+    "generation_waits": ({"train_s": 0.98, "generate_busy_s": 0.1}, "raise `training.processes` from 1 to 2"),
+    "slot_bound": (
+        {"train_s": 0.2, "slots_used": 1.0, "samples_waiting": 60.0},
+        "raise `inference.slots` from 16 to 32",
+    ),
+    "kv_bound": (
+        {"train_s": 0.2, "slots_used": 0.4, "samples_waiting": 60.0, "kv_used": 0.9},
+        "raise `inference.cache_gb` from 1 to 2",
+    ),
+    "verifier_bound": ({"train_s": 0.2, "ticket_score_s": 3.0}, "raise `verifier.children` from 1 to 2"),
+    "slow_swaps": ({"swap_pause_s": 0.3}, "raise `queue.batch_size` from 32 to 64"),
+}
+
+
+@pytest.mark.parametrize("rule", SPEED)
+def test_what_a_run_waits_for_is_said(rule: str) -> None:
+    figures, suggestion = SPEED[rule]
+    advice = only(advised(Steps()(60, **figures)), rule)
+    assert advice.since == 2  # the first step waits for the first evaluation
+    assert suggestion in advice.message
+
+
+def test_synchronous_training_is_told_to_overlap() -> None:
+    run = {**RUN, "queue": {"batch_size": 32, "max_staleness": 0}}
+    advice = only(advised(Steps()(60, train_s=0.2), run), "training_waits")
+    assert "raise `queue.max_staleness` from 0 to 1" in advice.message
+
+
+def test_the_bottleneck_is_what_the_others_wait_for() -> None:
+    assert bottleneck(Steps()(5))[0] == "training"
+    assert bottleneck(Steps()(5, train_s=0.25)) == ("generation", 0.25)
+    assert bottleneck(Steps()(5, train_s=0.2, ticket_score_s=2.0)) == ("verification", 0.2)
+
+
+def test_every_rule_has_a_definition_for_people() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "advice.md").read_text()
+    for rule in RULES:
+        assert f"| `{rule.name}` |" in page, rule.name
+
+
+# --------------------------------------------------------------------------- no false alarms, hysteresis
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_healthy_runs_are_given_no_advice(seed: int) -> None:
+    steps = Steps(seed)
+    start, end = np.random.default_rng(seed).uniform([0.05, 0.6], [0.6, 1.0])
+    assert advised([*steps(150, (start, end)), *steps(50, end, lr=1e-5)]) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_small_and_noisy_batches_are_given_no_advice(seed: int) -> None:
+    random, lines = np.random.default_rng(seed), Steps(seed)(300, (0.3, 0.7))
+    for line in lines:
+        line["reward"] = float(np.clip(line["reward"] + random.normal(0, 0.25), 0, 1))
+        line["grad_norm"] = float(random.lognormal(0, 1.0))
+    assert advised(lines) == []
+
+
+def test_advice_is_said_once_and_withdrawn_when_it_has_been_false_for_long() -> None:
+    adviser, steps = Adviser(RUN), Steps()
+    told: list[tuple[int, str, int | None]] = []
+
+    def go(lines: list[Line]) -> None:
+        for line in lines:
+            changed = [advice for advice in adviser.step(line) if advice.rule == "truncation"]
+            told.extend((line["step"], advice.rule, advice.until) for advice in changed)
+
+    go(steps(20))
+    for _ in range(5):  # in and out of the condition
+        go([*steps(12, truncated=0.6), *steps(6)])
+    assert [(rule, until) for _, rule, until in told] == [("truncation", None)]
+    assert "truncation" in [advice.rule for advice in adviser.open]
+    go(steps(40))
+    assert len(told) == 2
+    assert told[1][2] == told[1][0]  # until the step at which it was withdrawn
+    assert adviser.given[0].until == told[1][0]
+
+
+def test_suggestions_name_only_keys_that_the_run_has() -> None:
+    steps = Steps()
+    lines = [*steps(30, 0.6), *steps(30, 0.05)]
+    advice = only(advised(lines, {"training": {"lr": 3e-4, "clip_norm": None}}), "reward_collapse")
+    assert advice.message.endswith(
+        "; set `training.lr` to 0.0001 (now 0.0003), or set `training.clip_norm` to 0.3 (now null)"
+    )
+
+
+# --------------------------------------------------------------------------------------- in runs
+
+
+def reward(tmp_path: Path, body: str) -> list[str]:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(body))
+    return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
+
+
+def test_a_run_says_its_advice_everywhere(start: Start) -> None:
+    run = start("steps=8")  # random answers are never right
+    summary = run.assert_completed(8)
+    [advice] = summary["advice"]
+    assert (advice["rule"], advice["since"], advice["said"], advice["until"]) == (
+        "constant_reward",
+        1,
+        5,
+        None,
+    )
+    assert [line["advice"] for line in run.metrics()] == [[]] * 4 + [["constant_reward"]] * 4
+    assert f"advice: since step 1: {advice['message']}" in run.text()
+    kernel = [json.loads(line) for line in (run.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
+    assert [line["rule"] for line in kernel if line["event"] == "advice"] == ["constant_reward"]
+    line = run.metrics()[-1]
+    assert line["reward_std"] == 0
+    assert line["zero_variance_groups"] == 1
+    assert 0 < line["ticket_generate_s"] < 10
+    assert 0 < line["ticket_score_s"] < 10
+
+
+def test_a_reward_that_fails_is_told_by_cause(start: Start, tmp_path: Path) -> None:
+    body = """
+    def score(prompt, completion, n):
+        if n % 5 == 0: raise LookupError(f"row {n}")
+        if n % 5 == 1: return None
+        return float(len(completion))
+    """
+    run = start(*reward(tmp_path, body), "steps=10", "queue.max_failures=1000")
+    advice = next(each for each in run.assert_completed(10)["advice"] if each["rule"] == "failures")
+    assert "reward raised LookupError: row" in advice["message"]
+    assert "not a finite number" in advice["message"]
+    assert sum(count for line in run.metrics() for count in line["not_trained"].values()) > 0
+
+
+COLLAPSING = """
+    calls = 0
+    def score(prompt, completion):
+        global calls
+        calls += 1
+        return float(len(completion) % 2) if calls < 240 else 0.0
+"""
+
+
+def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: Path) -> None:
+    run = start(
+        *reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "training.seconds_per_step=0.02"
+    )
+    assert run.end() == 1
+    summary = run.assert_balanced()
+    assert summary["status"] == "failed"
+    assert summary["reason"].startswith("reward collapse (on_collapse: stop): mean reward fell from 0.")
+    assert 15 < summary["steps"] < 40
+    assert summary["checkpoints"][-1] == f"step-{summary['steps']:06d}"
+    assert summary["advice"][0]["rule"] == "reward_collapse"
+    run.assert_nothing_is_left()
+
+
+def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
+    run = start("steps=30", "checkpoint.every=4")
+    run.until_step(8)
+    run.process.terminate()
+    assert run.end() == 130
+    before = run.summary()["advice"]
+    assert [advice["rule"] for advice in before] == ["constant_reward"]
+    assert start(resume=run).assert_completed(30)["advice"][0] == before[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "overrides", "body"),
+    [
+        (
+            "slot_bound",
+            ["inference.slots=2", "inference.tokens_per_s=2000", "training.seconds_per_step=0.02"],
+            "",
+        ),
+        ("verifier_bound", ["training.seconds_per_step=0.02"], "import time; time.sleep(0.01); "),
+        ("slow_swaps", ["inference.swap_s=0.1"], ""),
+        ("training_waits", ["inference.tokens_per_s=3000", "training.seconds_per_step=0.02"], ""),
+        ("generation_waits", ["training.seconds_per_step=0.3"], ""),
+        ("truncation", ["sampling.max_tokens=16"], ""),
+    ],
+)
+def test_a_fault_in_a_real_run_is_said(
+    start: Start, tmp_path: Path, rule: str, overrides: list[str], body: str
+) -> None:
+    score = f"def score(prompt, completion):\n    {body}return float(len(completion) % 2)\n"
+    run = start(*reward(tmp_path, score), *overrides, "steps=40")
+    given = [advice["rule"] for advice in run.assert_completed(40)["advice"]]
+    assert rule in given
