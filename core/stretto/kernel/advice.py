@@ -458,6 +458,8 @@ _TIME_LIMITS = ("reward.timeout_s", "workflow.timeout_s", "workflow.environment_
 Part = Literal["training", "generation", "verification"]
 
 _SPEED_STEPS = 20
+_FEWEST_READINGS = 5
+"""Of the steps looked at, how many must have figures of a heartbeat, which short steps may lack."""
 
 
 def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
@@ -511,19 +513,17 @@ def _generation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
 
 def _slot_bound(history: _History, knobs: _Knobs) -> _Finding | None:
     lines = _speed_lines(history)
-    used, waiting = (
-        history.window("slots_used", _SPEED_STEPS),
-        history.window("samples_waiting", _SPEED_STEPS),
-    )
-    slots = knobs.number("inference.slots", math.inf)
-    if lines is None or used is None or waiting is None or not _waits_for_engines(lines):
+    if lines is None or not _waits_for_engines(lines):
         return None
-    if used.mean < 0.85 or waiting.mean < 0.5 * slots:
+    used, waiting = (_mean(lines, name) for name in ("slots_used", "samples_waiting"))
+    if used is None or waiting is None or used < 0.85:
+        return None
+    if waiting < 0.5 * knobs.number("inference.slots", math.inf):
         return None
     return _finding(
-        used.since,
-        f"generation is bound by its slots: {used.mean:.0%} are in use and {waiting.mean:.0f} samples wait, "
-        f"while training works {bottleneck(lines)[1]:.0%} of the time",
+        lines[0]["step"],
+        f"generation is bound by its slots: {used:.0%} are in use and {waiting:.0f} samples wait, while "
+        f"training works {bottleneck(lines)[1]:.0%} of the time",
         knobs.scale("inference.slots", 2),
         knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
     )
@@ -531,19 +531,17 @@ def _slot_bound(history: _History, knobs: _Knobs) -> _Finding | None:
 
 def _kv_bound(history: _History, knobs: _Knobs) -> _Finding | None:
     lines = _speed_lines(history)
-    used, waiting = (
-        history.window("slots_used", _SPEED_STEPS),
-        history.window("samples_waiting", _SPEED_STEPS),
-    )
-    memory, slots = history.window("kv_used", _SPEED_STEPS), knobs.number("inference.slots", 1)
-    if lines is None or used is None or waiting is None or memory is None or not _waits_for_engines(lines):
+    if lines is None or not _waits_for_engines(lines):
         return None
-    if memory.mean < 0.7 or used.mean > 0.75 or waiting.mean < 0.25 * slots:
+    used, waiting, memory = (_mean(lines, name) for name in ("slots_used", "samples_waiting", "kv_used"))
+    if used is None or waiting is None or memory is None or memory < 0.7 or used > 0.75:
+        return None
+    if waiting < 0.25 * knobs.number("inference.slots", math.inf):
         return None
     return _finding(
-        memory.since,
-        f"generation is bound by memory for keys and values: {memory.mean:.0%} of it is in use, so "
-        f"{waiting.mean:.0f} samples wait although only {used.mean:.0%} of the slots are taken",
+        lines[0]["step"],
+        f"generation is bound by memory for keys and values: {memory:.0%} of it is in use, so {waiting:.0f} "
+        f"samples wait although only {used:.0%} of the slots are taken",
         knobs.scale("inference.cache_gb", 2),
         knobs.set("inference.dtype", "bfloat16"),
     )
@@ -652,6 +650,12 @@ def causes(reasons: Mapping[str, int]) -> Counter[str]:
 def _total(lines: Sequence[Mapping[str, Any]], name: str) -> float:
     """The sum of a figure over lines."""
     return math.fsum(_number(line, name) or 0.0 for line in lines)
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The mean of a figure over the lines that have it; None if they are too few to say."""
+    known = [value for line in lines if (value := _number(line, name)) is not None]
+    return math.fsum(known) / len(known) if len(known) >= _FEWEST_READINGS else None
 
 
 def _number(line: Mapping[str, Any], name: str) -> float | None:
