@@ -242,7 +242,8 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("steps=3")`: a run of the mock engines; `start(resume=run)` goes on with one."""
+    """`start("steps=3")`: a run of the mock engines; `start(resume=run)` goes on with one, and
+    `start("steps=5", resume=run)` with changes."""
     runs: list[Run] = []
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -265,7 +266,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start_run(*overrides: str, resume: Run | None = None, out: str = "out", piped: bool = False) -> Run:
         folder = resume.folder if resume else tmp_path / out
         named = ["run", str(tmp_path / "run.yaml"), f"out={folder}", *overrides]
-        runs.append(Run(folder, ["resume", str(folder)] if resume else named, piped=piped))
+        again = ["resume", str(folder), *overrides]
+        runs.append(Run(folder, again if resume else named, piped=piped))
         return runs[-1]
 
     yield start_run

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stretto import Context
 from stretto.errors import ConfigError, LaunchError, nearest
-from stretto.kernel.checkpoint import KernelState, newest_intact, prune, writing
+from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
 from stretto.kernel.scheduler import Ledger, Snapshot
 from stretto.launcher import Job, Resources
 from stretto.roles.scoring import score_group
@@ -231,7 +231,7 @@ def state(version: int, lowest: int = 1) -> KernelState:
 
 
 async def write(root: Path, version: int, lowest: int = 1) -> None:
-    async with writing(root, state(version, lowest)) as folder:
+    async with writing(root, checkpoint_name(version), state(version, lowest)) as folder:
         (folder / "model").mkdir()
         (folder / "model" / "weights").write_text(str(version))
 
@@ -240,7 +240,7 @@ async def test_checkpoints_are_whole_or_not_there(tmp_path: Path) -> None:
     await write(tmp_path, 10)
 
     async def interrupted() -> None:
-        async with writing(tmp_path, state(20)) as folder:
+        async with writing(tmp_path, checkpoint_name(20), state(20)) as folder:
             (folder / "half").write_text("")
             raise RuntimeError("in the middle")
 
@@ -267,5 +267,5 @@ async def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
 async def test_pruning_keeps_the_newest_and_says_what_they_need(tmp_path: Path) -> None:
     for version, lowest in ((10, 5), (20, 17), (30, 25)):
         await write(tmp_path, version, lowest)
-    assert prune(tmp_path, 2, 30) == 17
+    assert prune(tmp_path, 2, checkpoint_name(30)) == 17
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000030"]

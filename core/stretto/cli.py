@@ -60,9 +60,17 @@ def run(file: RunFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def resume(folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]) -> None:
-    """Go on with a run from its newest checkpoint and its journal."""
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    overrides: Overrides = None,
+) -> None:
+    """Go on with a run from its newest checkpoint and its journal, perhaps with changed values."""
+    from stretto.kernel.changes import compose_changes, put_into_force
     from stretto.kernel.kernel import resume_to_end
+
+    if overrides:
+        changed = _accepted(compose_changes(folder.absolute(), overrides), starting=True, resumed=True)
+        put_into_force(folder.absolute(), changed)
 
     raise typer.Exit(resume_to_end(folder))
 
@@ -175,14 +183,14 @@ def worker(
 # ----------------------------------------------------------------------------------------- helpers
 
 
-def _accepted(composed: Composed, *, starting: bool) -> Composed:
+def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> Composed:
     """The composed run, once nothing stands against it. Warnings are printed."""
     from stretto.plan import problems
 
     for notice in composed.notices:
         typer.echo(f"note: {notice}", err=True)
     fatal: list[str] = []
-    for problem in problems(composed):
+    for problem in problems(composed, resumed=resumed):
         if problem.severity == "error" or (problem.severity == "machine" and starting):
             fatal.append(f"{composed.place(problem.path)}: {problem.message}")
         else:

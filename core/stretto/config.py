@@ -243,6 +243,8 @@ class Composed:
     """What was decided for the user, to be shown."""
     place: Callable[[str], str] = str
     """Where a key comes from, for messages: `run.yaml:14: training.lr`, or `override training.lr`."""
+    references: tuple[tuple[str, str], ...] = ()
+    """Dotted keys that are written as a reference to another key, such as `${steps}`, with that text."""
 
     def section(self, path: str) -> Any:
         """The struct at a dotted key."""
@@ -274,11 +276,17 @@ def compose(
     """
     source = _Source(file, overrides, document)
     notices: list[str] = []
-    plain, secret = _read(source)
+    plain, secret, references = _read(source)
     composed = _Composer(source, plugins or Plugins()).run(plain, notices)
     whole = _overlay(msgspec.to_builtins(composed.config), secret, plain)
     return Composed(
-        composed.config, composed.plugins, composed.components, whole, tuple(notices), source.place
+        composed.config,
+        composed.plugins,
+        composed.components,
+        whole,
+        tuple(notices),
+        source.place,
+        references,
     )
 
 
@@ -345,8 +353,9 @@ class _Source:
         return line
 
 
-def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The merged run file with all interpolations resolved, and again with those of the environment kept."""
+def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any], tuple[tuple[str, str], ...]]:
+    """The merged run file with all interpolations resolved, and again with those of the environment kept; and
+    the keys that refer to another one."""
     try:
         loaded = source.load()
     except FileNotFoundError:
@@ -359,14 +368,15 @@ def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
         merged = OmegaConf.merge(_shorts_expanded(loaded), _overrides(source.items))
         merged = _shorts_expanded(cast("DictConfig", merged))  # those of the overrides
         plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
-        kept = OmegaConf.create(_escape_env(OmegaConf.to_container(merged, resolve=False)))
+        written = OmegaConf.to_container(merged, resolve=False)
+        kept = OmegaConf.create(_escape_env(written))
         secret = cast("dict[str, Any]", OmegaConf.to_container(kept, resolve=True))
     except TypeError as error:  # a value where the other side has a mapping
         raise ConfigError(f"overrides {', '.join(source.items)} do not fit {source.file}: {error}") from error
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", "") or ""
         raise source.error(path, str(error).splitlines()[0]) from error
-    return plain, secret
+    return plain, secret, tuple(_references(written))
 
 
 def _overrides(items: Sequence[str]) -> DictConfig:
@@ -406,6 +416,15 @@ def _escape_env(node: Any) -> Any:
     if isinstance(node, str) and "oc.env" in node:
         return node.replace("${", r"\${")
     return node
+
+
+def _references(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys whose whole value is `${another.key}`."""
+    if isinstance(node, dict):
+        for key, value in cast("dict[str, Any]", node).items():
+            yield from _references(value, f"{path}.{key}" if path else key)
+    elif isinstance(node, str) and re.fullmatch(r"\$\{[\w.]+\}", node):
+        yield path, node
 
 
 def _overlay(full: Any, secret: Any, plain: Any) -> Any:

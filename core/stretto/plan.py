@@ -145,9 +145,13 @@ def placement(composed: Composed) -> Placement:
     return Placement(composed.config, graph(composed))
 
 
-def problems(composed: Composed) -> list[Problem]:
-    """Everything wrong with the run as a whole, errors first."""
-    found = list(_problems(composed))
+def problems(composed: Composed, *, resumed: bool = False) -> list[Problem]:
+    """Everything wrong with the run as a whole, errors first.
+
+    Args:
+        resumed: the run goes on in a folder that it has.
+    """
+    found = [*_problems(composed), *([] if resumed else _folder_problems(composed.config))]
     return sorted(found, key=lambda problem: problem.severity == "warning")
 
 
@@ -178,6 +182,12 @@ def _problems(composed: Composed) -> Iterator[Problem]:
     yield from _of_plugin("launcher", partial(_launcher_problems, composed, placed))
     if not any(problem.path.startswith("reward") for problem in found):
         yield from _reward_problems(composed, placed)
+    for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
+        yield Problem("plugins", f"{plugin}: {error}")
+
+
+def _folder_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is in the way where the run is to write."""
     folder = run_folder(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if (folder / "config.yaml").exists():
@@ -185,8 +195,6 @@ def _problems(composed: Composed) -> Iterator[Problem]:
         else:
             advice = "is not an empty folder; choose another"
         yield Problem("out", f"{str(folder)!r} {advice}")
-    for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
-        yield Problem("plugins", f"{plugin}: {error}")
 
 
 def _placed(composed: Composed) -> Placement | Problem:

@@ -43,6 +43,7 @@ __all__ = [
     "Heartbeat",
     "Join",
     "JournalBatch",
+    "JournalChange",
     "JournalEvaluation",
     "JournalStep",
     "KernelLease",
@@ -617,6 +618,20 @@ class JournalEvaluation(Message, frozen=True):
 
     incarnation: int
     result: Evaluation
+
+
+class JournalChange(Message, frozen=True):
+    """Kernel to the journal, when a resumed run goes over to changed values, before any batch of theirs."""
+
+    incarnation: int
+    version: int
+    """Training version from which on they are in force."""
+    values: int
+    """Number of the values: 1 at the run's start, and one more with each change."""
+    log_sequence: int
+    """Last message of the log that the ledger had taken in: so a repetition expires the same tickets."""
+    changed: dict[str, tuple[str, str]]
+    """Dotted key -> the former and the new value, as JSON."""
 
 
 class KernelLease(Message, frozen=True):

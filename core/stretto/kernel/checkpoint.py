@@ -20,7 +20,7 @@ import structlog
 
 from stretto.kernel.scheduler import Ledger, Snapshot
 
-__all__ = ["KernelState", "damage_of", "newest_intact", "prune", "writing"]
+__all__ = ["KernelState", "checkpoint_name", "damage_of", "newest_intact", "prune", "writing"]
 
 log = structlog.get_logger()
 
@@ -44,6 +44,8 @@ class KernelState(msgspec.Struct, frozen=True):
     trained_tokens: int
     generated_tokens: int
     wall_s: float
+    values: int = 1
+    """Number of the run file's values in force when it was written."""
 
     @classmethod
     def initial(cls) -> KernelState:
@@ -52,14 +54,20 @@ class KernelState(msgspec.Struct, frozen=True):
         return cls(0, 0, "", snapshot, 0, 0, "", 0, 0, 0, 0.0)
 
 
+def checkpoint_name(version: int, values: int | None = None) -> str:
+    """`step-000040`; `step-000040-values-2` for the one with which changed values begin, which stands beside
+    that of the former values and comes after it in the order of names."""
+    return f"{_PREFIX}{version:06d}" + (f"-values-{values}" if values is not None else "")
+
+
 @asynccontextmanager
-async def writing(root: Path, state: KernelState) -> AsyncGenerator[Path]:
+async def writing(root: Path, name: str, state: KernelState) -> AsyncGenerator[Path]:
     """A folder to write a checkpoint into; complete under its name when the block is left, or gone.
 
     Raises:
         OSError: if it cannot be written, such as on a full disk.
     """
-    final = root / _name(state.version)
+    final = root / name
     aside = root / f".{final.name}-{os.getpid()}"
     try:
         await anyio.to_thread.run_sync(_clear, root)
@@ -95,10 +103,10 @@ def damage_of(folder: Path) -> str:
     return f"{wrong[0]} is not what was written" if wrong else ""
 
 
-def prune(root: Path, keep: int, version: int) -> int:
-    """Of the checkpoints up to `version`, just written, remove all but the newest `keep`; returns the lowest
-    log sequence that those need. Newer ones are of a former life, and damaged."""
-    folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= _name(version)]
+def prune(root: Path, keep: int, newest: str) -> int:
+    """Of the checkpoints up to `newest`, just written, remove all but the newest `keep`; returns the lowest
+    log sequence that those need. Later ones are of a former life, and damaged."""
+    folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= newest]
     for folder in folders[:-keep]:
         shutil.rmtree(folder, ignore_errors=True)
     needed: list[int] = []
@@ -111,10 +119,6 @@ def prune(root: Path, keep: int, version: int) -> int:
 
 
 # --------------------------------------------------------------------------------------- private
-
-
-def _name(version: int) -> str:
-    return f"{_PREFIX}{version:06d}"
 
 
 def _state_in(folder: Path) -> KernelState:

@@ -6,7 +6,6 @@ and sees to it that nothing is left behind, however the run ends.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -37,6 +36,7 @@ from stretto.bus.messages import (
     Heartbeat,
     Join,
     JournalBatch,
+    JournalChange,
     JournalEvaluation,
     JournalStep,
     KernelLease,
@@ -54,11 +54,12 @@ from stretto.config import Composed, compose
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused, RunError, StrettoError, leaves
 from stretto.kernel.advice import Adviser
-from stretto.kernel.checkpoint import KernelState, newest_intact, prune, writing
+from stretto.kernel.changes import differences, is_complete, newest_values, values_file, write_values
+from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
 from stretto.kernel.dataflow import Graph, graph_of
 from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import Fleet, Member
-from stretto.kernel.recovery import repeat_journal
+from stretto.kernel.recovery import read_journal, repeat_journal
 from stretto.kernel.report import Report, Status, View, final_lines, terminal
 from stretto.kernel.scheduler import (
     Command,
@@ -76,7 +77,7 @@ from stretto.launcher import ROLES, Role
 from stretto.logs import log_to
 from stretto.placement import Placement
 from stretto.plan import context_of, run_folder, workers
-from stretto.weights import WeightsTransport
+from stretto.weights import WeightsNote, WeightsTransport
 
 __all__ = ["exit_status", "resume_to_end", "run_through", "run_to_end"]
 
@@ -104,7 +105,7 @@ def run_through(composed: Composed) -> tuple[dict[str, Any], Path]:
     folder = run_folder(composed.config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(dict(composed.document), sort_keys=False))
+        write_values(folder, composed)
     except OSError as error:
         raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
     return _live(Kernel(composed, folder, resumed=None)), folder
@@ -113,6 +114,8 @@ def run_through(composed: Composed) -> tuple[dict[str, Any], Path]:
 def resume_to_end(folder: Path) -> int:
     """Go on with a run from its newest intact checkpoint and its journal; returns the exit status.
 
+    Where the checkpoint is of former values, a kernel of theirs first repeats what the journal has of them.
+
     Raises:
         ConfigError: if the folder holds no run, or none that can go on.
     """
@@ -120,15 +123,25 @@ def resume_to_end(folder: Path) -> int:
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
     composed = compose(folder / "config.yaml")
-    if _completed(folder):
-        raise ConfigError(f"the run in {folder} is complete: there is nothing to go on with")
-    found = newest_intact(folder / "checkpoints") or (None, KernelState.initial())
-    return _told(_live(Kernel(composed, folder, resumed=found)), folder)
+    if is_complete(folder, composed.config.steps):
+        raise ConfigError(
+            f"the run in {folder} is complete: there is nothing to go on with; `stretto resume {folder} "
+            "steps=…` gives it more steps"
+        )
+    newest, found = newest_values(folder), _newest_checkpoint(folder)
+    number = min(found[1].values, newest)
+    while number < newest:
+        former = compose(values_file(folder, number))
+        kernel = Kernel(former, folder, resumed=found, values=number, goes_on=False)
+        summary = _live(kernel)
+        if summary["status"] != "repeated":
+            return _told(summary, folder)
+        number, found = kernel.next_values or newest, _newest_checkpoint(folder)
+    return _told(_live(Kernel(composed, folder, resumed=found, values=newest)), folder)
 
 
-def _completed(folder: Path) -> bool:
-    summary = folder / "summary.json"
-    return summary.exists() and json.loads(summary.read_bytes())["status"] == "completed"
+def _newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
+    return newest_intact(folder / "checkpoints") or (None, KernelState.initial())
 
 
 def exit_status(summary: Mapping[str, Any]) -> int:
@@ -153,9 +166,25 @@ class Kernel:
     """One life of a run's owner: from the start of its processes to the last one's end."""
 
     def __init__(
-        self, composed: Composed, folder: Path, resumed: tuple[Path | None, KernelState] | None
+        self,
+        composed: Composed,
+        folder: Path,
+        resumed: tuple[Path | None, KernelState] | None,
+        *,
+        values: int = 1,
+        goes_on: bool = True,
     ) -> None:
+        """One that lives next.
+
+        Args:
+            values: number of the run's values that `composed` has.
+            goes_on: train on when the journal is repeated. Else write a checkpoint and end, since other
+                values come next; `next_values` is then their number, if the journal knows it.
+        """
         config = composed.config
+        self.next_values: int | None = None
+        self._values = values
+        self._goes_on = goes_on
         self.folder = folder
         self.run = _run_id(folder)
         self._composed = composed
@@ -173,7 +202,8 @@ class Kernel:
         algorithm: Algorithm = composed.make("algorithm", self._context)
         self._graph = graph_of(algorithm.calls(), algorithm.models)
         self._placement = Placement(config, self._graph)
-        self._workers = workers(config, self._placement)
+        started = workers(config, self._placement)
+        self._workers = started if goes_on else [each for each in started if each.role == "trainer"]
         self._transport: WeightsTransport = composed.make("weights", self._context)
         self._scheduler = Scheduler(_settings(composed, self._datasets, self._graph), algorithm.keep)
         self._fleet = Fleet(
@@ -244,7 +274,7 @@ class Kernel:
         summary = self._report.finish(self._status, self._reason)
         if self._status == "failed":
             self._tell_plugins("stretto_run_failed", summary=summary, error=error or RunError(self._reason))
-        else:
+        elif self._status != "repeated":
             self._tell_plugins("stretto_run_finished", summary=summary)
         return summary
 
@@ -253,6 +283,9 @@ class Kernel:
             bootstrap = Bootstrap.read(self.folder / "bus" / "kernel.json")
             async with connect(bootstrap, self._names.inbox("kernel"), name="kernel") as bus:
                 await self._open_bus(bus)
+                if not self._goes_on and await self._is_repeated():
+                    self._end("repeated", "")
+                    return
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._beacons)
                     tasks.start_soon(self._fleet.watch)
@@ -328,12 +361,20 @@ class Kernel:
                 self._scheduler,
                 self._trainers,
                 self._resumed,
+                values=self._values,
                 attempts_from=self._fence * _ATTEMPTS_PER_KERNEL,
+                on_change=self._change_values,
                 on_repeated=lambda start, result: self._report.step(start, result, generate_busy_s=0.0),
             )
             await self._bus.purge(self._names.tickets_stream)
             note, self._incarnation = recovered.note, recovered.incarnation
             self._log_sequence = recovered.log_sequence
+            if not self._goes_on:
+                if recovered.repeated:
+                    await self._need_checkpoint(note)
+                self.next_values = recovered.next_values
+                self._end("repeated", "")
+                return
             log.info("resumed", version=note.version, repeated=recovered.repeated)
         self._engines.announce(note)
         self._view.note = "waiting for all workers"
@@ -348,6 +389,36 @@ class Kernel:
         self._report.first_ticket()
         self._scheduler.start()
         self._obey()
+
+    async def _is_repeated(self) -> bool:
+        """Whether the journal has nothing to repeat with these values; then no worker need be started."""
+        assert self._resumed is not None
+        state = self._resumed[1]
+        journal = await read_journal(self._bus, self._names, state, self._values)
+        self.next_values = journal.next.values if journal.next else None
+        return self._values == state.values and not journal.batches
+
+    async def _change_values(self, note: WeightsNote, taken: int, recorded: JournalChange | None) -> None:
+        """Go over to these values: the journal says so, and a checkpoint is what they begin with.
+
+        Args:
+            taken: last message of the log that the ledger has taken in.
+            recorded: what the journal has of it already, if a kernel was here before.
+        """
+        if note.version > self._config.steps:
+            raise RunError(
+                f"steps is {self._config.steps}, and the run has come to {note.version}: resume it with more"
+            )
+        if recorded is None:
+            former = yaml.safe_load(values_file(self.folder, self._values - 1).read_text())
+            changed = differences(former, self._composed.document)
+            entry = JournalChange(self._incarnation, note.version, self._values, taken, changed)
+            await self._journal(entry, "change", note.version)
+            log.info(
+                "values changed", version=note.version, **{key: new for key, (_, new) in changed.items()}
+            )
+        self._log_sequence = taken
+        await self._need_checkpoint(note, checkpoint_name(note.version, self._values))
 
     async def _until_trainers_ready(self) -> None:
         wanted = {worker.id for worker in self._workers if worker.role == "trainer"}
@@ -601,7 +672,7 @@ class Kernel:
             self._obey()
 
     async def _journal(
-        self, entry: JournalBatch | JournalStep | JournalEvaluation, what: str, version: int
+        self, entry: JournalBatch | JournalStep | JournalEvaluation | JournalChange, what: str, version: int
     ) -> None:
         name = f"{self._incarnation}/{version}/{what}/{self._fence}"
         await self._bus.append(self._names.journal, entry, id=name)
@@ -609,30 +680,37 @@ class Kernel:
     async def _checkpoint(self) -> None:
         """Write one of the present version, unless there is one. A failure is told; the run goes on."""
         async with self._checkpointing:
-            if self._checkpointed != self._scheduler.version:
-                await self._write_checkpoint(self._state())
+            version, note = self._scheduler.version, self._engines.note
+            if self._checkpointed == version:
+                return
+            assert note is not None
+            try:
+                await self._write_checkpoint(checkpoint_name(version), self._state(note))
+            except (OSError, BusError) as error:
+                log.error("checkpoint failed", version=version, error=str(error))
+                self._report.problems.append(f"checkpoint of version {version} not written: {error}")
 
-    async def _write_checkpoint(self, state: KernelState) -> None:
-        root = self.folder / "checkpoints"
+    async def _need_checkpoint(self, note: WeightsNote, name: str | None = None) -> None:
+        """Write one that the run cannot go on without: other values come after it."""
         try:
-            async with writing(root, state) as folder:
-                await self._trainers.save(folder, state.version)
+            await self._write_checkpoint(name or checkpoint_name(note.version), self._state(note))
         except (OSError, BusError) as error:
-            log.error("checkpoint failed", version=state.version, error=str(error))
-            self._report.problems.append(f"checkpoint of version {state.version} not written: {error}")
-            return
+            raise RunError(f"the checkpoint before changed values was not written: {error}") from error
+
+    async def _write_checkpoint(self, name: str, state: KernelState) -> None:
+        root = self.folder / "checkpoints"
+        async with writing(root, name, state) as folder:
+            await self._trainers.save(folder, state.version)
         self._checkpointed = state.version
-        final = root / f"step-{state.version:06d}"
-        self._report.checkpoints.append(final.name)
-        log.info("checkpoint", folder=final.name)
-        self._tell_plugins("stretto_checkpoint_saved", folder=final)
-        below = await anyio.to_thread.run_sync(prune, root, self._config.checkpoint.keep, state.version)
+        self._report.checkpoints.append(name)
+        log.info("checkpoint", folder=name)
+        self._tell_plugins("stretto_checkpoint_saved", folder=root / name)
+        below = await anyio.to_thread.run_sync(prune, root, self._config.checkpoint.keep, name)
         await self._bus.purge(self._names.log_stream, below=below)
 
-    def _state(self) -> KernelState:
-        """The kernel's part of a checkpoint."""
-        snapshot, note = self._scheduler.snapshot(), self._engines.note
-        assert note is not None
+    def _state(self, note: WeightsNote) -> KernelState:
+        """The kernel's part of a checkpoint of these weights."""
+        snapshot = self._scheduler.snapshot()
         open_tickets = {ticket.id for ticket in snapshot.open}
         self._log_at_issue = {
             ticket: sequence for ticket, sequence in self._log_at_issue.items() if ticket in open_tickets
@@ -662,6 +740,7 @@ class Kernel:
             trained_tokens=self._report.trained_tokens,
             generated_tokens=self._report.generated_tokens,
             wall_s=self._report.wall_s,
+            values=self._values,
         )
 
     @property

@@ -1,9 +1,12 @@
-"""After a restart: the journal's batches since the checkpoint, trained again to the same digests."""
+"""After a restart: the journal's batches since the checkpoint, trained again to the same digests.
+
+A kernel repeats the batches of one set of values: those up to the first change that the journal records.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +18,7 @@ from stretto.bus.messages import (
     GroupDone,
     GroupFailed,
     JournalBatch,
+    JournalChange,
     JournalEvaluation,
     JournalStep,
     RowRef,
@@ -26,7 +30,7 @@ from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
 from stretto.weights import WeightsNote
 
-__all__ = ["Recovered", "repeat_journal"]
+__all__ = ["Journal", "Recovered", "read_journal", "repeat_journal"]
 
 log = structlog.get_logger()
 
@@ -39,6 +43,20 @@ class _Steps(Protocol):
     async def step(self, incarnation: int, version: int, rows: tuple[RowRef, ...]) -> StepResult: ...
 
 
+@dataclass
+class Journal:
+    """What the journal holds of a checkpoint's incarnation, for a kernel with values of a certain number."""
+
+    batches: dict[int, JournalBatch] = field(default_factory=dict[int, JournalBatch])
+    """By version: from the checkpoint's on without a gap, up to the next change."""
+    digests: dict[int, str] = field(default_factory=dict[int, str])
+    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    change: JournalChange | None = None
+    """The one at the checkpoint with which these values begin."""
+    next: JournalChange | None = None
+    """The first one to later values."""
+
+
 @dataclass(frozen=True)
 class Recovered:
     """Where a repetition has led."""
@@ -49,6 +67,8 @@ class Recovered:
     """Last message of the log that the scheduler has taken in."""
     repeated: int
     """Steps that were trained again."""
+    next_values: int | None
+    """Number of the values with which the journal goes on from here; None where this is its end."""
 
 
 async def repeat_journal(
@@ -58,7 +78,9 @@ async def repeat_journal(
     trainers: _Steps,
     checkpoint: tuple[Path | None, KernelState],
     *,
+    values: int,
     attempts_from: int,
+    on_change: Callable[[WeightsNote, int, JournalChange | None], Awaitable[object]],
     on_repeated: Callable[[StartBatch, StepResult], object],
 ) -> Recovered:
     """Load a checkpoint, or the initial model where there is none, train the journal's batches from there on,
@@ -66,6 +88,12 @@ async def repeat_journal(
 
     A step that does not reach the digest of its first time begins a new incarnation there: what older
     weights of the former one sampled since then expires.
+
+    Args:
+        values: number of the values that the scheduler and the trainers have. Where the checkpoint is of
+            former ones, the change is made at the checkpoint.
+        on_change: called when the ledger is that of the change, with the weights, the last message of the log
+            that it has taken in, and the journal's record, if it has one already.
 
     Raises:
         RunError: if the checkpoint does not load to the weights it was made of.
@@ -78,17 +106,23 @@ async def repeat_journal(
     outcomes = await _outcomes(bus, names, state.log_sequence)
     done = {(group.ticket, group.attempt): group for _, group in outcomes if isinstance(group, GroupDone)}
     done |= {(ticket.id, ticket.done.attempt): ticket.done for ticket in state.snapshot.open if ticket.done}
-    batches, digests, evaluations = await _journal(bus, names, state)
+    journal = await read_journal(bus, names, state, values)
+    last = outcomes[-1][0] if outcomes else state.log_sequence
+    if values != state.values:
+        taken = journal.change.log_sequence if journal.change else last
+        _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= taken))
+        outcomes = [(sequence, outcome) for sequence, outcome in outcomes if sequence > taken]
+        scheduler.fit()
+        await on_change(note, taken, journal.change)
     incarnation = state.incarnation
-    for version in range(state.version, state.version + len(batches)):
-        batch = batches[version]
+    for version, batch in journal.batches.items():
         attempts = {(row.group, int(row.id.split("/")[1])) for row in batch.rows}
         start = scheduler.replay(batch.tickets, [done[key] for key in attempts])
         result = await trainers.step(incarnation, version, batch.rows)
         scheduler.step_finished()
         on_repeated(start, result)
         note = result.note
-        expected = digests.get(version + 1)
+        expected = journal.digests.get(version + 1)
         if expected is None:
             await bus.append(
                 names.journal,
@@ -101,18 +135,24 @@ async def repeat_journal(
             break
         log.info("step repeated", version=note.version)
     repeated = note.version - state.version
-    scheduler.recall(each for each in evaluations if each.version <= note.version)
-    if incarnation == state.incarnation:
-        for _, outcome in outcomes:
-            if isinstance(outcome, GroupDone):
-                scheduler.group_done(outcome)
-            else:
-                scheduler.group_failed(outcome)
-    else:
+    scheduler.recall(each for each in journal.evaluations if each.version <= note.version)
+    ahead = journal.next
+    if incarnation != state.incarnation:
         scheduler.expire_finished(f"sampled by weights of incarnation {state.incarnation}")
+        ahead = None
+    else:
+        last = ahead.log_sequence if ahead else last  # what came later is of later values
+        _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= last))
     scheduler.commands()  # withdrawals of attempts that nobody works on any more
-    last = outcomes[-1][0] if outcomes else state.log_sequence
-    return Recovered(note, incarnation, last, repeated)
+    return Recovered(note, incarnation, last, repeated, ahead.values if ahead else None)
+
+
+def _take_in(scheduler: Scheduler, outcomes: Iterable[GroupDone | GroupFailed]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, GroupDone):
+            scheduler.group_done(outcome)
+        else:
+            scheduler.group_failed(outcome)
 
 
 async def _outcomes(bus: Bus, names: Subjects, after: int) -> list[tuple[int, GroupDone | GroupFailed]]:
@@ -128,30 +168,28 @@ async def _outcomes(bus: Bus, names: Subjects, after: int) -> list[tuple[int, Gr
     return outcomes
 
 
-async def _journal(
-    bus: Bus, names: Subjects, state: KernelState
-) -> tuple[dict[int, JournalBatch], dict[int, str], list[Evaluation]]:
-    """Of the checkpoint's incarnation: the batches from its version on, without a gap, the digests, and the
-    evaluations."""
+async def read_journal(bus: Bus, names: Subjects, state: KernelState, values: int) -> Journal:
+    """What a kernel with the values of this number goes on with from a checkpoint."""
+    journal, found = Journal(), dict[int, JournalBatch]()
     last = await bus.last_sequence(names.journal_stream, names.journal)
-    found: dict[int, JournalBatch] = {}
-    digests: dict[int, str] = {}
-    evaluations: list[Evaluation] = []
     if last:
-        kinds = JournalBatch | JournalStep | JournalEvaluation
+        kinds = JournalBatch | JournalStep | JournalEvaluation | JournalChange
         async for sequence, entry in bus.follow(names.journal_stream, names.journal, kinds, start=1):
             if entry.incarnation == state.incarnation:
                 if isinstance(entry, JournalBatch):
                     found[entry.version] = entry
                 elif isinstance(entry, JournalStep):
-                    digests[entry.version] = entry.digest
-                else:
-                    evaluations.append(entry.result)
+                    journal.digests[entry.version] = entry.digest
+                elif isinstance(entry, JournalEvaluation):
+                    journal.evaluations.append(entry.result)
+                elif entry.values == values and entry.version == state.version:
+                    journal.change = entry
+                elif entry.values > values and journal.next is None:
+                    journal.next = entry
             if sequence >= last:
                 break
-    batches: dict[int, JournalBatch] = {}
     version = state.version
-    while version in found:
-        batches[version] = found[version]
+    while version in found and (journal.next is None or version < journal.next.version):
+        journal.batches[version] = found[version]
         version += 1
-    return batches, digests, evaluations
+    return journal

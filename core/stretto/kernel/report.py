@@ -45,7 +45,7 @@ _SHOWN = (
 _MOST_CAUSES = 8
 """Causes that a line names, of tickets that were not trained."""
 
-Status = Literal["running", "completed", "interrupted", "failed"]
+Status = Literal["running", "completed", "interrupted", "failed", "repeated"]
 
 
 class Report:

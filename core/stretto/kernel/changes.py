@@ -1,0 +1,218 @@
+"""The values of a run: the files that hold them, and the changes with which a run may be resumed.
+
+    config.yaml        the values in force
+    config-1.yaml …    those in force before, in their order; 1 are the ones the run was started with
+    references.yaml    keys that were written as a reference to another key, such as `${steps}`
+
+A change is decided when `config.yaml` is replaced. Whoever resumes the run then repeats what was trained with
+former values, and goes over to the next ones where the journal says, or at its end (`kernel.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from stretto.bus.server import lock_run
+from stretto.component import Problem
+from stretto.config import Composed, compose
+from stretto.dataset import Dataset
+from stretto.errors import ConfigError
+from stretto.kernel.checkpoint import newest_intact
+from stretto.placement import Placement
+from stretto.plan import context_of, placement
+from stretto.training import ModelTrainingConfig
+
+__all__ = [
+    "compose_changes",
+    "differences",
+    "is_complete",
+    "newest_values",
+    "put_into_force",
+    "values_file",
+    "write_values",
+]
+
+
+def newest_values(folder: Path) -> int:
+    """Number of the values in `config.yaml`; 1 in a run that was never changed."""
+    number = 1
+    while (folder / f"config-{number}.yaml").exists():
+        number += 1
+    return number
+
+
+def values_file(folder: Path, number: int) -> Path:
+    """The file with the values of a number."""
+    return folder / ("config.yaml" if number == newest_values(folder) else f"config-{number}.yaml")
+
+
+def write_values(folder: Path, composed: Composed) -> None:
+    """Make a composed run the values in force.
+
+    Raises:
+        OSError: if the files cannot be written.
+    """
+    if composed.references:
+        _write(folder / "references.yaml", yaml.safe_dump(dict(composed.references)))
+    _write(folder / "config.yaml", yaml.safe_dump(dict(composed.document), sort_keys=False))
+
+
+def is_complete(folder: Path, steps: int) -> bool:
+    """Whether a run has come to the end of so many steps."""
+    file = folder / "summary.json"
+    if not file.exists():
+        return False
+    summary = json.loads(file.read_bytes())
+    return summary["status"] == "completed" and summary["version"] >= steps
+
+
+def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
+    """A run's values with some of them changed.
+
+    Raises:
+        ConfigError: if the folder holds no run, or one that cannot go on with these values.
+        PluginError: for a component that is not to be had.
+    """
+    file = folder / "config.yaml"
+    if not file.exists():
+        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+    document: dict[str, Any] = yaml.safe_load(file.read_text())
+    references = folder / "references.yaml"
+    if references.exists():
+        for path, text in yaml.safe_load(references.read_text()).items():
+            _put(document, path, text)
+    changed = compose(file, overrides, document=document)
+    faults = list(_faults(compose(file), changed, folder))
+    if faults:
+        raise ConfigError("\n".join(f"{changed.place(fault.path)}: {fault.message}" for fault in faults))
+    return changed
+
+
+def put_into_force(folder: Path, changed: Composed) -> None:
+    """Replace `config.yaml`, and keep the former one under its number. Where no value differs, do nothing.
+
+    Raises:
+        RunError: if a kernel owns the run.
+    """
+    if not differences(yaml.safe_load((folder / "config.yaml").read_text()), changed.document):
+        return
+    with lock_run(folder / "bus"):
+        former = folder / f"config-{newest_values(folder)}.yaml"
+        _write(former, (folder / "config.yaml").read_text())
+        write_values(folder, changed)
+
+
+def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Dotted keys whose values differ: the former and the new value, as JSON; `null` for a missing one."""
+    before, after = dict(_leaves(former)), dict(_leaves(changed))
+    return {
+        key: values
+        for key in sorted(before.keys() | after.keys())
+        if (values := (before.get(key, "null"), after.get(key, "null")))[0] != values[1]
+    }
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Problem]:
+    """Changes that would make another run of it."""
+    was, now = former.config, changed.config
+    fixed = {
+        "model": "the run's weights come from it",
+        "seed": "the order of the rows is drawn from it",
+        "dataset.shuffle": "it decides the order of the rows",
+        "bus.url": "the run's journal lies there",
+        "out": "the run lies there",
+    }
+    for path, why in fixed.items():
+        if former.section(path) != changed.section(path):
+            yield _fixed(path, former.section(path), changed.section(path), why)
+    for name in sorted(was.models.keys() | now.models.keys()):
+        before, after = (run.models[name].path if name in run.models else None for run in (was, now))
+        if before != after:
+            yield _fixed(f"models.{name}.path", before, after, "the model's weights come from it")
+    yield from _structure_faults(placement(former), placement(changed))
+    before, after = (_fingerprint(composed) for composed in (former, changed))
+    if before != after:
+        yield Problem(
+            "dataset",
+            f"has other rows ({after[0]}, fingerprint {after[1]}) than before ({before[0]}, {before[1]}); "
+            "a resumed run keeps its rows and their order; start a new run for others",
+        )
+    found = newest_intact(folder / "checkpoints")
+    if found and now.steps < found[1].version:
+        yield Problem("steps", f"is {now.steps}, and the run is at version {found[1].version} already")
+    elif is_complete(folder, now.steps):
+        yield Problem("steps", f"is {now.steps}, and the run is complete: give it more to go on with it")
+
+
+def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem]:
+    """What is trained on what: the models, their adapters, and the samples of a prompt."""
+    before, after = former.graph, changed.graph
+    if before.source.samples != after.source.samples:
+        why = "the groups in the ledger have as many samples"
+        yield _fixed("algorithm.group_size", before.source.samples, after.source.samples, why)
+    if (before.samples, before.lead, before.models) != (after.samples, after.lead, after.models):
+        models = (", ".join(sorted(graph.models)) for graph in (before, after))
+        yield _fixed("algorithm.use", *models, why="checkpoints hold the models of the former algorithm")
+    elif _adapters(former) != _adapters(changed):
+        yield Problem("training.lora", "cannot change: checkpoints hold the adapters as they were")
+
+
+def _adapters(placed: Placement) -> dict[str, object]:
+    """What is trained of each model, where that is not all of it."""
+    return {
+        model: (lora.rank, lora.alpha, lora.targets) if lora is not None else None
+        for group in placed.groups.values()
+        for model in group.models
+        for lora in [group.section.lora if isinstance(group.section, ModelTrainingConfig) else None]
+    }
+
+
+def _fixed(path: str, former: object, changed: object, why: str) -> Problem:
+    return Problem(
+        path,
+        f"cannot change from {former!r} to {changed!r} in a resumed run: {why}; start a new run for that",
+    )
+
+
+def _fingerprint(composed: Composed) -> tuple[int, str]:
+    dataset: Dataset = composed.make("dataset", context_of(composed.config))
+    return len(dataset), dataset.fingerprint
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that is whole under its name, or not there."""
+    aside = file.with_name(f".{file.name}")
+    with aside.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.replace(file)
+
+
+def _put(document: dict[str, Any], path: str, value: str) -> None:
+    """Set the value at a dotted key that the document has."""
+    *above, last = path.split(".")
+    for part in above:
+        document = document[part]
+    document[last] = value
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and their values as JSON; a list is one value."""
+    if isinstance(node, Mapping):
+        for key, value in cast("Mapping[str, Any]", node).items():
+            yield from _leaves(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, json.dumps(node)
