@@ -117,6 +117,15 @@ def test_secrets_of_the_environment_are_used_and_not_written(
     assert compose(again).config.out == "/x/hunter2/demo"
 
 
+def test_keys_that_refer_to_another_key_are_known(run_file: Path) -> None:
+    overrides = ("steps=9", "queue.max_failures=${steps}", "checkpoint.keep=2")
+    overrides += ("checkpoint.every=${.keep}", "name=a-${steps}")
+    composed = compose(run_file, overrides)
+    assert composed.document["queue"]["max_failures"] == 9
+    # Not the name, which only contains a reference.
+    assert dict(composed.references) == {"queue.max_failures": "${steps}", "checkpoint.every": "${.keep}"}
+
+
 def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
     run_file: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

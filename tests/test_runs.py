@@ -593,6 +593,7 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
     assert "repetition differs" in resumed.text()
     assert summary["ledger"]["expired"] > 0
     assert any("incarnation 0" in reason for reason in summary["reasons"])
+    assert int(summary["checkpoints"][0][-6:]) % 3  # one of its own where the new incarnation begins
 
 
 @pytest.mark.slow

@@ -286,7 +286,7 @@ def compose(
         whole,
         tuple(notices),
         source.place,
-        references,
+        tuple((path, text) for path, text in references if _at(whole, path) is not None),
     )
 
 

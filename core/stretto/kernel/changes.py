@@ -58,8 +58,9 @@ def write_values(folder: Path, composed: Composed) -> None:
     Raises:
         OSError: if the files cannot be written.
     """
-    if composed.references:
-        _write(folder / "references.yaml", yaml.safe_dump(dict(composed.references)))
+    references = folder / "references.yaml"
+    if composed.references or references.exists():
+        _write(references, yaml.safe_dump(dict(composed.references)))
     _write(folder / "config.yaml", yaml.safe_dump(dict(composed.document), sort_keys=False))
 
 
@@ -202,11 +203,13 @@ def _write(file: Path, text: str) -> None:
 
 
 def _put(document: dict[str, Any], path: str, value: str) -> None:
-    """Set the value at a dotted key that the document has."""
+    """Set the value at a dotted key, where the document has it: a change that was killed has perhaps left
+    references to keys of values that never came into force."""
     *above, last = path.split(".")
     for part in above:
-        document = document[part]
-    document[last] = value
+        document = document.get(part) or {}
+    if last in document:
+        document[last] = value
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -377,6 +377,8 @@ class Kernel:
                 return
             log.info("resumed", version=note.version, repeated=recovered.repeated)
         self._engines.announce(note)
+        if self._resumed is not None and self._incarnation != self._resumed[1].incarnation:
+            await self._checkpoint()  # without it another crash would begin this incarnation a second time
         self._view.note = "waiting for all workers"
         with anyio.move_on_after(_START_S) as starting:
             await self._until_all_callable()
