@@ -850,6 +850,7 @@ def assert_each_ticket_trained_once(entries: list[dict[str, Any]]) -> None:
     assert len(tickets) == len(set(tickets))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> None:
     run = start("checkpoint.every=3", "steps=30", "queue.max_staleness=4", "inference.sigma=1.2")
     run.until_step(8)
