@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stretto import Context
+from stretto.config import compose
 from stretto.endpoint import Endpoint
 from stretto.engine import Sampling
 from stretto.episode import Episode, Limits
@@ -27,7 +28,7 @@ from stretto.sandbox import sandbox_problem
 from stretto.tokenizer import ByteTokenizer, load_tokenizer
 from stretto.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.workflow import Answer, Heard, Prompt, Score, Session, Trajectory
-from stretto_agent import AgentConfig
+from stretto_agent import AgentConfig, check
 from stretto_agent.workflow import AgentError, AgentWorkflow
 
 # As Qwen3's: the reasoning of earlier answers goes. Calls in the history are written anew.
@@ -742,3 +743,21 @@ def test_agents_that_never_end_fail_their_tickets_and_leave_nothing(start: Calla
 def test_what_cannot_run_is_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AgentConfig(use="agent", **options)
+
+
+def test_a_chat_template_that_shows_no_tools_is_warned_of(tmp_path: Path) -> None:
+    def warnings_of(template: str | None) -> list[str]:
+        model = tmp_path / str(hash(template))
+        tokenizer_with(template, model)
+        (tmp_path / "run.yaml").write_text(
+            f"{{name: a, steps: 1, algorithm: grpo, dataset: {{use: jsonl, path: {tmp_path}/run.yaml}}, "
+            f"workflow: {{use: agent, command: 'true'}}, sandbox: unsafe, model: {model}}}"
+        )
+        config = compose(tmp_path / "run.yaml").config
+        assert isinstance(config.workflow, AgentConfig)
+        return [problem.message for problem in check(config.workflow, config) if problem.path == "model"]
+
+    assert warnings_of(TEMPLATE) == []
+    assert warnings_of(None) == []  # the agent may ask for completions of text
+    [warning] = warnings_of("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert "will not see what the agent sends as `tools`" in warning

@@ -34,7 +34,7 @@ steps: 5
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     file = tmp_path / "run.yaml"
@@ -237,7 +237,8 @@ def test_what_users_write_is_tried(run_file: Path) -> None:
     (folder / "mine.py").write_text("import no_such_module\ndef score(prompt, completion): return 1.0\n")
     own = ["training=mock", "reward=function", f"reward.function={folder}/mine.py:score"]
     [wrong] = complaints(compose(run_file, own))
-    assert "cannot be made: ModuleNotFoundError: No module named 'no_such_module'" in wrong
+    assert "reward 'function' of stretto" in wrong
+    assert "raised ModuleNotFoundError: No module named 'no_such_module'" in wrong
     assert "mine.py:1)" in wrong
 
 
@@ -252,10 +253,10 @@ def test_a_plugin_that_raises_is_a_problem_with_its_place(run_file: Path) -> Non
     )
     loaded = ["training=mock", f"plugins=[{plugin}]"]
     [wrong] = complaints(compose(run_file, [*loaded, "dataset=broken"]))
-    assert "dataset: the plugin raised ZeroDivisionError: made badly" in wrong
+    assert "dataset: dataset 'broken' of mine.py raised ZeroDivisionError: made badly" in wrong
     assert "mine.py:2)" in wrong
     [wrong] = complaints(compose(run_file, [*loaded, "algorithm=half"]))
-    assert "Half has no calls, keep" in wrong
+    assert "Half has no method 'calls', and has no method 'keep'" in wrong
     plugin.write_text("")
     assert "no function marked `@hookimpl`" in refused(run_file, *loaded)
 
@@ -318,7 +319,7 @@ def test_what_a_run_of_given_models_needs(run_file: Path) -> None:
     [wrong] = complaints(compose(run_file, placed))
     assert wrong == "model: required by training engine 'torch': a local folder or a hub id"
     pairs = run_file.parent / "rows.jsonl"
-    pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 8)
     evaluated = f"evaluation.dataset={{use: jsonl, path: {pairs}}}"
     scorer = ["algorithm=reward_model", "training=mock", evaluated]
     assert "'reward', which is no policy" in " ".join(complaints(compose(run_file, scorer)))

@@ -273,7 +273,12 @@ def _greedy(prompts: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_no_row_with_a_result_is_a_failure(tmp_path: Path, tiny_models: Callable[[str], Path]) -> None:
-    (tmp_path / "reward.py").write_text("def score(prompt, completion):\n    raise ValueError('never')\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, completion):\n"
+        "    if completion != '0':  # the answer that a reward is tried on before the run\n"
+        "        raise ValueError('never')\n"
+        "    return 0.0\n"
+    )
     done = stretto(
         *("evaluate", str(tiny_models("llama")), "--dataset", HELDOUT, "--inference", "mock", "--rows", "3"),
         *(

@@ -318,7 +318,7 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(start: Start, tmp_
     body = """
     import time, math, os
     def score(prompt, completion, n, **columns):
-        if n % 7 == 0: raise LookupError(f"row {n}")
+        if n % 7 == 6: raise LookupError(f"row {n}")
         if n % 7 == 1: return math.nan
         if n % 7 == 2: return None
         if n == 3: time.sleep(60)
@@ -339,7 +339,9 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(start: Start, tmp_
 
 
 def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start, tmp_path: Path) -> None:
-    run = start(*reward(tmp_path, "def score(prompt, completion):\n    raise KeyError('gold')"))
+    # It scores what it is tried on before the run, and nothing else.
+    body = "def score(prompt, completion):\n    if completion != '0': raise KeyError('gold')\n    return 0"
+    run = start(*reward(tmp_path, body))
     assert run.end() == 1
     summary = run.summary()
     assert "8 tickets failed one after the other" in summary["reason"]

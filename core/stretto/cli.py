@@ -190,7 +190,7 @@ def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> C
     for notice in composed.notices:
         typer.echo(f"note: {notice}", err=True)
     fatal: list[str] = []
-    for problem in problems(composed, resumed=resumed):
+    for problem in problems(composed, starting=starting, resumed=resumed):
         if problem.severity == "error" or (problem.severity == "machine" and starting):
             fatal.append(f"{composed.place(problem.path)}: {problem.message}")
         else:

@@ -111,7 +111,9 @@ class Component(Generic[ConfigT]):
     name: str
     """What stands after `use:`; equal to the entry point's name."""
     factory: Callable[[ConfigT, Context], Any]
-    """Makes the object that keeps the kind's contract. Heavy imports belong in here."""
+    """Makes the object that keeps the kind's contract. Heavy imports belong in here. `stretto check` makes
+    the object too, in a process of its own and with an empty `Context.folder`: side effects, such as opening
+    a connection or a file, belong in the object's methods."""
     config: type[ConfigT]
     """Struct of the component's section: a subclass of the kind's base, such as `RewardConfig`."""
     summary: str
@@ -125,3 +127,7 @@ class Component(Generic[ConfigT]):
     reads_images: bool = False
     """Whether an inference engine takes vision-language models, and prompts in which image tokens stand for
     the images of a row; read for that kind only."""
+    reward_columns: tuple[str, ...] | None = None
+    """Of a workflow: the columns that it gives to the reward besides the row's. With none, `check` scores the
+    first row; with some, it sees whether the reward can be called. None, the default: not known, and the
+    reward is only made."""

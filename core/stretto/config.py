@@ -28,11 +28,12 @@ from stretto.component import (
     PositiveFloat,
     PositiveInt,
 )
+from stretto.contracts import CONTRACTS, expect_contract
 from stretto.dataset import DatasetConfig
 from stretto.engine import InferenceConfig, Sampling, TrainingConfig
-from stretto.errors import ConfigError, PluginError, nearest, offer
+from stretto.errors import ConfigError, PluginError, StrettoError, foreign_frames, nearest, offer, place_of
 from stretto.launcher import LauncherConfig, Resources
-from stretto.plugins import BASES, Plugins
+from stretto.plugins import BASES, Origin, Plugins
 from stretto.reward import RewardConfig
 from stretto.sandbox import SandboxMode
 from stretto.tracker import TrackerConfig
@@ -228,6 +229,11 @@ NAMED_SECTIONS: dict[str, Kind] = {"groups": "training"}
 _GROUP_NAME = r"[a-z][a-z0-9_]*"
 
 
+def kind_of(path: str) -> Kind:
+    """The kind of the component that the section at a dotted key chooses."""
+    return SECTIONS.get(path) or (LIST_SECTIONS | NAMED_SECTIONS)[path.partition(".")[0]]
+
+
 @dataclass(frozen=True)
 class Composed:
     """A run file that has been read, merged and checked key by key."""
@@ -253,9 +259,54 @@ class Composed:
             node = node[int(part)] if part.isdigit() else getattr(node, part)
         return node
 
-    def make(self, path: str, context: Context) -> Any:
-        """The object of the component that the section at `path` chose."""
-        return self.components[path].factory(self.section(path), context)
+    def make(self, path: str, context: Context, section: Any = None) -> Any:
+        """The object of the component that the section at `path` chose.
+
+        Args:
+            section: what the component is given instead of that section.
+
+        Raises:
+            ContractError: if the object does not keep the contract of its kind.
+            PluginError: if its factory raised what is no `StrettoError`.
+        """
+        section = self.section(path) if section is None else section
+        try:
+            made = self.components[path].factory(section, context)
+        except StrettoError:
+            raise
+        except Exception as error:
+            raise PluginError(self.blame(error, path)) from error
+        expect_contract(made, CONTRACTS[kind_of(path)], self.origin(path).label)
+        return made
+
+    def origin(self, path: str) -> Origin:
+        """Whose code the component of a section is."""
+        return self.plugins.origin(kind_of(path), self.section(path).use)
+
+    def blame(self, error: BaseException, path: str = "") -> str:
+        """`algorithm 'median' of acme 1.2 raised ValueError: … (median.py:23)`: the component whose code was
+        the last on the way to an error.
+
+        Args:
+            path: of the section whose component was called; it is named where the error was in none's own
+                files. Without it the text is then empty.
+        """
+        owners = {each: self.origin(each) for each in ([path] if path else []) + list(self.components)}
+        for frame in reversed(foreign_frames(error)):
+            for origin in owners.values():
+                if frame.filename.startswith(origin.files):
+                    return f"{origin.label} raised {place_of(error, origin.files)}"
+        return f"{owners[path].label} raised {place_of(error)}" if path else ""
+
+    def explain(self, error: BaseException, log: Path) -> str:
+        """An error for those who do not see its traceback: if it is a plugin's, whose, and at which line.
+
+        Args:
+            log: the file that has the traceback of what is no `StrettoError`.
+        """
+        if isinstance(error, StrettoError):
+            return str(error)
+        return f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}"
 
 
 def compose(

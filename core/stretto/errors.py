@@ -2,7 +2,8 @@
 
     StrettoError
     ├── ConfigError       a run file or an override that is refused: `path`, `value`
-    ├── PluginError       a component that is unknown, broken or ambiguous: `kind`, `name`
+    ├── PluginError       a component that is unknown, ambiguous or broken: `kind`, `name`
+    │   └── ContractError a component that lacks what the contract of its kind promises
     ├── BusError
     │   ├── NoAnswer      another process did not answer in time: `who`, `subject`, `waited_s`
     │   ├── Refused       another process answered with a refusal: `who`, `reason`
@@ -20,6 +21,7 @@ started), 1 for the others.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from collections.abc import Generator, Mapping
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BusError",
     "ConfigError",
+    "ContractError",
     "EngineError",
     "LaunchError",
     "Malformed",
@@ -45,6 +48,7 @@ __all__ = [
     "RunError",
     "StrettoError",
     "WeightsError",
+    "foreign_frames",
     "leaves",
     "nearest",
     "offer",
@@ -71,12 +75,16 @@ class ConfigError(StrettoError):
 
 
 class PluginError(StrettoError):
-    """A component cannot be had: unknown, ambiguous, or its plugin does not load."""
+    """A component cannot be had: unknown, ambiguous, or its plugin does not load or raised."""
 
     def __init__(self, message: str, *, kind: str = "", name: str = "") -> None:
         super().__init__(message)
         self.kind = kind
         self.name = name
+
+
+class ContractError(PluginError):
+    """A component lacks what the contract of its kind promises. Starting it again cannot help."""
 
 
 class BusError(StrettoError):
@@ -164,18 +172,29 @@ def offer(word: str, known: Iterable[str], label: str) -> str:
     return f"{nearest(word, known) or ';'} {label}: {', '.join(known) or 'none'}"
 
 
-def place_of(error: BaseException) -> str:
+def place_of(error: BaseException, files: str = "") -> str:
     """`"ZeroDivisionError: … (rewards.py:12)"`: what was raised, and the last line of the user's own code on
-    the way there, or of a library's where there is none of the user's."""
-    here, libraries = str(Path(__file__).parent), tuple(sysconfig.get_paths().values())
-    foreign = [
+    the way there, or of a library's where there is none of the user's.
+
+    Args:
+        files: a file or a folder that counts as the user's own wherever it is, such as an installed plugin's.
+    """
+    libraries = tuple(sysconfig.get_paths().values())
+    foreign = foreign_frames(error)
+    own = [
         frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((here, "<"))
+        for frame in foreign
+        if (files and frame.filename.startswith(files)) or not frame.filename.startswith(libraries)
     ]
-    own = [frame for frame in foreign if not frame.filename.startswith(libraries)]
     where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or foreign)[-1:])
     return f"{type(error).__name__}: {error}{where}"
+
+
+def foreign_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines outside stretto's core on the way to an error, outermost first."""
+    core = f"{Path(__file__).parent}{os.sep}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith((core, "<"))]
 
 
 def leaves(error: BaseException) -> list[BaseException]:

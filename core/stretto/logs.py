@@ -19,7 +19,8 @@ __all__ = ["bound", "log_to"]
 
 
 def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None:
-    """Send this process's log to a file of JSON lines, and to stderr as text if `console`."""
+    """Send this process's log to a file of JSON lines, and to stderr as text if `console`. A traceback goes
+    to the file alone; the text names the file."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -61,6 +62,8 @@ class _Tee:
             self._file.write(f"{self._json(logger, name, dict(event))}\n")
         if self._console:
             shown = {key: value for key, value in event.items() if key not in ("run", "role")}
+            if shown.pop("exception", None) and self._file is not None:
+                shown["traceback"] = self._file.name
             try:
                 print(self._text(logger, name, shown), file=sys.stderr, flush=True)
             except OSError:  # whoever read it is gone; the file has it all

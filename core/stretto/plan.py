@@ -7,30 +7,38 @@ of single keys; `describe` is the text of `stretto check`.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from stretto.algorithm import Algorithm, Call
+from stretto.bus.server import fault_of_server
 from stretto.component import Context, Problem
 from stretto.config import Composed, RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.environment import EnvironmentConfig
 from stretto.errors import ConfigError, StrettoError, offer, place_of
-from stretto.images import has_images, is_vision_language
+from stretto.images import IMAGE_COLUMNS, has_images, is_vision_language
 from stretto.kernel.dataflow import Graph, graph_of
 from stretto.launcher import Job, Launcher, Resources, Role
 from stretto.model_files import known_config
 from stretto.placement import DEFAULT_GROUP, Placement, group_of_worker, sections
 from stretto.plugins import missing_extra
-from stretto.tokenizer import fault_of, load_tokenizer
+from stretto.tokenizer import Tokenizer, fault_of, load_tokenizer
 from stretto.training import ModelTrainingConfig
+
+if TYPE_CHECKING:
+    from stretto.roles.scoring import Task
 
 __all__ = [
     "Worker",
@@ -46,7 +54,15 @@ __all__ = [
 
 
 _TRY_S = 60.0
-"""What a reward gets to be made, on trial; and a row with images to be read."""
+"""Deadline of each trial: components are made, a reward scores first rows, a row with images is read."""
+_LOOK_S = 2.0
+"""Longest search for a prompt that is short enough."""
+_CONNECT_S = 3.0
+"""What a nats-server gets to be found at `bus.url`."""
+_ANSWER = "0"
+"""What a reward is to score on trial."""
+_FAR_STALENESS = 16
+"""Beyond this bound a run is warned: the project has measured none above 8."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +145,6 @@ def graph(composed: Composed) -> Graph:
         ConfigError: if it cannot run.
     """
     algorithm: Algorithm = composed.make("algorithm", context_of(composed.config))
-    if missing := [name for name in ("models", "calls", "keep") if not hasattr(algorithm, name)]:
-        raise ConfigError(
-            f"{type(algorithm).__name__} has no {', '.join(missing)}; see stretto.algorithm", path="algorithm"
-        )
     return graph_of(algorithm.calls(), algorithm.models)
 
 
@@ -145,45 +157,55 @@ def placement(composed: Composed) -> Placement:
     return Placement(composed.config, graph(composed))
 
 
-def problems(composed: Composed, *, resumed: bool = False) -> list[Problem]:
+def problems(composed: Composed, *, starting: bool = True, resumed: bool = False) -> list[Problem]:
     """Everything wrong with the run as a whole, errors first.
 
     Args:
+        starting: the run is about to start. Engines are then not made on trial: the workers are about to.
         resumed: the run goes on in a folder that it has.
     """
-    found = [*_problems(composed), *([] if resumed else _folder_problems(composed.config))]
+    found = [*_problems(composed, starting), *([] if resumed else _folder_problems(composed.config))]
     return sorted(found, key=lambda problem: problem.severity == "warning")
 
 
 # --------------------------------------------------------------------------------------- problems
 
 
-def _problems(composed: Composed) -> Iterator[Problem]:
+def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
     config = composed.config
     placed = _placed(composed)
     found: list[Problem] = []
     for path in composed.components:
         where = None if isinstance(placed, Problem) else placed
-        found += _of_plugin(path, partial(_component_problems, composed, path, where))
+        found += _of_plugin(composed, path, partial(_component_problems, composed, path, where))
     yield from found
     if isinstance(placed, Problem):
         yield placed
         return
-    yield from _of_plugin("model", partial(_model_problems, composed, placed))
-    for path in ("dataset", "evaluation.dataset"):
-        if path in composed.components:
-            yield from _of_plugin(path, partial(_dataset_problems, composed, path, placed.graph))
-    yield from _batch_problems(config, placed)
-    if config.steps == 0 and config.evaluation is None:
-        yield Problem("steps", "is 0, and there is no `evaluation`: nothing is to be done")
-    if placed.graph.samples and config.steps:
-        yield from _sampling_problems(config)
-    yield from _thread_problems(config, placed)
-    yield from _of_plugin("launcher", partial(_launcher_problems, composed, placed))
-    if not any(problem.path.startswith("reward") for problem in found):
-        yield from _reward_problems(composed, placed)
+    untried = {problem.path.partition(".")[0] for problem in found if problem.severity != "warning"}
+    with ThreadPoolExecutor() as trials:  # each is a process of its own
+        made = trials.submit(lambda: list(_trial_problems(composed, placed, starting, untried)))
+        first_rows: dict[str, Row] = {}
+        for path in ("dataset", "evaluation.dataset"):
+            if path in composed.components:
+                look = partial(_dataset_problems, composed, path, placed, first_rows)
+                yield from _of_plugin(composed, path, look)
+        scored = trials.submit(lambda: list(_reward_problems(composed, placed, first_rows, untried)))
+        yield from _of_plugin(composed, "model", partial(_model_problems, composed, placed))
+        yield from _batch_problems(config, placed)
+        if config.steps == 0 and config.evaluation is None:
+            yield Problem("steps", "is 0, and there is no `evaluation`: nothing is to be done")
+        if placed.graph.samples and config.steps:
+            yield from _sampling_problems(config)
+        yield from _odd_values(config)
+        yield from _thread_problems(config, placed)
+        yield from _of_plugin(composed, "launcher", partial(_launcher_problems, composed, placed))
+        if config.bus.url is not None and (fault := fault_of_server(config.bus.url, _CONNECT_S)):
+            yield Problem("bus.url", fault, "machine")
+        yield from scored.result()
+        yield from made.result()
     for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
-        yield Problem("plugins", f"{plugin}: {error}")
+        yield Problem("plugins", f"{plugin}: {error if isinstance(error, StrettoError) else place_of(error)}")
 
 
 def _folder_problems(config: RunConfig) -> Iterator[Problem]:
@@ -206,17 +228,17 @@ def _placed(composed: Composed) -> Placement | Problem:
     except StrettoError as error:
         return Problem("algorithm", str(error))
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is told
-        return Problem("algorithm", f"the plugin raised {place_of(error)}")
+        return Problem("algorithm", composed.blame(error, "algorithm"))
 
 
-def _of_plugin(path: str, problems: Callable[[], Iterable[Problem]]) -> list[Problem]:
+def _of_plugin(composed: Composed, path: str, problems: Callable[[], Iterable[Problem]]) -> list[Problem]:
     """What a plugin's code has to say, or how it failed."""
     try:
         return list(problems())
     except StrettoError as error:
         return [Problem(path, str(error))]
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is told
-        return [Problem(path, f"the plugin raised {place_of(error)}")]
+        return [Problem(path, composed.blame(error, path if path in composed.components else ""))]
 
 
 def _component_problems(composed: Composed, path: str, placed: Placement | None) -> Iterator[Problem]:
@@ -245,23 +267,90 @@ def _launcher_problems(composed: Composed, placed: Placement) -> Iterable[Proble
     return launcher.check([_blank_job(worker) for worker in workers(composed.config, placed)])
 
 
-def _reward_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
-    """Have a scoring process make the reward, as the verifiers will."""
-    if composed.config.reward is None:
-        told = isinstance(composed.config.workflow, EnvironmentConfig)  # by the environment, perhaps
-        if (placed.graph.scores or composed.config.evaluation is not None) and not told:
-            yield Problem("reward", "required: answers are to be scored; such as `reward: exact`")
-        return
-    from stretto.roles.scoring import try_to_make
+def _trial_problems(
+    composed: Composed, placed: Placement, starting: bool, untried: Set[str]
+) -> Iterator[Problem]:
+    """Have a process make the components that the kernel does not: do they keep their contracts? Those that
+    come with stretto do, and its engines take seconds to import."""
+    from stretto.roles.trial import try_to_make
 
+    roles = {worker.role for worker in workers(composed.config, placed)}
+    paths = [path for path in composed.components if path.startswith("trackers.")]
+    if "inference" in roles:
+        paths += ["weights"] if starting else ["weights", "inference"]
+    if "rollout" in roles:
+        paths.append("workflow")
+    if not starting:  # the ranks of a larger group have to meet before there is an engine
+        paths += [group.path for group in placed.groups.values() if group.section.processes == 1]
+    paths = [
+        path
+        for path in paths
+        if path.partition(".")[0] not in untried and composed.origin(path).distribution != "stretto"
+    ]
+    if not paths:
+        return
     document = msgspec.to_builtins(composed.config)
     try:
-        error = try_to_make(document, context_of(composed.config), _TRY_S)
+        yield from try_to_make(document, paths, context_of(composed.config), _TRY_S)
     except TimeoutError:
-        yield Problem("reward", f"not verified: not made within {_TRY_S:.0f} s", "warning")
+        for path in paths:
+            yield Problem(path, f"not verified: not made within {_TRY_S:.0f} s", "warning")
+
+
+def _reward_problems(
+    composed: Composed, placed: Placement, first_rows: Mapping[str, Row], untried: Set[str]
+) -> Iterator[Problem]:
+    """Have a scoring process make the reward and score the first rows, as the verifiers will."""
+    config = composed.config
+    if config.reward is None:
+        told = isinstance(config.workflow, EnvironmentConfig)  # by the environment, perhaps
+        if (placed.graph.scores or config.evaluation is not None) and not told:
+            yield Problem("reward", "required: answers are to be scored; such as `reward: exact`")
+        return
+    if "reward" in untried:
+        return
+    from stretto.roles.scoring import try_to_score
+
+    tasks = _scoring_tasks(composed, placed, first_rows)
+    try:
+        error, faults = try_to_score(
+            msgspec.to_builtins(config), context_of(config), list(tasks.values()), _TRY_S
+        )
+    except TimeoutError:
+        what = "not made, or the first row not scored," if tasks else "not made"
+        yield Problem("reward", f"not verified: {what} within {_TRY_S:.0f} s", "warning")
         return
     if error:
         yield Problem("reward", error)
+    label = composed.origin("reward").label
+    for path, fault in zip(tasks, faults, strict=False):  # there are none where it cannot be made
+        if fault:
+            yield Problem("reward", f"{label} cannot score the first row of `{path}`: {fault}")
+
+
+def _scoring_tasks(composed: Composed, placed: Placement, first_rows: Mapping[str, Row]) -> dict[str, Task]:
+    """What the reward is tried on, by the section of its dataset."""
+    from stretto.roles.scoring import Task
+
+    columns = composed.components["workflow"].reward_columns
+    if columns is None:
+        return {}
+    evaluation = composed.config.evaluation
+    samples = {
+        "dataset": placed.graph.source.samples if placed.graph.scores and composed.config.steps else 0,
+        "evaluation.dataset": evaluation.samples if evaluation is not None else 0,
+    }
+    hidden = IMAGE_COLUMNS if is_vision_language(known_config(composed.config.model)) else ()
+    more = msgspec.msgpack.encode({name: [] for name in columns})
+    return {
+        path: Task(
+            msgspec.msgpack.encode({name: value for name, value in row.items() if name not in hidden}),
+            () if columns else (_ANSWER,) * samples[path],
+            more,
+        )
+        for path, row in first_rows.items()
+        if samples[path]
+    }
 
 
 def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
@@ -356,8 +445,12 @@ def _hub_problems(path: str, model: str) -> Iterator[Problem]:
         yield Problem(path, f"{model!r} not verified: the hub cannot be reached ({reason})", "warning")
 
 
-def _dataset_problems(composed: Composed, path: str, graph: Graph) -> Iterator[Problem]:
-    dataset: Dataset = composed.make(path, context_of(composed.config))
+def _dataset_problems(
+    composed: Composed, path: str, placed: Placement, first_rows: dict[str, Row]
+) -> Iterator[Problem]:
+    """Look at the rows; the first one is left in `first_rows`, if it can be answered."""
+    config, graph = composed.config, placed.graph
+    dataset: Dataset = composed.make(path, context_of(config))
     if len(dataset) == 0:
         yield Problem(path, "the dataset is empty; expected at least one row")
         return
@@ -365,18 +458,73 @@ def _dataset_problems(composed: Composed, path: str, graph: Graph) -> Iterator[P
     if "prompt" not in row:
         keys = ", ".join(row) or "none"
         yield Problem(path, f"the first row has no column 'prompt'; its columns: {keys}")
-    elif fault := fault_of(row["prompt"]):
+        return
+    if fault := fault_of(row["prompt"]):
         yield Problem(path, f"the first row's prompt: {fault}")
-    elif is_vision_language(model := known_config(composed.config.model)):
+        return
+    first_rows[path] = row
+    if is_vision_language(model := known_config(config.model)):
         yield from _seeing_problems(composed, path)
     elif model and has_images(row):
         yield Problem(
             path,
-            f"the first row has images, and the model {composed.config.model!r} reads none; give a "
+            f"the first row has images, and the model {config.model!r} reads none; give a "
             "vision-language model, or rows without the columns 'images' and 'image'",
         )
     elif path == "dataset" and graph.source.encode is not None:
-        yield from _encoding_problems(composed.config.model, graph.source, row)
+        yield from _encoding_problems(config.model, graph.source, row)
+    elif config.model is None or Path(config.model, "tokenizer.json").exists():
+        yield from _length_problems(composed, path, placed, dataset)
+    if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
+        yield Problem(
+            "queue.batch_size",
+            f"is {config.queue.batch_size}, and the dataset has {len(dataset)} rows: a step trains on the "
+            "same row several times",
+            "warning",
+        )
+
+
+def _length_problems(composed: Composed, path: str, placed: Placement, dataset: Dataset) -> Iterator[Problem]:
+    """Prompts that are all left out, or that fill a micro-batch."""
+    config = composed.config
+    limit = composed.section(path).max_prompt_tokens
+    tokenizer = load_tokenizer(config.model)
+    tokens = len(tokenizer.encode_prompt(dataset[0]["prompt"]))
+    if limit is not None and tokens > limit:
+        yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
+    elif path == "dataset" and config.steps:
+        longest = tokens + config.sampling.max_tokens
+        for group in placed.groups.values():
+            budget = (
+                group.section.micro_batch_tokens
+                if isinstance(group.section, ModelTrainingConfig)
+                else longest
+            )
+            if budget < longest:
+                yield Problem(
+                    f"{group.path}.micro_batch_tokens",
+                    f"is {budget}, and a sequence can have {longest} tokens: the first row's prompt has "
+                    f"{tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A longer sequence "
+                    "is computed alone and takes more memory",
+                    "warning",
+                )
+
+
+def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Dataset) -> Iterator[Problem]:
+    """Look for a prompt that is short enough, for a while."""
+    began, shortest, looked = time.monotonic(), math.inf, 0
+    while looked < len(dataset) and time.monotonic() - began < _LOOK_S:
+        shortest = min(shortest, len(tokenizer.encode_prompt(dataset[looked]["prompt"])))
+        looked += 1
+        if shortest <= limit:
+            return
+    every = looked == len(dataset)
+    yield Problem(
+        path,
+        f"is {limit}, and the prompts of {'all' if every else 'the first'} {looked} rows are longer (the "
+        f"shortest has {shortest} tokens): they are left out",
+        "error" if every else "warning",
+    )
 
 
 def _seeing_problems(composed: Composed, path: str) -> Iterator[Problem]:
@@ -445,6 +593,25 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
             "sampling",
             "top_p < 1, top_k > 0, min_p > 0 and logit_bias are refused in training: the trainer's logprobs "
             "would not be those of the distribution sampled from; they are for `evaluation.sampling`",
+        )
+
+
+def _odd_values(config: RunConfig) -> Iterator[Problem]:
+    """Values that are allowed, and rarely meant."""
+    bound, evaluation = config.queue.max_staleness, config.evaluation
+    if bound > _FAR_STALENESS:
+        yield Problem(
+            "queue.max_staleness",
+            f"is {bound}: tokens may be {bound} train steps old, and training on them seldom works; usual "
+            "are 0 to 8",
+            "warning",
+        )
+    if evaluation is not None and config.steps and evaluation.every > config.steps:
+        yield Problem(
+            "evaluation.every",
+            f"is {evaluation.every}, and the run has {config.steps} steps: only versions 0 and "
+            f"{config.steps} are evaluated",
+            "warning",
         )
 
 

@@ -7,12 +7,14 @@ extra of one never breaks another. Private to the core; plugin authors need `hoo
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, cast, get_args
 
 import msgspec
@@ -23,14 +25,14 @@ from stretto.algorithm import AlgorithmConfig
 from stretto.component import Component, Kind
 from stretto.dataset import DatasetConfig
 from stretto.engine import InferenceConfig, TrainingConfig
-from stretto.errors import PluginError, nearest
+from stretto.errors import PluginError, nearest, place_of
 from stretto.launcher import LauncherConfig
 from stretto.reward import RewardConfig
 from stretto.tracker import TrackerConfig
 from stretto.weights import WeightsConfig
 from stretto.workflow import WorkflowConfig
 
-__all__ = ["BASES", "KINDS", "Listing", "Plugins"]
+__all__ = ["BASES", "KINDS", "Listing", "Origin", "Plugins"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -75,13 +77,32 @@ class Listing:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Whose code a component is, for messages."""
+
+    label: str
+    """`reward 'brevity' of acme 1.2`, or `of my_reward.py` where it was loaded by path."""
+    files: str
+    """What the paths of its source files begin with: its package's folder, or its module's file."""
+    distribution: str
+    """The installed package it is in, or the name of the module where it was loaded by path."""
+
+
+@dataclass(frozen=True)
 class _Source:
     """Where a component of some name can be had: an entry point, or a module loaded by path."""
 
+    kind: Kind
     name: str
     distribution: str
     version: str
     where: EntryPoint | ModuleType
+
+    @property
+    def label(self) -> str:
+        if isinstance(self.where, ModuleType):
+            return f"{self.kind} {self.name!r} of {Path(self.where.__file__ or self.distribution).name}"
+        return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
 
 
 class Plugins:
@@ -92,6 +113,7 @@ class Plugins:
         self._manager.add_hookspecs(hooks)
         self._paths: dict[Path, ModuleType] = {}
         self._offered: dict[tuple[Kind, str], list[Component[Any]]] = {}
+        self._origins: dict[tuple[Kind, str], Origin] = {}
 
     @property
     def hook(self) -> pluggy.HookRelay:
@@ -126,8 +148,8 @@ class Plugins:
             spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[name]
-            raise PluginError(f"plugin {str(path)!r} does not load: {_reason(error)}") from error
-        self._register(module, str(path))
+            raise PluginError(f"plugin {str(path)!r} does not load: {place_of(error, str(path))}") from error
+        self._register(module, f"plugin {str(path)!r}")
         if not self._manager.get_hookcallers(module):
             raise PluginError(f"plugin {str(path)!r} is none: it has no function marked `@hookimpl`")
         self._paths[path] = module
@@ -158,7 +180,15 @@ class Plugins:
                 kind=kind,
                 name=name,
             )
-        return self._load(kind, sources[0])
+        [source] = sources
+        component = self._load(kind, source)
+        module = source.where if isinstance(source.where, ModuleType) else sys.modules[source.where.module]
+        self._origins[kind, name] = Origin(source.label, _files_of(module), source.distribution)
+        return component
+
+    def origin(self, kind: Kind, name: str) -> Origin:
+        """Whose code a component is that `get` has given."""
+        return self._origins[kind, name]
 
     def listing(self) -> list[Listing]:
         """Every component installed or loaded by path; imports them all, and says which do not load."""
@@ -180,25 +210,25 @@ class Plugins:
     def _sources(self, kind: Kind) -> Iterator[_Source]:
         for entry in entry_points(group=f"stretto.{kind}"):
             owner = entry.dist
-            yield _Source(entry.name, owner.name if owner else "?", owner.version if owner else "?", entry)
+            distribution, version = (owner.name, owner.version) if owner else ("?", "?")
+            yield _Source(kind, entry.name, distribution, version, entry)
         for path, module in self._paths.items():
             for component in self._components(kind, module):
-                yield _Source(component.name, path.stem, "path", module)
+                yield _Source(kind, component.name, path.stem, "path", module)
 
     def _load(self, kind: Kind, source: _Source) -> Component[Any]:
         module = source.where
-        label = f"{kind} {source.name!r} of {source.distribution!r}"
         if isinstance(module, EntryPoint):
             try:
                 module = module.load()
             except Exception as error:
-                reason = f"{label} does not load: {_reason(error)}"
+                reason = f"{source.label} does not load: {place_of(error)}"
                 raise PluginError(reason, kind=kind, name=source.name) from error
-            self._register(module, label)
+            self._register(module, source.label)
         offered = {component.name: component for component in self._components(kind, module)}
         if source.name not in offered:
             raise PluginError(
-                f"{label}: its module {module.__name__!r} implements stretto_{kind} for "
+                f"{source.label}: its module {module.__name__!r} implements stretto_{kind} for "
                 f"{sorted(offered) or 'nothing'}, not for {source.name!r}",
                 kind=kind,
                 name=source.name,
@@ -206,7 +236,8 @@ class Plugins:
         component = offered[source.name]
         if not issubclass(component.config, BASES[kind]):
             raise PluginError(
-                f"{label}: its config {component.config.__name__!r} must extend {BASES[kind].__name__}",
+                f"{source.label}: its config {component.config.__name__!r} must extend "
+                f"{BASES[kind].__name__}",
                 kind=kind,
                 name=source.name,
             )
@@ -215,13 +246,10 @@ class Plugins:
     def _register(self, module: ModuleType, label: str) -> None:
         if self._manager.is_registered(module):
             return
-        try:
-            self._manager.register(module, name=module.__name__)
-            # pluggy accepts a misspelt hook in silence until it is asked.
-            self._manager.check_pending()
-        except pluggy.PluginValidationError as error:
-            self._manager.unregister(module)
-            raise PluginError(f"{label}: {error}") from error
+        for function in vars(module).values():
+            if inspect.isfunction(function) and hasattr(function, "stretto_impl"):
+                _refuse_unknown_hook(function, label)
+        self._manager.register(module, name=module.__name__)
 
     def _components(self, kind: Kind, module: ModuleType) -> list[Component[Any]]:
         """What a registered module offers for a kind; its hook is called once."""
@@ -231,12 +259,7 @@ class Plugins:
             offered: list[Component[Any]] = []
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is module:
-                    try:
-                        made = cast("Iterable[Component[Any]]", implementation.function())
-                        offered.extend(made)
-                    except Exception as error:
-                        reason = f"stretto_{kind} of {module.__name__!r} failed: {_reason(error)}"
-                        raise PluginError(reason, kind=kind) from error
+                    offered += _offered_by(implementation.function, kind, module)
             self._offered[key] = offered
         return self._offered[key]
 
@@ -260,5 +283,42 @@ def missing_extra(component: Component[Any]) -> str:
     return ""
 
 
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
+    """pluggy accepts a misspelt hook, and answers a wrong argument with a traceback.
+
+    Raises:
+        PluginError: if there is no such hook, or it has no such argument.
+    """
+    name = function.__name__
+    where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    specified = [hook for hook in vars(hooks) if hook.startswith("stretto_")]
+    if name not in specified:
+        raise PluginError(f"{label}: there is no hook {name!r}{nearest(name, specified)} ({where})")
+    known = inspect.signature(getattr(hooks, name)).parameters
+    for argument in inspect.signature(function).parameters:
+        if argument not in known:
+            accepted = f"; accepted: {', '.join(known)}" if known else "; it is called without arguments"
+            raise PluginError(f"{label}: hook {name!r} has no argument {argument!r} ({where}){accepted}")
+
+
+def _offered_by(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list[Component[Any]]:
+    """What a hook of one kind gives, which must be components."""
+    label = f"stretto_{kind} of {module.__file__ or module.__name__!r}"
+    try:
+        made = hook()
+        offered: Any = made if isinstance(made, Component) else list(made)
+    except Exception as error:
+        raise PluginError(f"{label} failed: {place_of(error, _files_of(module))}", kind=kind) from error
+    if isinstance(offered, Component):
+        raise PluginError(f"{label} returns a Component; expected it to yield each one", kind=kind)
+    for each in offered:
+        if not isinstance(each, Component):
+            raise PluginError(f"{label} yields {each!r}; expected a Component", kind=kind)
+    return cast("list[Component[Any]]", offered)
+
+
+def _files_of(module: ModuleType) -> str:
+    """What the paths of a plugin's source files begin with."""
+    top = sys.modules.get(module.__name__.partition(".")[0], module)
+    file = Path(top.__file__ or module.__file__ or "")
+    return f"{file.parent}{os.sep}" if file.name == "__init__.py" else str(file)

@@ -77,6 +77,8 @@ def check_sidecar(
             "inference.deterministic",
             f"engine {config.use!r} cannot give the same answers bit for bit; leave it out, or use: torch",
         )
+    if config.slots == 1 and run.steps:
+        yield Problem("inference.slots", "is 1: answers are sampled one after another", "warning")
     longest = run.sampling.max_tokens
     if config.context_length is not None and longest >= config.context_length:
         yield Problem(

@@ -23,6 +23,7 @@ import msgspec
 from stretto.component import Importable, PositiveFloat, PositiveInt, Problem
 from stretto.importable import fault_of_importable
 from stretto.sandbox import sandbox_problems
+from stretto.tokenizer import load_tokenizer
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "assistant_message",
     "check_tools",
     "parse_calls",
+    "shows_tools",
     "tool_of",
 ]
 
@@ -286,6 +288,16 @@ def _faulty(fault: str, name: str = "") -> Call:
 
 
 # ------------------------------------------------------------------------------------------- check
+
+
+def shows_tools(model: str) -> bool:
+    """Whether the chat template of a model's folder lets the model see the tools it is given.
+
+    Raises:
+        ConfigError: if it has no chat template, or one that refuses a plain question.
+    """
+    tool = {"type": "function", "function": {"name": "a_tool", "description": "", "parameters": {}}}
+    return "a_tool" in load_tokenizer(model).render([{"role": "user", "content": "hello"}], tools=[tool])
 
 
 def check_tools(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:

@@ -104,12 +104,23 @@ class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid
     """How long a rank waits for the others before it gives up; it covers the time rank 0 takes to write."""
 
 
+_LARGE_LR = 0.01
+"""AdamW moves each weight by about the learning rate in a step, and weights are of the order of 0.02."""
+
+
 def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
     """What can be wrong with any section of this kind."""
     if config.packing == "packed" and is_vision_language(known_config(run.model)):
         yield Problem(
             "training.packing",
             f"is 'packed', and {run.model!r} reads images, whose rows are padded; leave it",
+        )
+    if config.optimizer == "adamw" and config.lr > _LARGE_LR:
+        yield Problem(
+            "training.lr",
+            f"is {config.lr:g}: with AdamW a step above {_LARGE_LR:g} destroys what a model knows; usual are "
+            "1e-6 (large models) to 1e-3 (tiny ones)",
+            "warning",
         )
     if config.device == "cuda" and not config.gpus:
         yield Problem("training.gpus", "is 0, but training.device is 'cuda'; set it to 1")

@@ -158,6 +158,8 @@ class Bus:
         self._up = asyncio.Event()
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
         """Of the streams being followed; None tells that the connection was lost and is back."""
+        self.explain: Callable[[Exception], str] = _in_words
+        """What an asker is told of an exception that a handler of its request raised."""
         self.refused = 0
         """Malformed messages refused so far."""
 
@@ -265,7 +267,7 @@ class Bus:
                 result = Refusal(str(error))
             except Exception as error:
                 log.exception("request failed", subject=subject)
-                result = Refusal(f"{type(error).__name__}: {error}")
+                result = Refusal(self.explain(error))
             data = _encode(result)
             if forget:
                 del answers[reply]
@@ -653,6 +655,10 @@ def _split(data: bytes, limit: int) -> list[bytes]:
     room = limit - _PART_HEAD.size
     pieces = [data[start : start + room] for start in range(0, len(data), room)]
     return [_PART_HEAD.pack(_PART, key, index, len(pieces)) + piece for index, piece in enumerate(pieces)]
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _no_responders(msg: Msg) -> bool:

@@ -163,6 +163,8 @@ class Leaving(Message, frozen=True):
     worker: str
     nonce: str
     reason: str
+    final: bool = False
+    """What it failed at would fail again: starting it again, or resuming the run, cannot help."""
 
 
 # ---------------------------------------------------------------------------------------- tickets

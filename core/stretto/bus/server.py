@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -30,7 +31,7 @@ from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, RunError
 from stretto.launcher import ROLES
 
-__all__ = ["Bootstrap", "NatsServer", "foreign_bootstrap", "lock_run"]
+__all__ = ["Bootstrap", "NatsServer", "fault_of_server", "foreign_bootstrap", "lock_run"]
 
 _USERS = ("kernel", *ROLES)
 
@@ -120,6 +121,22 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
             ) from error
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _bootstrap_files(folder, run, config.url, dict.fromkeys(_USERS, (user, password)), logs, creds)
+
+
+def fault_of_server(urls: str, timeout_s: float) -> str:
+    """Why no nats-server is at any of the addresses, found by a short connection to each; empty if one is."""
+    faults: list[str] = []
+    for url in urls.split(","):
+        parts = urlsplit(url)
+        address = (parts.hostname or "", parts.port or 4222)
+        try:
+            with socket.create_connection(address, timeout_s) as probe:
+                if probe.recv(4) == b"INFO":  # a nats-server speaks first, before TLS too
+                    return ""
+            faults.append(f"what answers at {address[0]}:{address[1]} is no nats-server")
+        except OSError as error:
+            faults.append(f"no nats-server at {address[0]}:{address[1]} ({error})")
+    return "; ".join(faults)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from stretto.bus.messages import Heartbeat, Join, Leaving, Peer
 from stretto.bus.silence import oversleep
+from stretto.contracts import expect_contract
 from stretto.engine import Load
 from stretto.errors import LaunchError
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
@@ -53,7 +54,8 @@ class Fleet:
 
     Args:
         on_ready: called once for each worker that became ready.
-        on_lost: called with each worker that is gone, before it is started again.
+        on_lost: called with each worker that is gone, how, and whether that is final, before it is started
+            again; it is not where that is final.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Fleet:
         *,
         max_restarts: int,
         on_ready: Callable[[Member], None],
-        on_lost: Callable[[Member, str], None],
+        on_lost: Callable[[Member, str, bool], None],
     ) -> None:
         self._launcher = launcher
         self._bootstraps = bootstraps
@@ -78,6 +80,8 @@ class Fleet:
         self._ended_refused = 0
         self._loads: list[Load] = []
         """Of the heartbeats since `load_figures` was last called."""
+        self._given_up: set[str] = set()
+        """Workers that failed at what would fail again."""
         self._launching = anyio.Lock()
         self._ending = False
         self.members: dict[str, Member] = {}
@@ -96,6 +100,7 @@ class Fleet:
         jobs = [self._job(worker) for worker in workers]
         async with self._launching:
             for job, handle in zip(jobs, await self._launcher.launch(jobs), strict=True):
+                expect_contract(handle, Handle, f"the handle of {job.worker}")
                 self._handles[job.worker] = handle
                 self.starting[job.worker] = "starting"
                 tasks.start_soon(self._look_after, job, handle)
@@ -125,7 +130,7 @@ class Fleet:
             status = await handle.wait()
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             self._lose(job.worker, how)
-            if self._ending:
+            if self._ending or job.worker in self._given_up:
                 return
             tail = handle.tail(_TAIL_LINES)
             log.error("worker ended", worker=job.worker, status=how, last_lines=tail)
@@ -193,6 +198,8 @@ class Fleet:
         """A worker goes by itself."""
         member = self.members.get(message.worker)
         if member is not None and member.nonce == message.nonce:
+            if message.final:
+                self._given_up.add(message.worker)
             self._lose(message.worker, message.reason)
 
     async def watch(self) -> None:
@@ -216,7 +223,7 @@ class Fleet:
         self._ended_refused += member.refused
         if not self._ending:
             log.warning("worker lost", worker=worker, how=how)
-            self._on_lost(member, how)
+            self._on_lost(member, how, worker in self._given_up)
 
     # ----------------------------------------------------------------------------------- figures
 

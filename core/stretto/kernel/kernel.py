@@ -52,7 +52,7 @@ from stretto.bus.messages import (
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.config import Composed, compose
 from stretto.dataset import Dataset
-from stretto.errors import BusError, ConfigError, Refused, RunError, StrettoError, leaves
+from stretto.errors import BusError, ConfigError, Refused, RunError, leaves
 from stretto.kernel.advice import Adviser
 from stretto.kernel.changes import differences, is_complete, newest_values, values_file, write_values
 from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
@@ -268,9 +268,8 @@ class Kernel:
                 tasks.cancel_scope.cancel()
         except Exception as raised:
             error = leaves(raised)[0]
-            reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
-            self._end("failed", reason)
-            log.error("run failed", reason=self._reason, exc_info=error)
+            self._end("failed", self._composed.explain(error, self._logs / "kernel.jsonl"))
+            log.error("run failed", exc_info=error)
         summary = self._report.finish(self._status, self._reason)
         if self._status == "failed":
             self._tell_plugins("stretto_run_failed", summary=summary, error=error or RunError(self._reason))
@@ -505,9 +504,13 @@ class Kernel:
             member.callable = True
         self._touch()
 
-    def _on_lost(self, member: Member, how: str) -> None:
+    def _on_lost(self, member: Member, how: str, final: bool) -> None:
         self._touch()
-        if member.role == "trainer":
+        if final:
+            self._end("failed", f"{member.worker}: {how}")
+        elif member.role == "trainer" and not self._started:
+            self._end("failed", f"{member.worker} was lost while the run was starting ({how})")
+        elif member.role == "trainer":
             self._end(
                 "failed",
                 f"{member.worker} was lost at version {self._scheduler.version} ({how}); "

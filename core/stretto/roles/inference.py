@@ -36,6 +36,7 @@ from stretto.bus.messages import (
     Swap,
     SwapDone,
 )
+from stretto.contracts import expect_contract
 from stretto.engine import Chunk, InferenceEngine, SwapReport
 from stretto.errors import EngineError, WeightsError
 from stretto.model_files import folder_of_model
@@ -92,6 +93,7 @@ class InferenceWork:
         setting = self._setting
         engine = self._engine = await anyio.to_thread.run_sync(setting.make, "inference")
         subscriber = self._subscriber = setting.make("weights").subscriber(BusWire(setting))
+        expect_contract(subscriber, Subscriber, setting.composed.origin("weights").label)
         self._whole = RunFolders(setting.context, None).own("whole")
         try:
             async with anyio.create_task_group() as tasks:

@@ -13,15 +13,15 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from stretto.errors import place_of
+from stretto.errors import RewardError, StrettoError, place_of
 
-__all__ = ["HEAD", "Pipes", "Started", "framed", "serve", "try_to_start"]
+__all__ = ["HEAD", "Pipes", "Started", "framed", "serve", "try_to_ask", "try_to_start"]
 
 T = TypeVar("T")
 
@@ -83,13 +83,15 @@ def serve(
         made = make(first)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
         traceback.print_exc()
-        pipes.send(Started(f"{cannot}: {place_of(error)}"))
+        pipes.send(Started(f"{cannot}: {error if isinstance(error, StrettoError) else place_of(error)}"))
         return
     pipes.send(Started())
     reasons: set[str] = set()
     while (data := pipes.receive()) is not None:
         try:
             pipes.send(answer(made, data))
+        except RewardError as error:
+            pipes.send(failure(str(error)))
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
             reason = place_of(error)
             if reason not in reasons:  # once in the verifier's output, with all frames
@@ -124,13 +126,46 @@ def try_to_start(
     Raises:
         TimeoutError: if it says nothing in time.
     """
+    return try_to_ask(argv, told, (), timeout_s, env=env, folder=folder)[0]
+
+
+def try_to_ask(
+    argv: Sequence[str],
+    told: bytes,
+    questions: Sequence[msgspec.Struct],
+    timeout_s: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> tuple[Started, list[bytes]]:
+    """The same, with its answers to some questions; none, if it says why it cannot.
+
+    Raises:
+        TimeoutError: if it has not said all in time; it is killed.
+    """
+    frames = [told, *map(msgspec.msgpack.encode, questions)]
     try:
         done = subprocess.run(
-            argv, input=framed(told), capture_output=True, timeout=timeout_s, check=False, env=env, cwd=folder
+            argv,
+            input=b"".join(map(framed, frames)),
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            env=env,
+            cwd=folder,
         )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError from error
-    if len(done.stdout) < HEAD.size:
+    frames = list(_unframed(done.stdout))
+    started = msgspec.msgpack.decode(frames[0], type=Started) if frames else None
+    if started is None or (len(frames) <= len(questions) and not started.error):
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return Started(f"its process ended with status {done.returncode}: {last}")
-    return msgspec.msgpack.decode(done.stdout[HEAD.size :], type=Started)
+        return Started(f"its process ended with status {done.returncode}: {last}"), []
+    return started, frames[1:]
+
+
+def _unframed(data: bytes) -> Iterator[bytes]:
+    """The contents of the whole frames."""
+    while len(data) >= HEAD.size and len(data) >= (end := HEAD.size + HEAD.unpack(data[: HEAD.size])[0]):
+        yield data[HEAD.size : end]
+        data = data[end:]

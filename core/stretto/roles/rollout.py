@@ -37,7 +37,7 @@ from stretto.conversation import Conversation
 from stretto.dataset import Dataset, Row
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback
-from stretto.errors import ConfigError, EngineError, RewardError, leaves
+from stretto.errors import ConfigError, EngineError, RewardError, StrettoError, leaves
 from stretto.images import IMAGE_COLUMNS, Vision, is_vision_language, keep_torch_out
 from stretto.logs import bound
 from stretto.model_files import fetched_config
@@ -144,8 +144,8 @@ class RolloutWork:
                         await newest.done()
 
     async def _outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
-        began, clocks = anyio.current_time(), _Clocks()
-        timeout_s = self._setting.composed.config.workflow.timeout_s
+        setting, began, clocks = self._setting, anyio.current_time(), _Clocks()
+        timeout_s = setting.composed.config.workflow.timeout_s
         try:
             with anyio.fail_after(timeout_s):
                 trajectories = await self._roll_out(ticket, clocks)
@@ -157,7 +157,8 @@ class RolloutWork:
         except Exception as error:
             first = leaves(error)[0]
             log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
-            return self._failed(ticket, f"{type(first).__name__}: {first}")
+            named = f"{type(first).__name__}: {first}"
+            return self._failed(ticket, named if isinstance(first, StrettoError) else setting.explain(first))
         seconds = anyio.current_time() - began
         return GroupDone(
             ticket.purpose,

@@ -15,10 +15,11 @@ import msgspec
 
 from stretto.component import Context
 from stretto.config import compose_mapping
+from stretto.errors import RewardError
 from stretto.reward import RewardValue, is_number
-from stretto.roles.pipes import serve, try_to_start
+from stretto.roles.pipes import serve, try_to_ask
 
-__all__ = ["COMMAND", "Answer", "Task", "accepted", "score_group", "told", "try_to_make"]
+__all__ = ["COMMAND", "Answer", "Task", "accepted", "score_group", "told", "try_to_score"]
 
 COMMAND = (sys.executable, "-m", "stretto.roles.scoring")
 
@@ -47,15 +48,19 @@ def score_group(
     """Call a reward in whichever form it has (see `stretto.reward`).
 
     Args:
+        completions: none, to see only whether the reward can be called with these columns.
         each: columns with a value for each completion.
 
     Raises:
+        RewardError: if it asks for a column that is not there.
         ValueError: if it gives no number for one of the completions.
     """
     parameters = inspect.signature(reward).parameters
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    whole_group = "completions" in parameters
-    if whole_group:
+    _refuse_misfit(reward, parameters, [*columns, *each])
+    if not completions:
+        return []
+    if "completions" in parameters:
         values = _call_on_group(reward, parameters, row["prompt"], columns, completions, each)
     else:
         of_each = [{name: values[i] for name, values in each.items()} for i in range(len(completions))]
@@ -68,6 +73,27 @@ def score_group(
     if len(values) != len(completions):
         raise ValueError(f"the reward gave {len(values)} values for {len(completions)} completions")
     return [_number(value, index) for index, value in enumerate(values)]
+
+
+def _refuse_misfit(
+    reward: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
+) -> None:
+    """Say which column a reward asks for in vain, before Python says that an argument is missing."""
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        each.name for each in parameters.values() if each.kind not in free and each.default is each.empty
+    ]
+    by_name = {"completions", "prompts"} if "completions" in parameters else {"completion", "prompt"}
+    if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by place
+        needed = needed[2:]
+    missing = [name for name in needed if name not in by_name and name not in columns]
+    if missing:
+        code = getattr(inspect.unwrap(reward), "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        raise RewardError(
+            f"the reward asks for {', '.join(map(repr, missing))}{where}, and the row has no such column; "
+            f"its columns: {', '.join(columns) or 'none'}"
+        )
 
 
 def _call_on_one(
@@ -144,19 +170,22 @@ def told(document: Mapping[str, Any], context: Context) -> bytes:
     return msgspec.msgpack.encode((document, context))
 
 
-def try_to_make(document: Mapping[str, Any], context: Context, timeout_s: float) -> str:
-    """Why the reward of a run cannot be made, found by a process of its own; empty if it can.
+def try_to_score(
+    document: Mapping[str, Any], context: Context, tasks: Sequence[Task], timeout_s: float
+) -> tuple[str, list[str]]:
+    """Why the reward of a run cannot be made, and why it cannot do each task, found by a process of its own;
+    empty where it can.
 
     Raises:
         TimeoutError: if that is not known in time.
     """
-    return try_to_start(COMMAND, told(document, context), timeout_s).error
+    started, answers = try_to_ask(COMMAND, told(document, context), tasks, timeout_s)
+    return started.error, [msgspec.msgpack.decode(answer, type=Answer).error for answer in answers]
 
 
 def _make_reward(data: bytes) -> Callable[..., Any]:
     document, context = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], Context])
-    made = compose_mapping(document).make("reward", context)
-    return made if callable(made) else made.score
+    return compose_mapping(document).make("reward", context)
 
 
 def _answer(reward: Callable[..., Any], data: bytes) -> Answer:

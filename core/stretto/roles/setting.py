@@ -50,8 +50,12 @@ class Setting:
         self._listeners: list[Callable[[Beacon], None]] = []
 
     def make(self, path: str) -> Any:
-        """The component that a section of the run chose."""
+        """The component that a section of the run chose (see `Composed.make`)."""
         return self.composed.make(path, self.context)
+
+    def explain(self, error: BaseException) -> str:
+        """An error for those who cannot see its traceback."""
+        return self.composed.explain(error, self.context.path("logs", f"{self.worker}.jsonl"))
 
     def subject(self, verb: str) -> str:
         """Where this worker is asked to do `verb`."""

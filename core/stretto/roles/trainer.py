@@ -33,6 +33,7 @@ from stretto.bus.messages import (
     Saved,
     StepEnded,
 )
+from stretto.contracts import expect_contract
 from stretto.engine import TrainingEngine
 from stretto.errors import EngineError, Refused, one_error
 from stretto.kernel.dataflow import graph_of
@@ -95,6 +96,7 @@ class TrainerWork:
             self._probe = await anyio.to_thread.run_sync(probe_of, config)
         if self._leads and self._rank == 0:
             self._publisher = setting.make("weights").publisher(wire) if read else _Unread()
+            expect_contract(self._publisher, Publisher, setting.composed.origin("weights").label)
         try:
             await wire.open()
             await self._rows.open()
@@ -130,7 +132,7 @@ class TrainerWork:
             rank=self._rank,
             rendezvous=str(setting.context.path("bus", f"{group.name}-{setting.fence}.rendezvous")),
         )
-        return setting.composed.components[group.path].factory(section, context)
+        return setting.composed.make(group.path, context, section)
 
     # --------------------------------------------------------------------------- in all ranks together
 

@@ -22,7 +22,7 @@ from stretto.bus.client import connect
 from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Welcome
 from stretto.bus.server import Bootstrap
 from stretto.bus.silence import oversleep
-from stretto.errors import StrettoError, leaves
+from stretto.errors import ConfigError, ContractError, StrettoError, leaves
 from stretto.launcher import Role, thread_variables
 from stretto.logs import log_to
 from stretto.plan import resources_of
@@ -42,6 +42,8 @@ _WORK: dict[Role, Callable[[Setting], RoleWork]] = {
     "rollout": RolloutWork,
     "verifier": VerifierWork,
 }
+_FINAL = (ConfigError, ContractError)
+"""Errors that a worker started again would meet again."""
 BEAT_S = 1.0
 _LEAVE_S = 4.0
 
@@ -74,22 +76,38 @@ async def _work(bootstrap: Bootstrap, worker: str) -> None:
         join = Join(worker, role, place, nonce)
         welcome = await bus.request(names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=60)
         setting = Setting(bus, names, worker, role, nonce, welcome)
-        # Before any library reads them: a worker started by hand has its threads too.
-        os.environ |= thread_variables(resources_of(setting.composed.config, worker))
-        await bus.subscribe(names.beacon, Beacon, setting.hear)
-        work = _WORK[role](setting)
-        ready = anyio.Event()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_obey_signals, setting)
-            tasks.start_soon(_watch_kernel, setting)
-            tasks.start_soon(_beat, setting, work, ready)
-            tasks.start_soon(work.run, ready.set)
-            await setting.leave.wait()
-            log.info("leaving", reason=setting.reason)
-            _leave_for_certain()
-            tasks.cancel_scope.cancel()
-        with anyio.move_on_after(1):
-            await bus.publish(names.kernel(role, "leaving"), Leaving(worker, nonce, setting.reason))
+        bus.explain = setting.explain
+        try:
+            await _work_in(setting)
+        except Exception as error:
+            first = leaves(error)[0]
+            await _say_leaving(setting, setting.explain(first), final=isinstance(first, _FINAL))
+            raise
+        await _say_leaving(setting, setting.reason)
+
+
+async def _work_in(setting: Setting) -> None:
+    """The role's work, until it is over."""
+    # Before any library reads them: a worker started by hand has its threads too.
+    os.environ |= thread_variables(resources_of(setting.composed.config, setting.worker))
+    await setting.bus.subscribe(setting.names.beacon, Beacon, setting.hear)
+    work = _WORK[setting.role](setting)
+    ready = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_obey_signals, setting)
+        tasks.start_soon(_watch_kernel, setting)
+        tasks.start_soon(_beat, setting, work, ready)
+        tasks.start_soon(work.run, ready.set)
+        await setting.leave.wait()
+        log.info("leaving", reason=setting.reason)
+        _leave_for_certain()
+        tasks.cancel_scope.cancel()
+
+
+async def _say_leaving(setting: Setting, reason: str, *, final: bool = False) -> None:
+    leaving = Leaving(setting.worker, setting.nonce, reason, final)
+    with anyio.move_on_after(1):
+        await setting.bus.publish(setting.names.kernel(setting.role, "leaving"), leaving)
 
 
 def _leave_for_certain() -> None:

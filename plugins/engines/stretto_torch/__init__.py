@@ -80,6 +80,8 @@ def _make_inference(config: TorchInferenceConfig, context: Context) -> Inference
 def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[Problem]:
     if config.device == "cuda" and not config.gpus:
         yield Problem("inference.gpus", "is 0, but inference.device is 'cuda'; set it to 1")
+    if config.slots == 1 and run.steps:
+        yield Problem("inference.slots", "is 1: answers are sampled one after another", "warning")
     longest = run.sampling.max_tokens
     if config.context_length is not None and longest >= config.context_length:
         yield Problem(

@@ -16,9 +16,10 @@ import msgspec
 from stretto import Component, Context, LocalPath, Problem, WorkflowConfig, hookimpl
 from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.config import RunConfig
+from stretto.errors import ConfigError
 from stretto.importable import fault_of_importable
 from stretto.sandbox import sandbox_problems
-from stretto.tools import ParserName
+from stretto.tools import ParserName, shows_tools
 
 __all__ = ["AgentConfig"]
 
@@ -74,7 +75,7 @@ def make(config: AgentConfig, context: Context) -> Any:
 
 
 def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
-    """Whether there is such a function, and whether commands can run here."""
+    """Whether there is such a function, whether commands can run here, and whether tools would be seen."""
     if config.function is not None and (fault := fault_of_importable(config.function)):
         yield Problem("workflow.function", fault)
     if config.folder is not None and not Path(config.folder).is_dir():
@@ -82,9 +83,31 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
     if not config.command and config.command is not None:
         yield Problem("workflow.command", "is empty; expected a line for the shell, or program and arguments")
     yield from sandbox_problems(run)
+    if run.model is not None and Path(run.model).is_dir() and _hides_tools(run.model):
+        yield Problem(
+            "model",
+            f"the chat template of {run.model!r} does not show tools to the model: it will not see what the "
+            "agent sends as `tools`",
+            "warning",
+        )
+
+
+def _hides_tools(model: str) -> bool:
+    """Whether there is a chat template, and it shows no tools. An agent can do without either."""
+    try:
+        return not shows_tools(model)
+    except ConfigError:
+        return False
 
 
 @hookimpl
 def stretto_workflow() -> Iterator[Component[AgentConfig]]:
     """The component of this package."""
-    yield Component("agent", make, AgentConfig, "any program that speaks OpenAI's API", check)
+    yield Component(
+        "agent",
+        make,
+        AgentConfig,
+        "any program that speaks OpenAI's API",
+        check,
+        reward_columns=("messages", "exit_status"),
+    )

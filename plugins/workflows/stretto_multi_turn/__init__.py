@@ -110,5 +110,10 @@ def check(config: MultiTurnConfig, run: RunConfig) -> Iterator[Problem]:
 def stretto_workflow() -> Iterator[Component[MultiTurnConfig]]:
     """The component of this package."""
     yield Component(
-        "multi_turn", MultiTurn, MultiTurnConfig, "an environment answers the policy between its turns", check
+        "multi_turn",
+        MultiTurn,
+        MultiTurnConfig,
+        "an environment answers the policy between its turns",
+        check,
+        reward_columns=("messages", "turns"),
     )

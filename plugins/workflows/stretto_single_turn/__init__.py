@@ -28,4 +28,10 @@ class SingleTurn:
 @hookimpl
 def stretto_workflow() -> Iterator[Component[WorkflowConfig]]:
     """The component of this package."""
-    yield Component("single_turn", SingleTurn, WorkflowConfig, "one answer to each prompt, then the reward")
+    yield Component(
+        "single_turn",
+        SingleTurn,
+        WorkflowConfig,
+        "one answer to each prompt, then the reward",
+        reward_columns=(),
+    )

@@ -26,7 +26,7 @@ from stretto.conversation import Conversation
 from stretto.errors import ConfigError, EngineError
 from stretto.images import is_vision_language
 from stretto.model_files import known_config
-from stretto.tokenizer import Message, load_tokenizer
+from stretto.tokenizer import Message
 from stretto.tools import (
     Call,
     ParserName,
@@ -35,6 +35,7 @@ from stretto.tools import (
     assistant_message,
     check_tools,
     parse_calls,
+    shows_tools,
 )
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 
@@ -143,20 +144,23 @@ def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 def _template_problems(model: str) -> Iterator[Problem]:
-    shown = {"type": "function", "function": {"name": "a_tool", "description": "", "parameters": {}}}
-    asked: list[Message] = [{"role": "user", "content": "hello"}]
     try:
-        text = load_tokenizer(model).render(asked, tools=[shown])
+        if not shows_tools(model):
+            yield Problem(
+                "model", f"the chat template of {model!r} does not show tools to the model", "warning"
+            )
     except ConfigError as error:
         yield Problem("model", str(error))
-        return
-    if "a_tool" not in text:
-        yield Problem("model", f"the chat template of {model!r} does not show tools to the model", "warning")
 
 
 @hookimpl
 def stretto_workflow() -> Iterator[Component[ToolUseConfig]]:
     """The component of this package."""
     yield Component(
-        "tool_use", ToolUse, ToolUseConfig, "answers that may call Python functions and MCP servers", check
+        "tool_use",
+        ToolUse,
+        ToolUseConfig,
+        "answers that may call Python functions and MCP servers",
+        check,
+        reward_columns=("messages", "turns", "tool_calls"),
     )

@@ -191,6 +191,7 @@ def stretto_workflow() -> Iterator[Component[VerifiersWorkflowConfig]]:
         VerifiersWorkflowConfig,
         "episodes of an environment of `verifiers`, in a Python environment of its own",
         check_workflow,
+        reward_columns=("verdict", "messages"),
     )
 
 

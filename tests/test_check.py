@@ -1,0 +1,447 @@
+"""What `check` tries before a run starts, and how a run ends whose plugin is wrong all the same."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.bus.server import NatsServer, fault_of_server
+from stretto.config import compose
+from stretto.contracts import expect_contract
+from stretto.dataset import Dataset
+from stretto.engine import TrainingEngine
+from stretto.errors import ContractError, PluginError
+from stretto.plan import problems
+from stretto.tracker import Tracker
+from stretto.workflow import Workflow
+
+Start = Callable[..., Any]
+
+RUN = """\
+name: test
+algorithm: {use: grpo, group_size: 4}
+training: mock
+inference: mock
+reward: exact
+dataset: {use: jsonl, path: rows.jsonl}
+queue: {batch_size: 2}
+steps: 5
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return file
+
+
+def found(file: Path, *overrides: str, severity: str = "error", starting: bool = True) -> dict[str, str]:
+    """Path -> what is wrong there."""
+    composed = compose(file, [*overrides, f"out={file.parent}/out"])
+    return {
+        problem.path: problem.message
+        for problem in problems(composed, starting=starting)
+        if problem.severity == severity
+    }
+
+
+def plugin(file: Path, kind: str, body: str, base: str = "") -> str:
+    """Write a plugin that offers `mine`, a component of a kind made by `make`; the override that loads it."""
+    base = base or f"{kind.capitalize()}Config"
+    path = file.parent / f"my_{kind}.py"
+    path.write_text(
+        f"{body}\n"
+        f"from stretto import Component, hookimpl\n"
+        f"from stretto.{'engine' if kind in ('training', 'inference') else kind} import {base}\n"
+        "@hookimpl\n"
+        f"def stretto_{kind}():\n"
+        f"    yield Component('mine', make, {base}, 'mine')\n"
+    )
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------ rewards
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("def score(completion, wrongname): return 1.0", "asks for 'wrongname'"),
+        ("def score(prompt, completion): return 'good'", "could not convert string to float: 'good'"),
+        ("def score(prompt, completion): return float('nan')", "is nan, not a finite number"),
+        ("def score(completions, **columns): return [1.0]", "gave 1 values for 4 completions"),
+        ("def score(prompt, completion):\n    raise KeyError('boom')", "raised KeyError: 'boom'"),
+    ],
+)
+def test_a_reward_that_cannot_score_the_first_row_is_refused(
+    run_file: Path, body: str, complaint: str
+) -> None:
+    file = run_file.parent / "rewards.py"
+    file.write_text(f"{body}\n")
+    message = found(run_file, "reward.use=function", f"reward.function={file}:score")["reward"]
+    assert "reward 'function' of stretto" in message
+    assert "cannot score the first row of `dataset`" in message
+    assert complaint in message
+    if "wrongname" in body:
+        assert f"{file}:1" in message
+        assert "its columns: answer" in message
+    if "raise" in body:
+        assert f"({file}:2)" in message
+
+
+def test_a_reward_is_tried_on_held_out_rows_too(run_file: Path) -> None:
+    (run_file.parent / "held.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n')
+    held = f"evaluation={{dataset: {{use: jsonl, path: {run_file.parent}/held.jsonl}}}}"
+    message = found(run_file, held)["reward"]
+    assert "the first row of `evaluation.dataset`" in message
+    assert "no column 'answer'; its columns: solution" in message
+
+
+def test_columns_that_the_workflow_adds_are_not_missing(run_file: Path) -> None:
+    """Of such a workflow nothing is scored: only the reward's parameters are looked at."""
+    file = run_file.parent / "rewards.py"
+    file.write_text("def score(completion, answer, turns):\n    raise KeyError('boom')\n")
+    tools = run_file.parent / "tools.py"
+    tools.write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
+    reward = ("reward.use=function", f"reward.function={file}:score", "sandbox=unsafe")
+    used = (f"workflow={{use: tool_use, tools: ['{tools}:add']}}", *reward)
+    assert "reward" not in found(run_file, *used)
+    assert "asks for 'turns'" in found(run_file, *reward)["reward"]
+
+
+# ---------------------------------------------------------------------------------------- contracts
+
+
+class _Tracker:
+    def step(self, metrics: Any) -> None: ...
+
+    def finish(self, summary: Any) -> None: ...
+
+
+class _Rows:
+    fingerprint = "one"
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {}
+
+
+def variant(base: type, **members: Any) -> object:
+    return type("Mine", (base,), members)()
+
+
+@pytest.mark.parametrize(
+    ("made", "contract", "fault"),
+    [
+        (variant(object, finish=_Tracker.finish), Tracker, "has no method 'step'"),
+        (variant(_Tracker, step=lambda self: None), Tracker, r"step\(\), which is called as step\(metrics\)"),
+        (variant(_Tracker, step=3), Tracker, "has 'step', which cannot be called"),
+        (variant(_Rows, fingerprint=lambda self: "x"), Dataset, "method 'fingerprint' where an attribute"),
+        (variant(_Rows, __getitem__=None), Dataset, "has no method '__getitem__'"),
+        (variant(object, run=lambda self, prompt: []), Workflow, r"called as run\(prompt, session\)"),
+    ],
+)
+def test_a_broken_contract_is_named(made: object, contract: type, fault: str) -> None:
+    with pytest.raises(ContractError, match=f"^mine does not keep .*{contract.__name__}.*{fault}"):
+        expect_contract(made, contract, "mine")
+
+
+def test_an_async_method_that_nobody_awaits_breaks_a_contract() -> None:
+    async def step(self: Any, metrics: Any) -> None: ...
+
+    with pytest.raises(ContractError, match="'step' as `async def`"):
+        expect_contract(variant(_Tracker, step=step), Tracker, "mine")
+
+
+def test_a_property_is_not_computed_and_a_delegate_counts() -> None:
+    class Slow(_Rows):
+        @property
+        def fingerprint(self) -> str:  # type: ignore[override]
+            raise AssertionError("computed")
+
+    class Delegate:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(_Tracker(), name)
+
+    expect_contract(Slow(), Dataset, "mine")
+    expect_contract(Delegate(), Tracker, "mine")
+
+
+def test_arguments_by_name_are_checked_by_name() -> None:
+    class Engine:
+        load = forward = weights = save = stop = lambda self, *given, **named: None
+
+        def train(self, batch: Any, loss: Any, heat: float) -> Any: ...
+
+    with pytest.raises(ContractError, match=r"called as train\(batch, loss, temperature=\)"):
+        expect_contract(Engine(), TrainingEngine, "mine")
+
+
+BROKEN = {
+    "inference": "def make(config, context):\n    return Mine()\nclass Mine: pass",
+    "training": "class make:\n    def __init__(self, config, context): pass",
+    "workflow": "class make:\n    def __init__(self, *given): pass\n    async def run(self, prompt): ...",
+    "tracker": "class make:\n    def __init__(self, *given): pass\n    def finish(self, summary): ...",
+    "weights": "def make(config, context):\n    raise KeyError('boom')",
+    "launcher": "class make:\n    def __init__(self, *given): pass\n    def check(self, jobs): return []",
+}
+
+
+def test_check_makes_every_component_and_names_what_each_lacks(run_file: Path) -> None:
+    files = {kind: plugin(run_file, kind, body) for kind, body in BROKEN.items()}
+    chosen = [f"{kind}.use=mine" for kind in BROKEN if kind != "tracker"]
+    overrides = [f"plugins=[{','.join(files.values())}]", "trackers=[mine]", "model=null", *chosen]
+    text = found(run_file, *overrides, starting=False)
+    assert text["inference"].startswith("inference 'mine' of my_inference.py does not keep its contract, ")
+    assert "has no method 'swap'" in text["inference"]
+    assert f"({files['inference']}:3)" in text["inference"]
+    assert "has no method 'save'" in text["training"]
+    assert "called as run(prompt, session): too many positional arguments" in text["workflow"]
+    assert "tracker 'mine' of my_tracker.py" in text["trackers.0"]
+    assert "has no method 'step'" in text["trackers.0"]
+    assert text["weights"] == (
+        f"weights 'mine' of my_weights.py raised KeyError: 'boom' ({files['weights']}:2)"
+    )
+    assert "has no method 'launch'" in text["launcher"]
+
+
+def test_a_dataset_and_an_algorithm_that_break_their_contracts_are_refused(run_file: Path) -> None:
+    rows = plugin(
+        run_file,
+        "dataset",
+        "class make:\n    def __init__(self, *given): pass\n    def __len__(self): return 1\n"
+        "    def __getitem__(self, index): return {'prompt': 'a', 'answer': 'b'}",
+    )
+    text = found(run_file, f"plugins=[{rows}]", "dataset=mine")["dataset"]
+    assert text.startswith("dataset 'mine' of my_dataset.py does not keep its contract")
+    assert "has no attribute 'fingerprint'" in text
+    algorithm = plugin(
+        run_file,
+        "algorithm",
+        "class make:\n    models = {}\n    def __init__(self, *given): pass\n    def calls(self): return []",
+    )
+    text = found(run_file, f"plugins=[{algorithm}]", "algorithm=mine")["algorithm"]
+    assert "has no method 'keep'" in text
+
+
+def test_what_a_plugin_raises_is_told_with_its_component_and_line(run_file: Path) -> None:
+    body = (
+        "class make:\n    fingerprint = 'x'\n    def __init__(self, *given): pass\n"
+        "    def __len__(self):\n        return 1\n    def __getitem__(self, index):\n        return {}['a']"
+    )
+    file = plugin(run_file, "dataset", body)
+    text = found(run_file, f"plugins=[{file}]", "dataset=mine")["dataset"]
+    assert text == f"dataset 'mine' of my_dataset.py raised KeyError: 'a' ({file}:7)"
+
+
+def test_a_hook_that_does_not_exist_is_answered_with_the_nearest(run_file: Path) -> None:
+    file = run_file.parent / "mine.py"
+    file.write_text("from stretto import hookimpl\n\n@hookimpl\ndef stretto_rewardd():\n    yield\n")
+    with pytest.raises(PluginError) as caught:
+        compose(run_file, [f"plugins=[{file}]"])
+    assert str(caught.value).endswith(
+        f"plugin '{file}': there is no hook 'stretto_rewardd'; did you mean 'stretto_reward'? ({file}:3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hook", "complaint"),
+    [
+        ("stretto_reward(config)", "has no argument 'config' ({}:3); it is called without arguments"),
+        ("stretto_step_finished(metrisc)", "has no argument 'metrisc' ({}:3); accepted: context, metrics"),
+    ],
+)
+def test_an_argument_that_a_hook_has_not_is_named(run_file: Path, hook: str, complaint: str) -> None:
+    file = run_file.parent / "mine.py"
+    file.write_text(f"from stretto import hookimpl\n\n@hookimpl\ndef {hook}:\n    yield\n")
+    with pytest.raises(PluginError) as caught:
+        compose(run_file, [f"plugins=[{file}]"])
+    assert complaint.format(file) in str(caught.value)
+
+
+def test_a_hook_that_returns_its_component_is_told_to_yield_it(run_file: Path) -> None:
+    file = Path(plugin(run_file, "reward", "def make(config, context): ..."))
+    file.write_text(file.read_text().replace("yield ", "return "))
+    with pytest.raises(PluginError, match="returns a Component; expected it to yield each one"):
+        compose(run_file, [f"plugins=[{file}]", "reward=mine"])
+
+
+# ------------------------------------------------------------------------------------- rows and values
+
+
+def test_a_run_whose_prompts_are_all_too_long_is_refused(run_file: Path) -> None:
+    text = found(run_file, "dataset.max_prompt_tokens=3")["dataset.max_prompt_tokens"]
+    assert text.startswith("is 3, and the prompts of all 4 rows are longer (the shortest has 4 tokens)")
+    rows = run_file.parent / "rows.jsonl"
+    rows.write_text(rows.read_text() + '{"prompt": "=", "answer": "2"}\n')
+    assert found(run_file, "dataset.max_prompt_tokens=3") == {}
+
+
+def test_odd_values_are_warned_of(run_file: Path) -> None:
+    held = f"evaluation={{every: 9, dataset: {{use: jsonl, path: {run_file.parent}/rows.jsonl}}}}"
+    engine = ("training.use=torch", "training.lr=1", "training.micro_batch_tokens=16", "inference.use=torch")
+    odd = ("queue.batch_size=8", "queue.max_staleness=50", "inference.slots=1", "sampling.max_tokens=32")
+    text = found(run_file, held, *engine, *odd, severity="warning")
+    assert "the dataset has 4 rows" in text["queue.batch_size"]
+    assert text["queue.max_staleness"].startswith("is 50: tokens may be 50 train steps old")
+    assert text["training.lr"].startswith("is 1: with AdamW")
+    assert text["training.micro_batch_tokens"].startswith("is 16, and a sequence can have 36 tokens")
+    assert "only versions 0 and 5" in text["evaluation.every"]
+    assert "one after another" in text["inference.slots"]
+    usual = ("training.lr=1e-4", "training.micro_batch_tokens=36", "inference.slots=2")
+    fine = ("queue.batch_size=4", "queue.max_staleness=8", "evaluation.every=5")
+    paths = found(run_file, held, *engine, *odd, *usual, *fine, severity="warning").keys()
+    assert paths <= {"training.threads"}
+
+
+# ---------------------------------------------------------------------------------------------- bus
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """`answering(b"...")`: address of a server that says so much to whoever connects."""
+    servers: list[socket.socket] = []
+
+    def serve(words: bytes) -> str:
+        server = socket.create_server(("127.0.0.1", 0))
+        servers.append(server)
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            connection.sendall(words)
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        return f"nats://127.0.0.1:{server.getsockname()[1]}"
+
+    yield serve
+    for server in servers:
+        server.close()
+
+
+async def test_a_nats_server_is_told_from_what_is_none(
+    server: NatsServer, answering: Callable[[bytes], str]
+) -> None:
+    assert fault_of_server(server.url, 3) == ""
+    assert "is no nats-server" in fault_of_server(answering(b"SSH-2.0"), 3)
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_bus_that_cannot_be_reached_is_one_line(run_file: Path) -> None:
+    port = closed_port()
+    url = f"bus.url=nats://user:secret@127.0.0.1:{port}"
+    for command, status, severity in (("check", 0, "warning"), ("run", 2, "error")):
+        arguments = [command, str(run_file), f"out={run_file.parent}/out", url]
+        done = subprocess.run(
+            [sys.executable, "-m", "stretto", *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status
+        said = [line for line in done.stderr.splitlines() if "threads" not in line]
+        assert len(said) == 1
+        assert said[0].startswith(f"{severity}: override bus.url: no nats-server at 127.0.0.1:{port} (")
+
+
+# ----------------------------------------------------------------------------- runs that end by a plugin
+
+
+def test_an_algorithm_that_raises_ends_the_run_with_one_message(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "median.py"
+    file.write_text(
+        "from stretto import Component, hookimpl\n"
+        "from stretto_grpo import GRPO, GRPOConfig\n"
+        "class Median(GRPO):\n"
+        "    def advantages(self, batch):\n"
+        "        raise ValueError('boom')\n"
+        "@hookimpl\n"
+        "def stretto_algorithm():\n"
+        "    yield Component('median', Median, GRPOConfig, 'raises')\n"
+    )
+    run = start(f"plugins=[{file}]", "algorithm.use=median")
+    assert run.end() == 1
+    log = run.folder / "logs" / "trainer-0.jsonl"
+    message = f"algorithm 'median' of median.py raised ValueError: boom ({file}:5); traceback in {log}"
+    assert run.summary()["reason"] == f"trainer-0 refused: {message}"
+    assert "Traceback" not in run.text()
+    assert len([line for line in run.text().splitlines() if "boom" in line]) == 1
+    assert f'File \\"{file}\\", line 5, in advantages' in log.read_text()
+
+
+def test_an_engine_that_breaks_its_contract_ends_the_run_without_advice_to_resume(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "swapless.py").write_text(
+        "from stretto import Component, hookimpl\n"
+        "from stretto_mock import MockInferenceConfig\n"
+        "from stretto_mock.inference import MockInference\n"
+        "class Swapless(MockInference):\n"
+        "    swap = None\n"
+        "@hookimpl\n"
+        "def stretto_inference():\n"
+        "    yield Component('swapless', Swapless, MockInferenceConfig, 'broken', needs_model=False)\n"
+    )
+    run = start(f"plugins=[{tmp_path}/swapless.py]", "inference.use=swapless")
+    assert run.end() == 1
+    reason = run.summary()["reason"]
+    assert reason.startswith("inference-0: inference 'swapless' of swapless.py does not keep its contract")
+    assert "has no method 'swap'" in reason
+    assert "resume" not in run.text()
+    assert "Traceback" not in run.text()
+    run.assert_nothing_is_left()
+
+
+def test_a_trainer_that_fails_at_its_start_is_told_without_advice_to_resume(
+    start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "absent.py"
+    file.write_text(
+        "from stretto import Component, hookimpl\n"
+        "from stretto_mock import MockTrainingConfig\n"
+        "def make(config, context):\n"
+        "    raise OSError('no such device')\n"
+        "@hookimpl\n"
+        "def stretto_training():\n"
+        "    yield Component('absent', make, MockTrainingConfig, 'broken', needs_model=False)\n"
+    )
+    run = start(f"plugins=[{file}]", "training.use=absent")
+    assert run.end() == 1
+    assert run.summary()["reason"] == (
+        "trainer-0 was lost while the run was starting "
+        f"(training 'absent' of absent.py raised OSError: no such device ({file}:4))"
+    )
+    assert "resume" not in run.text()
+
+
+def test_a_tracker_that_breaks_its_contract_is_refused_before_the_run_starts(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "mute.py").write_text(
+        "from stretto import Component, TrackerConfig, hookimpl\n"
+        "class Mute:\n"
+        "    def __init__(self, config, context): ...\n"
+        "    def finish(self, summary): ...\n"
+        "@hookimpl\n"
+        "def stretto_tracker():\n"
+        "    yield Component('mute', Mute, TrackerConfig, 'broken')\n"
+    )
+    run = start(f"plugins=[{tmp_path}/mute.py]", "trackers=[mute]")
+    assert run.end() == 2
+    assert "tracker 'mute' of mute.py does not keep its contract" in run.text()
+    assert not run.folder.exists()
