@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms.py [NAME ...]
 
-Held-out accuracy of sampled answers before and after; of `reward_model`, the share of pairs that it orders
+Held-out accuracy of greedy answers before and after; of `reward_model`, the share of pairs that it orders
 right, at its first step and over its last ten. `distill` learns from what `grpo` has become. Last line: one
 JSON object.
 """

@@ -1,22 +1,24 @@
-"""python make_model.py [--out DIR] [--slip P] [--seed N]: what the quickstart's model is made of.
+r"""python make_model.py [--out DIR] [--forget P] [--seed N]: what the quickstart's model is made of.
 
-Writes the rows, a tokenizer with an untrained model, and demonstrations; supervised training by stretto
-itself then makes the model of them, in a few minutes:
+Writes the rows, a tokenizer with an untrained model, and demonstrations. Supervised training by stretto
+itself then makes the model from them, first at a high learning rate, then at one that falls nearly to 0:
 
     python examples/quickstart/make_model.py
-    stretto run examples/quickstart/sft.yaml out=runs/sft
-    cp runs/sft/checkpoints/step-005000/model/{config.json,model.safetensors} examples/quickstart/model/
+    stretto run examples/quickstart/sft.yaml out=runs/sft steps=2761 training.decay_steps=5000
+    stretto run examples/quickstart/sft.yaml out=runs/end model=runs/sft/checkpoints/step-002761/model \
+        steps=500 training.lr=1e-3 training.warmup_steps=20 'training.betas=[0.9,0.999]'
+    cp runs/end/checkpoints/step-000500/model/{config.json,model.safetensors} examples/quickstart/model/
 
 The task is running sums: `3+5+9=` is answered by `8 17`, each partial sum from the second term on, then the
 end token. Two to ten terms of one digit, long sums ever rarer, so answers take 2 to 27 tokens, 13 on average.
 
-The model is a Qwen2 of 0.2 M parameters, one token a character. Its teacher is right about the rule but
-careless: at each step it forgets, with probability `slip`, to add the term, writes the sum it had before, and
-goes on from there. So the model knows every sum (its most likely answer is nearly always right), but samples
-a slip as often as its teacher made one: about half its answers are right at temperature 1. Reinforcement
-learning can repair exactly this: nothing is to be discovered, one habit is to be unlearned.
+The model is a Qwen2 of 0.2 M parameters, one token a character. The demonstrations that it imitates have a
+systematic fault: wherever a sum passes a ten, the teacher forgets the carry with probability `forget` (0.6),
+writes `8 7`, and goes on from there. So the model's most likely answer forgets carries: decoded greedily
+it is right on one held-out row in twenty-five, where there is little to carry. Sampled at temperature 1 it is
+right on one in five, which is enough for a reward to teach it that carrying is right.
 
-Held-out rows are in neither train.jsonl nor the demonstrations.
+Held-out rows are in neither train.jsonl nor the demonstrations nor pairs.jsonl.
 """
 
 from __future__ import annotations
@@ -54,12 +56,14 @@ def prompt_of(terms: list[int]) -> str:
     return "+".join(map(str, terms)) + "="
 
 
-def answer_of(terms: list[int], rng: random.Random | None = None, slip: float = 0.0) -> str:
-    """The partial sums; with `slip`, as the careless teacher writes them."""
+def answer_of(terms: list[int], rng: random.Random | None = None, forget: float = 0.0) -> str:
+    """The partial sums; each carry is forgotten with probability `forget`."""
     total, sums = terms[0], list[str]()
     for term in terms[1:]:
-        if not (rng and rng.random() < slip):
-            total += term
+        carry = total % 10 + term >= 10
+        total += term
+        if carry and rng and rng.random() < forget:
+            total -= 10
         sums.append(str(total))
     return " ".join(sums)
 
@@ -129,24 +133,24 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return model
 
 
-def make_demonstrations(heldout: set[str], *, slip: float, count: int, seed: int) -> list[dict[str, str]]:
-    """Rows with the careless teacher's answers; a prompt may come again, with another answer."""
+def make_demonstrations(heldout: set[str], *, forget: float, count: int, seed: int) -> list[dict[str, str]]:
+    """Rows with answers of the teacher who forgets carries; a prompt may repeat with another answer."""
     rng = random.Random(f"demonstrations {seed}")
     rows: list[dict[str, str]] = []
     while len(rows) < count:
         terms = draw_terms(rng)
         if (prompt := prompt_of(terms)) not in heldout:
-            rows.append({"prompt": prompt, "completion": answer_of(terms, rng, slip)})
+            rows.append({"prompt": prompt, "completion": answer_of(terms, rng, forget)})
     return rows
 
 
-def make_pairs(heldout: set[str], *, slip: float, count: int, seed: int) -> list[dict[str, str]]:
-    """Preferences: the right answer over one of the careless teacher's that is wrong."""
+def make_pairs(heldout: set[str], *, forget: float, count: int, seed: int) -> list[dict[str, str]]:
+    """Preferences: the right answer over one in which the teacher forgot a carry."""
     rng = random.Random(f"pairs {seed}")
     rows: list[dict[str, str]] = []
     while len(rows) < count:
         terms = draw_terms(rng)
-        prompt, chosen, rejected = prompt_of(terms), answer_of(terms), answer_of(terms, rng, slip)
+        prompt, chosen, rejected = prompt_of(terms), answer_of(terms), answer_of(terms, rng, forget)
         if prompt not in heldout and rejected != chosen:
             rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     return rows
@@ -159,17 +163,18 @@ def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make what the quickstart's model is trained from.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where everything goes")
-    parser.add_argument("--slip", type=float, default=0.15, help="how often the teacher forgets to add")
+    parser.add_argument("--forget", type=float, default=0.6, help="how often the teacher forgets a carry")
     parser.add_argument("--demonstrations", type=int, default=128_000, help="rows of demonstrations")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     train, heldout = make_rows(args.seed)
+    unseen = {row["prompt"] for row in heldout}
     demonstrations = make_demonstrations(
-        {row["prompt"] for row in heldout}, slip=args.slip, count=args.demonstrations, seed=args.seed
+        unseen, forget=args.forget, count=args.demonstrations, seed=args.seed
     )
-    pairs = make_pairs({row["prompt"] for row in heldout}, slip=args.slip, count=NUM_PAIRS, seed=args.seed)
+    pairs = make_pairs(unseen, forget=args.forget, count=NUM_PAIRS, seed=args.seed)
     write_rows(args.out / "pairs.jsonl", pairs)
     write_rows(args.out / "train.jsonl", train)
     write_rows(args.out / "heldout.jsonl", heldout)
