@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stretto.algorithm import Group
 from stretto.bus.messages import GroupDone, GroupFailed, Member, Ticket
+from stretto.kernel.gate import DivergenceGate
 from stretto.kernel.scheduler import (
     EvaluationDone,
     Fail,
@@ -61,6 +65,10 @@ def batches(commands: list[object]) -> list[StartBatch]:
 # ------------------------------------------------------------------------------- generated events
 
 
+DIVERGENCES = st.sampled_from([None, 0.0, 0.004, 0.02, 5.0, math.inf, math.nan])
+"""Of a batch, where the bound is 0.01."""
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """A world around the scheduler: a work queue, workers that die, an engine that lags, a network that
     loses and doubles. The invariants are those of the module's docstring."""
@@ -73,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 9),
         evaluation_rows=st.integers(0, 2),
         evaluation_every=st.integers(0, 2),
+        max_divergence=st.sampled_from([None, 0.01]),
     )
     def begin(
         self,
@@ -83,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows: int,
         evaluation_rows: int,
         evaluation_every: int,
+        max_divergence: float | None,
     ) -> None:
         self.settings = Settings(
             steps=steps,
@@ -94,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_failures=1000,
             evaluation_rows=evaluation_rows,
             evaluation_every=evaluation_every,
+            max_divergence=max_divergence,
         )
         self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
         self.queue: list[Ticket] = []
@@ -107,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lives = 1
         self.groups_trained = 0
         self.unfit = 0
+        self.divergence: float | None = None
         self.scheduler.start()
         self.obey()
 
@@ -117,6 +129,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 case Issue(ticket):
                     assert ticket.min_version <= self.scheduler.version
                     self.queue.append(ticket)
+                    if ticket.purpose == "train" and ticket.attempt == 1:
+                        admitted = (self.scheduler.staleness_limit + 1) * self.settings.batch_size
+                        assert self.scheduler.ledger.in_flight <= admitted, "more than η_eff allows"
                 case StartBatch(version, groups):
                     assert self.training is None, "two batches at once"
                     assert version == self.scheduler.version < self.settings.steps
@@ -216,11 +231,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.worker_lost(worker)
         self.obey()
 
-    @rule(slow=st.integers(2, 5), swapped=st.booleans())
-    def hurry(self, slow: int, swapped: bool) -> None:
+    @rule(slow=st.integers(2, 5), swapped=st.booleans(), divergence=DIVERGENCES)
+    def hurry(self, slow: int, swapped: bool, divergence: float | None) -> None:
         """Everybody but the slow does all they can: finished young groups overtake unfinished old ones."""
         if self.training:
-            self.step()
+            self.step(divergence)
         if swapped:
             self.engine_version = self.scheduler.version
         for ticket in [ticket for ticket in self.queue if ticket.min_version <= self.engine_version]:
@@ -234,13 +249,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.obey()
 
     @precondition(lambda self: self.training)
-    @rule()
-    def step(self) -> None:
+    @rule(divergence=DIVERGENCES)
+    def step(self, divergence: float | None) -> None:
         """The batch is trained."""
         assert self.training is not None
         self.groups_trained += len(self.training.groups)
         self.training = None
-        self.scheduler.step_finished()
+        self.divergence = divergence
+        before = self.scheduler.staleness_limit
+        self.scheduler.step_finished(divergence=divergence)
+        if self.settings.max_divergence is None or divergence is None:
+            assert self.scheduler.staleness_limit == before
         self.obey()
 
     @precondition(lambda self: not self.training and not self.over)
@@ -296,6 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             bound = (self.settings.max_staleness + 1) * self.settings.batch_size
             assert self.scheduler.ledger.in_flight <= bound
+            assert 0 <= self.scheduler.staleness_limit <= self.settings.max_staleness
 
     def teardown(self) -> None:
         """From wherever it got to, a world that behaves brings the run to its end."""
@@ -306,7 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.engine_version = self.scheduler.version
             if self.training:
-                self.step()
+                self.step(self.divergence)
                 continue
             for message in self.sent:
                 if isinstance(message, GroupDone):
@@ -685,3 +705,115 @@ def test_a_smaller_batch_leaves_enough_tickets_for_all_steps() -> None:
         scheduler.group_done(done(ticket, version))
         scheduler.step_finished()
     assert scheduler.ledger.trained == 8 + 8
+
+
+# -------------------------------------------------------------------------------- the divergence gate
+
+
+def limits(
+    kl_at_lag: Callable[[int], float], *, max_staleness: int, steps: int, noise: float = 0.0
+) -> list[int]:
+    """The limit after each step of a run whose divergence follows from how far ahead its batches were issued.
+
+    The bound is 1. A batch is trained once all those before it in the queue are.
+    """
+    gate = DivergenceGate(max_staleness)
+    queue = deque([max_staleness] * (max_staleness + 1))
+    random_numbers = random.Random(1)
+    found: list[int] = []
+    for _ in range(steps):
+        divergence = kl_at_lag(queue.popleft()) * max(0.0, 1 + noise * random_numbers.gauss(0, 1))
+        gate.observe(divergence, bound=1.0, max_staleness=max_staleness)
+        queue += [gate.limit] * (gate.limit + 1 - len(queue))
+        found.append(gate.limit)
+    return found
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4, 8])
+def test_the_gate_stays_open_below_the_bound_and_closes_where_any_staleness_is_above_it(
+    max_staleness: int,
+) -> None:
+    calm = limits(lambda lag: 0.9 * lag / max_staleness, max_staleness=max_staleness, steps=300)
+    assert calm == [max_staleness] * 300
+    fierce = limits(lambda lag: 5.0 * lag, max_staleness=max_staleness, steps=300)
+    assert 0 in fierce[: 4 * max_staleness + 8]
+    assert sum(fierce[-200:]) < 0.2 * 200  # now and then it tries a wider limit again
+
+
+def test_the_gate_settles_at_the_widest_limit_that_keeps_the_bound_and_seldom_tries_more() -> None:
+    """KL grows as the square of the lag: 0.75 at 2, 1.7 at 3."""
+    found = limits(lambda lag: 0.1875 * lag**2, max_staleness=8, steps=600, noise=0.2)
+    assert 1.5 < sum(found[100:]) / 500 < 2.5
+    assert sum(one != other for one, other in pairwise(found[100:])) < 30
+
+
+def test_one_outlier_never_narrows_and_two_in_a_row_do() -> None:
+    gate = DivergenceGate(2)
+    for divergence in (math.inf, 0.0, 0.0, math.nan, 0.0):
+        gate.observe(divergence, bound=0.01, max_staleness=2)
+    assert gate.limit == 2
+    for divergence in (0.0, 0.0, 0.015, 0.015):
+        gate.observe(divergence, bound=0.01, max_staleness=2)
+    assert gate.limit == 1
+
+
+def test_a_limit_whose_widening_must_be_undone_is_tried_ever_more_seldom() -> None:
+    found = limits(lambda lag: 9.0 * lag, max_staleness=1, steps=400)
+    tried = [step for step, (one, other) in enumerate(pairwise(found)) if other > one]
+    pauses = [other - one for one, other in pairwise(tried)]
+    assert len(pauses) >= 4
+    assert pauses[:4] == sorted(pauses[:4])
+    assert pauses[3] > 3 * pauses[0]
+
+
+def trained(
+    scheduler: Scheduler, waiting: deque[Ticket], divergence: float | None
+) -> tuple[StartBatch, list[int]]:
+    """One step in which tickets are sampled in their order by the weights of their issue; the batch, and the
+    tickets that were issued since the step before."""
+    new: list[int] = []
+    while True:
+        for command in scheduler.commands():
+            if isinstance(command, Issue):
+                waiting.append(command.ticket)
+                new.append(command.ticket.id)
+            else:
+                assert isinstance(command, StartBatch)
+                scheduler.step_finished(divergence=divergence)
+                return command, new
+        ticket = waiting.popleft()
+        scheduler.group_done(done(ticket, ticket.min_version))
+
+
+def test_narrowing_lets_the_backlog_drain_and_leaves_issued_tickets_their_deadlines() -> None:
+    scheduler = Scheduler(Settings(steps=50, batch_size=2, max_staleness=2, rows=100, max_divergence=0.01))
+    scheduler.start()
+    waiting: deque[Ticket] = deque()
+    steps = [trained(scheduler, waiting, 5.0) for _ in range(8)]
+    staleness = [start.version - start.groups[0].members[0].oldest for start, _ in steps]
+    assert [len(new) for _, new in steps[:7]] == [6, 2, 0, 0, 2, 2, 2]  # the second figure narrows to 0
+    assert staleness[:7] == [0, 1, 2, 2, 0, 0, 0]  # what was issued before keeps its deadline
+    assert scheduler.staleness_limit == 0
+    assert scheduler.ledger.in_flight == 2  # (η_eff + 1) · B: synchronous
+    assert scheduler.ledger.expired == 0
+
+
+def test_a_restart_with_the_recorded_figures_has_the_gate_of_the_first_life() -> None:
+    options = Settings(steps=50, batch_size=1, max_staleness=2, rows=100, max_divergence=0.01)
+    figures = [0.03, 0.03, 0.0, None, 0.002, 0.0, 0.004, 0.03, 0.03, 0.0]
+    scheduler = Scheduler(options)
+    scheduler.start()
+    waiting: deque[Ticket] = deque()
+    starts = [trained(scheduler, waiting, divergence)[0] for divergence in figures[:4]]
+    snapshot = scheduler.snapshot()
+    starts += [trained(scheduler, waiting, divergence)[0] for divergence in figures[4:]]
+    assert snapshot.gate != scheduler.snapshot().gate
+
+    again = Scheduler(options)
+    again.restore(snapshot, attempts_from=1000)
+    for start, divergence in zip(starts[4:], figures[4:], strict=True):
+        again.replay([group.ticket for group in start.groups], start.groups)
+        again.step_finished(divergence=divergence)
+    assert again.snapshot().gate == scheduler.snapshot().gate
+    again.start()
+    assert again.ledger.in_flight == scheduler.ledger.in_flight

@@ -4,7 +4,7 @@ which something goes wrong with them on purpose."""
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from stretto import Context
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages import (
+    AskSharedRows,
     ChunkBatch,
     Drift,
     Generate,
     GroupDone,
     GroupFailed,
+    ScoredRow,
+    SharedRows,
     Subjects,
     Swap,
     SwapDone,
@@ -415,10 +418,13 @@ class Worker:
 
 
 @asynccontextmanager
-async def inference_worker(open_bus: OpenBus, folder: Path, **canary: Any) -> AsyncGenerator[Worker]:
+async def inference_worker(
+    open_bus: OpenBus, folder: Path, queue: Mapping[str, Any] | None = None, **canary: Any
+) -> AsyncGenerator[Worker]:
     engine = Told()
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout, open_bus("inference") as bus:
-        own = setting(bus, "inference-0", "x", inference={"use": "mock", "canary": canary})
+        inference = {"use": "mock", "canary": canary}
+        own = setting(bus, "inference-0", "x", inference=inference, queue=queue or {})
         own.engine = engine
         worker = Worker(engine, ends(folder)[0], kernel, rollout)
         ready = anyio.Event()
@@ -529,6 +535,43 @@ async def test_a_drift_is_told_and_ends_what_must_not_go_on_with_it(
         worker.engine.say(0, 0, 1)
         worker.engine.say(1, 0, finish="abort")
         assert await worker.until(1) == [(1, 0, [])]
+
+
+async def test_samples_do_not_wait_for_the_engines_error(open_bus: OpenBus, tmp_path: Path) -> None:
+    """k3 of d = 0.5 and 0 nats is 0.106531 and 0."""
+    tokens, trained = Array.of(np.ones(3, np.int32)), Array.of(np.ones(2, np.bool_))
+    rows = (ScoredRow(tokens, trained, Array.of(np.array([-1.0, -2.0], np.float32))),)
+    asked, scored = anyio.Event(), anyio.Event()
+    answers: list[SwapDone] = []
+
+    async def shared(message: AskSharedRows) -> SharedRows:
+        return SharedRows(rows if message.version else ())
+
+    async def score() -> list[Any]:
+        asked.set()
+        await scored.wait()
+        return [np.array([-0.5, -2.0], np.float32)]
+
+    bounded = {"max_divergence": 0.01}
+    async with open_bus("trainer") as trainer, inference_worker(open_bus, tmp_path, bounded) as worker:
+        await trainer.serve(Subjects("test-run").shared_rows, AskSharedRows, shared)
+        worker.engine.score = score
+
+        async def swap() -> None:
+            answers.append(await worker.swap(worker.note(1)))
+
+        first = await worker.swap(worker.note(0))
+        assert (first.engine_kl, first.rows_unscored) == (None, "")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(swap)
+            await asked.wait()
+            worker.engine.say(0, 0, 1, finish="stop")
+            assert await worker.until(1) == [(0, 0, [1])]
+            scored.set()
+        assert answers[0].engine_kl == pytest.approx(0.106531 / 2, abs=1e-6)
+        worker.engine.score = cannot
+        done = await worker.swap(worker.note(2))
+        assert (done.fault, done.engine_kl, done.rows_unscored) == ("", None, "it keeps no logits")
 
 
 # ------------------------------------------------------------------------------------- whole runs

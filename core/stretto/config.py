@@ -63,6 +63,10 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Groups in each train step, B. A step trains on B × `algorithm.group_size` samples."""
     max_staleness: NonNegativeInt = 2
     """Train steps a token may be older than the weights it trains, η. 0 is synchronous training."""
+    max_divergence: PositiveFloat | None = None
+    """Bound on how far batches may be off-policy, in nats a token: while KL(behaviour || current) is above
+    it, generation runs fewer than `max_staleness` steps ahead. Null leaves `max_staleness` as the only
+    bound."""
     on_late: Literal["wait", "drop"] = "wait"
     """A group that is due but unfinished: wait for it, so that long answers are never lost; or expire
     it and issue its prompt again."""

@@ -575,6 +575,11 @@ def _batch_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
                 f"{call.name} has {units} {'groups' if whole else 'sequences'} for the {parts} data-parallel "
                 f"ranks of {group.path!r}; expected at least one for each",
             )
+    if not graph.samples and config.queue.max_divergence is not None:
+        yield Problem(
+            "queue.max_divergence",
+            "bounds how far sampled answers are off-policy; here rows are trained on as they are: remove it",
+        )
     if not graph.samples and config.dataset.max_prompt_tokens is not None:
         yield Problem(
             "dataset.max_prompt_tokens",
@@ -661,6 +666,10 @@ def describe(composed: Composed) -> str:
             f"queue      staleness at most {bound}: up to {(bound + 1) * batch} groups "
             f"({(bound + 1) * batch * n} samples) issued ahead, on_late={config.queue.on_late}"
         )
+        if config.queue.max_divergence is not None:
+            lines.append(
+                f"           fewer while the divergence is above {config.queue.max_divergence:g} nats"
+            )
     for path in ("dataset", "evaluation.dataset"):
         if path in composed.components:
             dataset: Dataset = composed.make(path, context_of(composed.config))

@@ -24,6 +24,7 @@ __all__ = [
     "Answers",
     "AskColumn",
     "AskLoad",
+    "AskSharedRows",
     "AskTools",
     "AskWeights",
     "Beacon",
@@ -63,6 +64,8 @@ __all__ = [
     "Saved",
     "Score",
     "Scored",
+    "ScoredRow",
+    "SharedRows",
     "StepEnded",
     "Subjects",
     "Swap",
@@ -384,6 +387,38 @@ class SwapDone(Message, frozen=True):
     """Of the canary, if it was compared."""
     unscored: str = ""
     """Why it was not, if there was to be one."""
+    engine_kl: float | None = None
+    """Mean k3 estimate of KL(engine || trainer) at this version, in nats a token, over the trained tokens of
+    the `SharedRows`; None if they were not compared."""
+    rows_unscored: str = ""
+    """Why they cannot be compared; empty where there are none yet."""
+
+
+class AskSharedRows(Message, frozen=True):
+    """Inference worker to rank 0 of the lead group, answered by `SharedRows`: give me rows that the trainer
+    has scored with the weights of this version."""
+
+    version: int
+
+
+class ScoredRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The beginning of one sequence of the last batch. L tokens."""
+
+    tokens: Array
+    """(L,) int32, L >= 2."""
+    trained: Array
+    """(L - 1,) bool, of every token but the first."""
+    logprobs: Array
+    """(L - 1,) float32, the trainer's at temperature 1."""
+
+
+class SharedRows(Message, frozen=True):
+    """A few rows of the batch that led to a version, for the engine's error to be measured with."""
+
+    rows: tuple[ScoredRow, ...]
+    """Empty where no batch led to the version, or it is an old one by now."""
+    unscored: str = ""
+    """Why there will never be any."""
 
 
 class AskLoad(Message, frozen=True):
@@ -598,6 +633,8 @@ class JournalStep(Message, frozen=True):
     incarnation: int
     version: int
     digest: str
+    divergence: float | None = None
+    """Of the batch, in nats a token; None where it is unknown. The gate of a repetition takes this figure."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -654,6 +691,7 @@ class Subjects:
         self.ticket_started = self.kernel("rollout", "started")
         self.progress = self.kernel("rollout", "progress")
         self.abort_ticket = f"{self.root}.abort"
+        self.shared_rows = f"{self.root}.worker.trainer.shared_rows"
         self.log = f"{self.root}.log"
         self.trajectories = f"{self.log}.trajectories"
         self.groups = f"{self.log}.groups"

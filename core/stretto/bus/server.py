@@ -284,6 +284,7 @@ def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
                 *to_kernel["inference"],
                 names.answers("rollout", "inference"),
                 names.worker("trainer", "*", "weights"),
+                names.shared_rows,
             ],
             "subscribe": own["inference"],
         },

@@ -1,4 +1,4 @@
-"""The canary, as the kernel tells of it: how far engines are from the trainer, swap by swap."""
+"""How far engines are from the trainer, swap by swap: on the canary, and on rows that they trained on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import structlog
 from stretto.bus.messages import Drift, SwapDone
 from stretto.engine import CanaryConfig
 
-__all__ = ["Drifts"]
+__all__ = ["Drifts", "EngineErrors"]
 
 log = structlog.get_logger()
+
+_WEIGHT = 0.25
+"""Weight of an engine's newest error in its average."""
 
 
 class Drifts:
@@ -25,13 +28,16 @@ class Drifts:
         self._config = config
         self._problems = problems
         self._news: list[Drift] = []
+        self._engine_kls: list[float] = []
         self._compared = 0
         self._beyond = 0
         self._worst: tuple[Drift, str, int] | None = None
         self._not_compared: dict[str, str] = {}
 
     def add(self, worker: str, done: SwapDone) -> None:
-        """What came of the canary at a swap."""
+        """What came of the canary, and of the shared rows, at a swap."""
+        if done.engine_kl is not None:
+            self._engine_kls.append(done.engine_kl)
         if done.drift is not None:
             self._take(worker, done.report.version, done.drift)
         elif done.unscored and self._not_compared.get(worker) != done.unscored:
@@ -41,9 +47,12 @@ class Drifts:
     def news(self) -> dict[str, float]:
         """For the metrics of a step: the worst of the swaps since it was last asked; nothing without one."""
         drifts, self._news = self._news, []
+        engine_kls, self._engine_kls = self._engine_kls, []
+        figures = {"engine_kl": _short(max(engine_kls))} if engine_kls else {}
         if not drifts:
-            return {}
+            return figures
         return {
+            **figures,
             "canary_mean": _short(max(drift.mean for drift in drifts)),
             "canary_max": _short(max(drift.max for drift in drifts)),
         }
@@ -72,6 +81,40 @@ class Drifts:
                     f"version {version}: the canary drifts by {drift.mean:.3g} a token between {worker} and "
                     f"the trainer; inference.canary.bound is {bound:g}"
                 )
+
+
+class EngineErrors:
+    """What each engine computes differently from the trainer at equal version, in nats a token.
+
+    A few rows give a noisy figure of something that changes slowly, so it is averaged over swaps.
+    """
+
+    def __init__(self) -> None:
+        self._kl: dict[str, float] = {}
+        self._unscored: dict[str, str] = {}
+
+    def add(self, worker: str, done: SwapDone) -> None:
+        """What came of the shared rows at a swap."""
+        if done.engine_kl is not None:
+            former = self._kl.get(worker, done.engine_kl)
+            self._kl[worker] = former + _WEIGHT * (done.engine_kl - former)
+        elif done.rows_unscored and self._unscored.get(worker) != done.rows_unscored:
+            self._unscored[worker] = done.rows_unscored
+            log.warning(
+                "engine's error unknown; it counts as divergence", worker=worker, reason=done.rows_unscored
+            )
+
+    @property
+    def mean(self) -> float | None:
+        """Over the engines; None as long as none has been compared."""
+        return sum(self._kl.values()) / len(self._kl) if self._kl else None
+
+    def divergence(self, measured: float | None) -> float | None:
+        """What the trainer measured of a batch, less the engines' error: what the policies differ by. None
+        where the trainer measured nothing, or no engine has tried to compare itself yet."""
+        if measured is None or not (self._kl or self._unscored):
+            return None
+        return max(0.0, measured - (self.mean or 0.0))
 
 
 def _short(value: float) -> float:

@@ -45,6 +45,7 @@ from stretto.bus.messages import (
     Purpose,
     RowRef,
     Subjects,
+    SwapDone,
     Ticket,
     TicketStarted,
     Welcome,
@@ -57,6 +58,7 @@ from stretto.kernel.advice import Adviser
 from stretto.kernel.changes import differences, is_complete, newest_values, values_file, write_values
 from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
 from stretto.kernel.dataflow import Graph, graph_of
+from stretto.kernel.drift import EngineErrors
 from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import Fleet, Member
 from stretto.kernel.recovery import read_journal, repeat_journal
@@ -227,6 +229,7 @@ class Kernel:
             adviser=Adviser(composed.document),
         )
         self._view = View(config.name, config.steps, self._report, self._scheduler, self._fleet)
+        self._engine_errors = EngineErrors()
         self._fence = 0
         self._incarnation = resumed[1].incarnation if resumed else 0
         self._log_sequence = 0
@@ -334,7 +337,7 @@ class Kernel:
             names,
             self._fleet,
             self._fence,
-            on_swapped=self._report.swapped,
+            on_swapped=self._swapped,
             on_callable=self._touch,
         )
         for role in ROLES:
@@ -363,7 +366,9 @@ class Kernel:
                 values=self._values,
                 attempts_from=self._fence * _ATTEMPTS_PER_KERNEL,
                 on_change=self._change_values,
-                on_repeated=lambda start, result: self._report.step(start, result, generate_busy_s=0.0),
+                on_repeated=lambda start, result, divergence: self._report.step(
+                    start, result, generate_busy_s=0.0, divergence=divergence
+                ),
             )
             await self._bus.purge(self._names.tickets_stream)
             note, self._incarnation = recovered.note, recovered.incarnation
@@ -536,6 +541,10 @@ class Kernel:
         beacon = Beacon(self._fence, self._scheduler.version, state, self._fleet.peers())
         await self._bus.publish(self._names.beacon, beacon)
 
+    def _swapped(self, worker: str, done: SwapDone) -> None:
+        self._engine_errors.add(worker, done)
+        self._report.swapped(worker, done)
+
     # ---------------------------------------------------------------------- the scheduler's commands
 
     def _obey(self) -> None:
@@ -654,12 +663,14 @@ class Kernel:
         ahead = _rows(tuple(self._scheduler.done_groups))
         result = await self._trainers.step(self._incarnation, start.version, rows, ahead)
         version = result.note.version
-        await self._journal(JournalStep(self._incarnation, version, result.note.digest), "step", version)
+        divergence = self._engine_errors.divergence(result.divergence)
+        finished = JournalStep(self._incarnation, version, result.note.digest, divergence)
+        await self._journal(finished, "step", version)
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         busy_s = await self._engines.busy_s()
         # Nobody may see the ledger without the figures, or weights of a version that is not there yet.
-        self._scheduler.step_finished(hold=due)
-        metrics = self._report.step(start, result, generate_busy_s=busy_s)
+        self._scheduler.step_finished(hold=due, divergence=divergence)
+        metrics = self._report.step(start, result, generate_busy_s=busy_s, divergence=divergence)
         self._engines.announce(result.note)
         self._obey()
         self._touch()
@@ -771,6 +782,7 @@ def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) ->
         steps=config.steps,
         batch_size=queue.batch_size,
         max_staleness=queue.max_staleness if graph.samples else 0,  # rows have no version to be older than
+        max_divergence=queue.max_divergence,
         rows=len(datasets["dataset"]),
         group_size=graph.source.samples,
         on_late=queue.on_late,

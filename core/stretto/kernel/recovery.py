@@ -49,7 +49,8 @@ class Journal:
 
     batches: dict[int, JournalBatch] = field(default_factory=dict[int, JournalBatch])
     """By version: from the checkpoint's on without a gap, up to the next change."""
-    digests: dict[int, str] = field(default_factory=dict[int, str])
+    steps: dict[int, JournalStep] = field(default_factory=dict[int, JournalStep])
+    """Complete ones, by the version that they led to."""
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
     change: JournalChange | None = None
     """The one at the checkpoint with which these values begin."""
@@ -81,7 +82,7 @@ async def repeat_journal(
     values: int,
     attempts_from: int,
     on_change: Callable[[WeightsNote, int, JournalChange | None], Awaitable[object]],
-    on_repeated: Callable[[StartBatch, StepResult], object],
+    on_repeated: Callable[[StartBatch, StepResult, float | None], object],
 ) -> Recovered:
     """Load a checkpoint, or the initial model where there is none, train the journal's batches from there on,
     and tell the scheduler of every group that the log holds. Afterwards `scheduler.start()` goes on.
@@ -119,18 +120,21 @@ async def repeat_journal(
         attempts = {(row.group, int(row.id.split("/")[1])) for row in batch.rows}
         start = scheduler.replay(batch.tickets, [done[key] for key in attempts])
         result = await trainers.step(incarnation, version, batch.rows)
-        scheduler.step_finished()
-        on_repeated(start, result)
+        first_time = journal.steps.get(version + 1)
+        divergence = first_time.divergence if first_time else None
+        scheduler.step_finished(divergence=divergence)
+        on_repeated(start, result, divergence)
         note = result.note
-        expected = journal.digests.get(version + 1)
-        if expected is None:
+        if first_time is None:
             await bus.append(
                 names.journal,
                 JournalStep(incarnation, note.version, note.digest),
                 id=f"{incarnation}/{note.version}/step/again",
             )
-        elif expected != note.digest:
-            log.error("repetition differs", version=note.version, digest=note.digest, expected=expected)
+        elif first_time.digest != note.digest:
+            log.error(
+                "repetition differs", version=note.version, digest=note.digest, expected=first_time.digest
+            )
             incarnation += 1
             break
         log.info("step repeated", version=note.version)
@@ -179,7 +183,7 @@ async def read_journal(bus: Bus, names: Subjects, state: KernelState, values: in
                 if isinstance(entry, JournalBatch):
                     found[entry.version] = entry
                 elif isinstance(entry, JournalStep):
-                    journal.digests[entry.version] = entry.digest
+                    journal.steps[entry.version] = entry
                 elif isinstance(entry, JournalEvaluation):
                     journal.evaluations.append(entry.result)
                 elif entry.values == values and entry.version == state.version:

@@ -39,6 +39,7 @@ log = structlog.get_logger()
 # Of a step's metrics, what its log line shows; `metrics.jsonl` has all.
 _SHOWN = (
     *("step", "reward", "length", "staleness", "loss", "grad_norm", "entropy"),
+    *("divergence", "staleness_limit"),
     *("step_s", "train_s", "step_tokens_per_s"),
 )
 
@@ -126,7 +127,9 @@ class Report:
         self.swap_pause_max_s = max(self.swap_pause_max_s, done.report.pause_s)
         self._drifts.add(worker, done)
 
-    def step(self, start: StartBatch, result: StepResult, *, generate_busy_s: float) -> dict[str, Any]:
+    def step(
+        self, start: StartBatch, result: StepResult, *, generate_busy_s: float, divergence: float | None
+    ) -> dict[str, Any]:
         """A step is complete, perhaps repeated: write its line, tell the trackers, log it."""
         now = time.monotonic()
         train_s = result.seconds
@@ -150,6 +153,7 @@ class Report:
             "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
             "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
             **{name: round(value, 6) for name, value in statistics.items()},
+            **self._of_gate(divergence),
             **self._drifts.news(),
             **(self._of_speed(start, max(0.0, generate_busy_s - generated_s)) if self.sampled else {}),
             "calls": [
@@ -168,6 +172,13 @@ class Report:
             self._tell(tracker, "step", self.last)
         log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
         return self.last
+
+    def _of_gate(self, divergence: float | None) -> dict[str, Any]:
+        """What the divergence gate was told, and the limit that it leaves; nothing without a gate."""
+        if self._scheduler.settings.max_divergence is None:
+            return {}
+        figure = {} if divergence is None else {"divergence": round(divergence, 6)}
+        return {**figure, "staleness_limit": self._scheduler.staleness_limit}
 
     def _of_samples(self, start: StartBatch) -> dict[str, Any]:
         """Figures of a batch of trajectories."""
@@ -259,6 +270,7 @@ class Report:
             "ledger": msgspec.to_builtins(scheduler.ledger),
             "reasons": dict(scheduler.reasons),
             "staleness": {str(key): scheduler.staleness[key] for key in sorted(scheduler.staleness)},
+            "staleness_limit": {str(key): scheduler.limits[key] for key in sorted(scheduler.limits)},
             "tokens": {"generated": self.generated_tokens, "trained": self.trained_tokens},
             "busy_s": {
                 "generate": round(fleet.busy_s("inference"), 3),
@@ -357,7 +369,10 @@ class View:
         if last:
             if self._report.sampled:
                 table.add_row("reward", f"{last['reward']:.3f}   length {last['length']:.1f}")
-                table.add_row("staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}")
+                limit = f"   limit {last['staleness_limit']}" if "staleness_limit" in last else ""
+                table.add_row(
+                    "staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}{limit}"
+                )
             else:
                 table.add_row("loss", f"{last['loss']:.4f}")
             table.add_row("step", f"{last['step_s']:.2f} s, of which training {last['train_s']:.2f} s")

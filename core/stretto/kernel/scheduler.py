@@ -7,6 +7,8 @@ whatever the order of events, with messages late, lost or doubled and workers dy
   flight; every ticket ends once;
 - at most (η + 1)·B tickets are in flight; a ticket's tokens are no older than the training version at
   its issue;
+- with a bound on divergence, a ticket is issued only while fewer than (η_eff + 1)·B are in flight, where
+  0 ≤ η_eff ≤ η; nothing else depends on η_eff;
 - no group is trained at a version beyond its deadline, its oldest token's version + η, none twice, and
   none is dropped for being late unless `on_late` says so. A resumed run may have another η or B: groups
   keep their deadlines, or get earlier ones, and what no longer fits expires (`fit`).
@@ -24,6 +26,7 @@ import numpy as np
 
 from stretto.algorithm import Group
 from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Purpose, Ticket
+from stretto.kernel.gate import DivergenceGate
 
 __all__ = [
     "Command",
@@ -51,6 +54,8 @@ class Settings:
     """η."""
     rows: int
     """Rows of the dataset."""
+    max_divergence: float | None = None
+    """Bound of the divergence gate, in nats a token; None is without the gate."""
     group_size: int = 1
     on_late: Literal["wait", "drop"] = "wait"
     max_attempts: int = 3
@@ -177,6 +182,9 @@ class Snapshot(msgspec.Struct):
     evaluations: list[Evaluation]
     staleness: dict[int, int]
     reasons: dict[str, int]
+    gate: DivergenceGate | None = None
+    """None where the run has no bound on divergence."""
+    limits: dict[int, int] = {}
 
 
 @dataclass
@@ -225,6 +233,8 @@ class Scheduler:
         """Trajectories trained, by staleness."""
         self.reasons: Counter[str] = Counter()
         """Why tickets were filtered, expired or failed, those of evaluations included."""
+        self.limits: Counter[int] = Counter()
+        """Steps by η_eff at their end, with a bound on divergence."""
         self._keep = keep
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
@@ -243,6 +253,7 @@ class Scheduler:
         self._state: Literal["new", "first evaluation", "training", "last evaluation", "over"] = "new"
         self._closing = False
         self._held = False
+        self._gate = DivergenceGate(settings.max_staleness)
         self._commands: list[Command] = []
 
     # ------------------------------------------------------------------------------------- views
@@ -271,6 +282,11 @@ class Scheduler:
     def training(self) -> bool:
         """Whether a batch is being trained."""
         return self._training is not None
+
+    @property
+    def staleness_limit(self) -> int:
+        """η_eff: train steps that generation may run ahead now; η itself without a bound on divergence."""
+        return self._gate.limit
 
     @property
     def done_groups(self) -> list[GroupDone]:
@@ -312,6 +328,8 @@ class Scheduler:
             evaluations=list(self.evaluations),
             staleness=dict(self.staleness),
             reasons=dict(self.reasons),
+            limits=dict(self.limits),
+            gate=None if self.settings.max_divergence is None else msgspec.structs.replace(self._gate),
         )
 
     # ------------------------------------------------------------------------------------ events
@@ -344,6 +362,10 @@ class Scheduler:
         self.evaluations = list(snapshot.evaluations)
         self.staleness = Counter(snapshot.staleness)
         self.reasons = Counter(snapshot.reasons)
+        self.limits = Counter(snapshot.limits)
+        if snapshot.gate is not None and self.settings.max_divergence is not None:
+            limit = min(snapshot.gate.limit, self.settings.max_staleness)
+            self._gate = msgspec.structs.replace(snapshot.gate, limit=limit)
 
     def fit(self) -> None:
         """After `restore`, where η, B or the number of steps is no longer the former kernel's: give finished
@@ -440,11 +462,12 @@ class Scheduler:
                     self._reissue(purpose, ticket, f"its worker {worker} was lost")
         self._proceed()
 
-    def step_finished(self, *, hold: bool = False) -> None:
+    def step_finished(self, *, hold: bool = False, divergence: float | None = None) -> None:
         """The batch that was started is trained and its weights are published.
 
         Args:
             hold: start no further batch before `release`, so that a checkpoint can be taken between steps.
+            divergence: of the batch, in nats a token; None where it is unknown or nobody asked for it.
         """
         self._held = hold
         assert self._training is not None, "no batch was started"
@@ -455,6 +478,11 @@ class Scheduler:
             self.staleness.update(self.version - member.oldest for member in ticket.done.members)
         self._training = None
         self.version += 1
+        bound, most = self.settings.max_divergence, self.settings.max_staleness
+        if bound is not None:
+            if divergence is not None:
+                self._gate.observe(divergence, bound=bound, max_staleness=most)
+            self.limits[self._gate.limit] += 1
         self._proceed()
         every = self.settings.evaluation_every
         due = every and self.version % every == 0 and self.version < self.settings.steps
@@ -514,10 +542,10 @@ class Scheduler:
     # ------------------------------------------------------------------------- tickets and ledger
 
     def _admit(self) -> None:
-        """Issue while fewer than (η + 1)·B are in flight, but no more than the remaining steps can use."""
+        """Issue while fewer than (η_eff + 1)·B are in flight, but no more than the remaining steps use."""
         settings = self.settings
         wanted = (settings.steps - self.version) * settings.batch_size
-        room = min(settings.window, wanted)
+        room = min((self.staleness_limit + 1) * settings.batch_size, wanted)
         while len(self._open) < room and not self._closing:
             self._reissue("train", self._open_next(), "")
 

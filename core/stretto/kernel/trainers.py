@@ -61,6 +61,9 @@ class StepResult:
     times: list[CallTime]
     note: WeightsNote
     """The weights they led to."""
+    divergence: float | None = None
+    """KL(behaviour || policy at the start of the step) of the batch, the engines' error included, in nats a
+    token; None where it was not measured."""
 
     @property
     def seconds(self) -> float:
@@ -100,7 +103,10 @@ class Trainers:
                 for group in self.placement.groups.values():
                     tasks.start_soon(step.run_group, group)
         answers = await self._ask_all("end", EndStep(self._fence, version), StepEnded)
-        return StepResult(step.statistics, step.times, _note_of([answer.note for answer in answers]))
+        divergence = step.statistics.pop("divergence", None)
+        return StepResult(
+            step.statistics, step.times, _note_of([answer.note for answer in answers]), divergence
+        )
 
     async def save(self, folder: Path, version: int) -> None:
         """Have all write models and optimizers into a folder.

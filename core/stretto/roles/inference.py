@@ -26,6 +26,7 @@ from stretto.array import Array
 from stretto.bus.messages import (
     Abort,
     AskLoad,
+    AskSharedRows,
     ChunkBatch,
     ChunkHead,
     Confirm,
@@ -33,14 +34,16 @@ from stretto.bus.messages import (
     Generate,
     Heartbeat,
     LoadReport,
+    SharedRows,
     Swap,
     SwapDone,
 )
 from stretto.contracts import expect_contract
 from stretto.engine import Chunk, InferenceEngine, SwapReport
-from stretto.errors import EngineError, WeightsError
+from stretto.errors import BusError, EngineError, WeightsError
 from stretto.model_files import folder_of_model
 from stretto.roles.setting import Setting
+from stretto.roles.shared_rows import engine_kl
 from stretto.roles.wire import BusWire
 from stretto.weight_files import RunFolders
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, differing, digest_of
@@ -53,8 +56,10 @@ _FORGET_S = 600.0
 _EVERY_S, _FOR_EACH_S, _LATEST_S = 0.02, 0.0004, 0.2
 """Askers get a message at most so often, later for each sample that the last ones told of, but no later than
 this: a message costs them much, a sample in it a little, its tokens next to nothing."""
-_CANARY_S = 120.0
-"""What an engine gets to score the canary."""
+_SCORE_S = 120.0
+"""What an engine gets to score the canary, or the rows that it shares with the trainer."""
+_ROWS_S = 30.0
+"""What the trainer gets to send those rows."""
 
 
 @dataclass
@@ -227,10 +232,12 @@ class InferenceWork:
             if self._served is not None and order <= self._order:
                 return self._served
             done = await self._load_version(message.note)
-            if not done.fault:
-                self._served, self._order = done, order
-                self._trust(message.note.version)
-            return done
+            if done.fault:
+                return done
+            self._order = order
+            self._trust(message.note.version)
+            self._served = await self._measured(done)
+            return self._served
 
     async def _load_version(self, note: WeightsNote) -> SwapDone:
         """Have the engine serve a version, and see what it really serves."""
@@ -285,15 +292,41 @@ class InferenceWork:
         assert self._engine is not None
         expected = canary.logprobs.numpy()
         try:
-            with anyio.fail_after(_CANARY_S):
+            with anyio.fail_after(_SCORE_S):
                 found = await self._engine.logprobs(list(canary.tokens.numpy()))
         except EngineError as error:
             return None, str(error)
         except TimeoutError:
-            return None, f"the engine did not score it within {_CANARY_S:.0f} s"
+            return None, f"the engine did not score it within {_SCORE_S:.0f} s"
         difference = np.abs(np.concatenate(found) - expected.reshape(-1))
         difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
         return Drift(float(difference.mean()), float(difference.max())), ""
+
+    async def _measured(self, done: SwapDone) -> SwapDone:
+        """The same, with the engine's error at the version that it serves now, where the run needs it.
+        Samples do not wait for this."""
+        if self._setting.composed.config.queue.max_divergence is None:
+            return done
+        assert self._engine is not None
+        version = done.report.version
+        try:
+            shared = await self._bus.request(
+                self._setting.names.shared_rows,
+                AskSharedRows(version),
+                SharedRows,
+                who="the trainer",
+                deadline_s=_ROWS_S,
+            )
+            if not shared.rows:
+                return msgspec.structs.replace(done, rows_unscored=shared.unscored)
+            with anyio.fail_after(_SCORE_S):
+                found = await self._engine.logprobs([row.tokens.numpy() for row in shared.rows])
+            return msgspec.structs.replace(done, engine_kl=engine_kl(shared.rows, found))
+        except (BusError, EngineError) as error:
+            return msgspec.structs.replace(done, rows_unscored=str(error))
+        except TimeoutError:
+            unscored = f"the engine did not score rows of the last batch within {_SCORE_S:.0f} s"
+            return msgspec.structs.replace(done, rows_unscored=unscored)
 
     def _fault_of_canary(self, note: WeightsNote, drift: Drift | None, unscored: str) -> str:
         """What is wrong where the run must not go on with a drift, or without knowing it."""

@@ -98,6 +98,11 @@ class Rows:
         await self._fetch(refs)
 
     @property
+    def has_images(self) -> bool:
+        """Whether the model reads images."""
+        return self._vision is not None
+
+    @property
     def lengths(self) -> Sequence[int]:
         """Tokens of every row of the batch."""
         return self._lengths

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ import structlog
 from stretto.algorithm import Algorithm, Call, Loss, Stateful
 from stretto.bus import messages
 from stretto.bus.messages import (
+    AskSharedRows,
     CallDone,
     EndStep,
     Heartbeat,
@@ -31,6 +33,7 @@ from stretto.bus.messages import (
     Prefetch,
     Save,
     Saved,
+    SharedRows,
     StepEnded,
 )
 from stretto.contracts import expect_contract
@@ -41,6 +44,7 @@ from stretto.placement import Placement, group_of_worker, model_folder, split_ro
 from stretto.roles.canary import Probe, probe_of
 from stretto.roles.rows import Rows
 from stretto.roles.setting import ComputeThread, Setting
+from stretto.roles.shared_rows import choose_rows, score_rows
 from stretto.roles.wire import BusWire
 from stretto.weights import Canary, Publisher, WeightsNote, digest_of, tensor_hash
 
@@ -58,6 +62,9 @@ A = TypeVar("A", bound=Message)
 
 _STATE = "algorithm.json"
 """In a checkpoint: what a `Stateful` algorithm has learned."""
+_START = "start_logprobs"
+_SHARED_VERSIONS = 8
+"""Newest versions whose shared rows are kept: an engine's swap may take longer than a train step."""
 _TOGETHER_S = 24 * 3600.0
 """Deadline of what other ranks are told to do. One that dies is noticed by other means."""
 
@@ -72,6 +79,8 @@ class TrainerWork:
         self._publisher: Publisher | None = None
         self._probe: Probe | str = ""
         """The canary's text, or why there is none; the same in all ranks."""
+        self._shared_rows: dict[int, SharedRows] = {}
+        """By version, of the newest ones."""
         self._version = -1
         self._worked_s = 0.0
 
@@ -105,6 +114,8 @@ class TrainerWork:
             await self._serve("end", EndStep, StepEnded, self._end_step)
             await self._serve("save", Save, Saved, self._save)
             await setting.bus.subscribe(setting.subject("prefetch"), Prefetch, self._prefetch)
+            if self._publisher is not None:
+                await setting.bus.serve(setting.names.shared_rows, AskSharedRows, self._tell_shared_rows)
             ready()
             await anyio.sleep_forever()
         finally:
@@ -178,7 +189,7 @@ class TrainerWork:
             known = message.folder and saved.exists()
             self._algorithm.restore(json.loads(saved.read_bytes()) if known else {})
         self._rows.end()
-        self._version = message.version
+        self._version, self._shared_rows = message.version, {}
         return Loaded(await self._publish())
 
     async def _save(self, message: Save) -> Saved:
@@ -207,12 +218,32 @@ class TrainerWork:
     async def _end_step(self, message: EndStep) -> StepEnded:
         self._setting.obey(message.fence)
         self._expect(message.version)
+        if self._leads and self._gated:
+            self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
+            self._shared_rows[self._version + 1] = await self._score_shared_rows()
         self._rows.end()
         self._version += 1
         return StepEnded(await self._publish())
 
     async def _prefetch(self, message: Prefetch) -> None:
         await self._rows.prefetch(message.rows)
+
+    @property
+    def _gated(self) -> bool:
+        """Whether the run bounds the divergence of what it trains on."""
+        return self._graph.samples and self._setting.composed.config.queue.max_divergence is not None
+
+    async def _score_shared_rows(self) -> SharedRows:
+        """A few rows of this rank's part of the batch, scored with the weights that it led to."""
+        if self._rows.has_images:
+            return SharedRows((), "the model reads images, and engines score text alone")
+        parts = split_rows(self._rows.lengths, self._group.section.data_parallel)
+        batch = await self._rows.batch(choose_rows(parts[self._part]), (), media=False)
+        engine = self._engines[self._graph.lead]
+        return SharedRows(await self._thread.run(score_rows, engine, batch))
+
+    async def _tell_shared_rows(self, message: AskSharedRows) -> SharedRows:
+        return self._shared_rows.get(message.version, SharedRows(()))
 
     def _expect(self, version: int) -> None:
         if version != self._version:
@@ -257,6 +288,27 @@ class TrainerWork:
             return {}
         return await self._train(call, engine, temperature)
 
+    async def _at_start(
+        self, call: Call, engine: TrainingEngine, temperature: float
+    ) -> list[Mapping[str, Tensor]]:
+        """For each optimizer step of the first epoch, the column `_START`: logprobs of the policy at the
+        start of the train step. No column where they are the optimizer step's own, since it is the first."""
+        if call.minibatches == 1:
+            return [{}]
+        writers = self._graph.writers
+        known = [
+            key for key in call.reads if (writers[key].op, writers[key].model) == ("forward", call.model)
+        ]
+        starts: list[Mapping[str, Tensor]] = []
+        for rows in islice(self._steps(call), call.minibatches):
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            if known:
+                starts.append({_START: batch[known[0]]})
+            else:
+                column = await self._thread.run(engine.forward, batch, temperature=temperature)
+                starts.append({_START: column})
+        return starts
+
     def _steps(self, call: Call) -> Iterator[list[int]]:
         """This rank's rows of every optimizer step of a train call."""
         assert call.loss is not None
@@ -286,15 +338,23 @@ class TrainerWork:
         audit = _Audit(call.loss, self._version)
         audited = self._graph.samples and call.model == self._graph.lead
         steps: list[Mapping[str, float]] = []
-        found: Mapping[str, float] = {}
-        for rows in self._steps(call):
+        found: dict[str, float] = {}
+        divergences: list[float] = []
+        starts = await self._at_start(call, engine, temperature) if audited and self._gated else []
+        for number, rows in enumerate(self._steps(call)):
             batch = await self._rows.batch(rows, call.reads, media=True)
             loss = audit.loss if audited and not steps else call.loss
+            if number < len(starts):
+                loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
             statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
-            if loss is audit.loss:
+            if audited and not steps:
                 found = audit.taken_from(statistics)
+            if "divergence" in statistics:
+                divergences.append(statistics.pop("divergence"))
             steps.append(statistics)
         means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        if divergences:
+            found["divergence"] = sum(divergences) / len(divergences)
         if not self._graph.samples:
             means["tokens"] = float(self._rows.trained_tokens)
         return {**means, **found}
@@ -334,6 +394,20 @@ def minibatches(groups: Sequence[int], count: int, seed: list[int]) -> list[list
         return [list(range(len(groups)))]
     names = np.random.default_rng(seed).permutation(np.unique(groups))
     return [np.flatnonzero(np.isin(groups, part)).tolist() for part in np.array_split(names, count)]
+
+
+def _with_divergence(loss: Loss) -> Loss:
+    """The same loss, with one statistic more: `divergence`, KL(behaviour || policy at the start of the train
+    step) of the trained tokens, see `stretto.functional.bounded_kl`."""
+
+    def measured(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        from stretto.functional import bounded_kl
+
+        losses, statistics = loss.function(logprobs, batch)
+        at_start = batch[_START] if _START in batch else logprobs.detach()
+        return losses, {**statistics, "divergence": bounded_kl(at_start, batch["behaviour_logprobs"])}
+
+    return replace(loss, function=measured)
 
 
 class _Audit:
