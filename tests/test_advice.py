@@ -391,7 +391,7 @@ def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
         ("verifier_bound", ["training.seconds_per_step=0.02"], "import time; time.sleep(0.01); "),
         ("slow_swaps", ["inference.swap_s=0.1"], ""),
         ("training_waits", ["inference.tokens_per_s=3000", "training.seconds_per_step=0.02"], ""),
-        ("generation_waits", ["training.seconds_per_step=0.3"], ""),
+        ("generation_waits", ["inference.tokens_per_s=200000", "training.seconds_per_step=1.0"], ""),
         ("truncation", ["sampling.max_tokens=16"], ""),
     ],
 )
@@ -399,6 +399,6 @@ def test_a_fault_in_a_real_run_is_said(
     start: Start, tmp_path: Path, rule: str, overrides: list[str], body: str
 ) -> None:
     score = f"def score(prompt, completion):\n    {body}return float(len(completion) % 2)\n"
-    run = start(*reward(tmp_path, score), *overrides, "steps=40")
-    given = [advice["rule"] for advice in run.assert_completed(40)["advice"]]
+    run = start(*reward(tmp_path, score), *overrides, "steps=34")
+    given = [advice["rule"] for advice in run.assert_completed(34)["advice"]]
     assert rule in given
