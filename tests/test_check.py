@@ -139,6 +139,15 @@ class _Rows:
         return {}
 
 
+def takes_nothing(self: object) -> None: ...
+
+
+def takes_one(self: object, prompt: Any) -> None: ...
+
+
+def takes_all(self: object, *given: Any, **named: Any) -> None: ...
+
+
 def variant(base: type, **members: Any) -> object:
     return type("Mine", (base,), members)()
 
@@ -147,11 +156,11 @@ def variant(base: type, **members: Any) -> object:
     ("made", "contract", "fault"),
     [
         (variant(object, finish=_Tracker.finish), Tracker, "has no method 'step'"),
-        (variant(_Tracker, step=lambda self: None), Tracker, r"step\(\), which is called as step\(metrics\)"),
+        (variant(_Tracker, step=takes_nothing), Tracker, r"step\(\), which is called as step\(metrics\)"),
         (variant(_Tracker, step=3), Tracker, "has 'step', which cannot be called"),
-        (variant(_Rows, fingerprint=lambda self: "x"), Dataset, "method 'fingerprint' where an attribute"),
+        (variant(_Rows, fingerprint=takes_nothing), Dataset, "method 'fingerprint' where an attribute"),
         (variant(_Rows, __getitem__=None), Dataset, "has no method '__getitem__'"),
-        (variant(object, run=lambda self, prompt: []), Workflow, r"called as run\(prompt, session\)"),
+        (variant(object, run=takes_one), Workflow, r"called as run\(prompt, session\)"),
     ],
 )
 def test_a_broken_contract_is_named(made: object, contract: type, fault: str) -> None:
@@ -182,7 +191,7 @@ def test_a_property_is_not_computed_and_a_delegate_counts() -> None:
 
 def test_arguments_by_name_are_checked_by_name() -> None:
     class Engine:
-        load = forward = weights = save = stop = lambda self, *given, **named: None
+        load = forward = weights = save = stop = takes_all
 
         def train(self, batch: Any, loss: Any, heat: float) -> Any: ...
 
