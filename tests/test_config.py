@@ -90,6 +90,37 @@ def test_swapping_a_component_leaves_out_the_keys_of_the_former(run_file: Path, 
     assert "unknown key 'clipnorm'" in refused(run_file, override)  # which no component ever had
 
 
+def test_a_mapping_swaps_a_component_as_its_bare_name_does(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("reward: exact", "reward: {use: function, function: rows.py:score}"))
+    expected = compose(run_file, ["reward=math", "reward.timeout_s=9"])
+    composed = compose(run_file, ["reward={use: math, timeout_s: 9}"])
+    assert plain(composed) == plain(expected)
+    assert composed.notices == expected.notices
+    assert composed.notices == (f"reward: 'math' does not use function of {run_file}",)
+    wrong = refused(run_file, "reward={use: math, function: rows.py:score}")  # it was asked for here
+    assert "reward.function: unknown key 'function'" in wrong
+
+
+def test_null_takes_a_section_out(run_file: Path) -> None:
+    assert compose(run_file, ["reward=null"]).config.reward is None
+    run_file.write_text(RUN.replace("reward: exact", "reward: null"))
+    assert compose(run_file, ["reward=exact"]).components["reward"].name == "exact"
+    assert compose(run_file, ["inference=null"]).components["inference"].name == "torch"  # the default
+
+
+def test_a_section_with_use_takes_a_bare_name_wherever_it_stands(run_file: Path) -> None:
+    def correction(*overrides: str) -> dict[str, object]:
+        composed = compose(run_file, overrides)
+        assert isinstance(composed.document["algorithm"]["correction"], dict)
+        return msgspec.to_builtins(composed.config.algorithm)["correction"]
+
+    assert correction("algorithm.correction=none")["use"] == "none"
+    run_file.write_text(RUN.replace("group_size: 4", "group_size: 4, correction: token_tis"))
+    short = correction()
+    assert short["use"] == "token_tis"
+    assert correction("algorithm.correction.cap=3") == {**short, "cap": 3.0}
+
+
 def test_a_composed_run_can_be_composed_again(run_file: Path, tmp_path: Path) -> None:
     composed = compose(run_file, ["evaluation.dataset={use: jsonl, path: rows.jsonl}"])
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(composed.config)))
@@ -146,7 +177,7 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
         ("queue.max_staleness=-1", ["queue.max_staleness", "int >= 0", "found -1"]),
         ("seed=abc", ["override seed", "expected int, got str", "found 'abc'"]),
         ("steps=null", ["steps", "expected int", "found None"]),
-        ("name='a b'", ["name", "found 'a b'"]),
+        ("name='a b'", ["override name: expected letters, digits, `-` and `_`", "found 'a b'"]),
         ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, d"]),
         ("launcher=slrum", ["did you mean 'slurm'? (not in this version)", "installed: local"]),
         ("launcher.use=slurm", ["this version of stretto does not have it yet", "installed: local"]),
@@ -154,9 +185,17 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
         ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
         ("training=[1]", ["overrides training=[1] do not fit"]),
         ("training.dtype=float23", ["expected one of bfloat16, float32", "did you mean 'float32'?"]),
-        ("algorithm.correction=none", ["expected a mapping, got str"]),
+        ("algorithm.correction=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
+        (
+            "reward={use: function, function: r.py}",
+            ["reward.function: expected `file.py:function` or `module:function`; found 'r.py'"],
+        ),
+        (
+            "inference={use: vllm, urls: ['http://a:1', here]}",
+            ["inference.urls.1: expected `http://host:port` without a path; found 'here'"],
+        ),
         ("trackers=[1]", ["trackers.0", "expected a name or a mapping with `use`, found 1"]),
-        ("bus.url=here", ["bus.url"]),
+        ("bus.url=here", ["bus.url: expected `nats://host:4222` or `tls://host:4222`; found 'here'"]),
         ("justaword", ["override 'justaword'", "dotted.key=value"]),
         ("name=echo a: b: c", ["override 'name=echo a: b: c'", "not readable as YAML", "name='\"…\"'"]),
         ("training.schedule=linear", ["training", "needs decay_steps"]),
@@ -165,6 +204,40 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
 def test_refusals_name_place_value_and_what_would_do(run_file: Path, override: str, words: list[str]) -> None:
     message = refused(run_file, override)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("steps=1.5", "override steps: expected int, got float; found 1.5"),
+        ("steps=-1", "override steps: expected int >= 0; found -1"),
+        ("seed=1.5", "override seed: expected int, got float; found 1.5"),  # by way of `steps`
+        ("training.decay_steps=-2", "override training.decay_steps: expected int >= 0; found -2"),
+    ],
+)
+def test_a_wrong_value_is_refused_where_it_is_written(run_file: Path, override: str, words: str) -> None:
+    whole = RUN.replace("lr: 3e-4", "lr: 3e-4\n  decay_steps: ${steps}").replace("steps: 5", "steps: ${seed}")
+    run_file.write_text(whole)
+    assert refused(run_file, override) == words
+
+
+def test_a_value_that_suits_its_own_key_alone_is_refused_with_that_key(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("batch_size: 8", "batch_size: '${steps}'"))
+    assert (
+        refused(run_file, "steps=0")
+        == f"{run_file}:10: queue.batch_size: expected int >= 1; found 0, from ${{steps}}"
+    )
+
+
+def test_a_run_of_no_steps_may_say_how_long_its_schedule_would_be(run_file: Path) -> None:
+    run_file.write_text(
+        RUN.replace("lr: 3e-4", "lr: 3e-4\n  schedule: linear\n  decay_steps: ${steps}")
+        + "evaluation: {dataset: {use: jsonl, path: rows.jsonl}}\n"
+    )
+    model = f"model={run_file.parent}/model"
+    assert complaints(compose(run_file, [model, "steps=0"])) == []
+    [wrong] = complaints(compose(run_file, [model, "training.decay_steps=0"]))
+    assert wrong.startswith("training.decay_steps: is 0")
 
 
 def test_refusals_in_the_file_name_its_line(run_file: Path) -> None:
@@ -284,7 +357,12 @@ def test_gpus_that_are_not_there_concern_this_machine_only(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     composed = compose(run_file, ["training=mock", "training.gpus=1", "inference.gpus=1"])
     assert complaints(composed) == []
-    assert "asks for 1 GPU(s)" in complaints(composed, "machine")[0]
+    needed = "inference-0 needs 1 GPU (`gpus`) with 100 % of the memory unused (`share`); this machine has"
+    [wrong] = complaints(composed, "machine")
+    assert wrong == f"launcher: {needed} 1 GPU, and other workers leave that much on no GPU"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "; this machine has no GPU" in complaints(composed, "machine")[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     shared = ["training.share=0.6", "inference.share=0.4"]
     composed = compose(run_file, ["training=mock", "training.gpus=1", "inference.gpus=1", *shared])
     assert complaints(composed, "machine") == []
@@ -390,6 +468,9 @@ def test_the_schema_accepts_what_compose_accepts_and_no_more(run_file: Path) -> 
         assert list(validator.iter_errors(wrong)), wrong
     placed = {"groups": {"critics": {"use": "torch"}, "more": "mock"}, "models": {"actor": {"group": "more"}}}
     assert list(validator.iter_errors(plain | placed)) == []
+    for name, accepted in (("none", True), ("tis", False)):
+        corrected = plain | {"algorithm": {"use": "grpo", "correction": name}}
+        assert validator.is_valid(corrected) is accepted
     definition = schema["$defs"]["algorithm_grpo"]["properties"]["eps_clip"]
     assert definition["description"].startswith("Half-width of the trust region")
     composed = compose(run_file, ["evaluation.dataset={use: jsonl, path: rows.jsonl}"])

@@ -9,10 +9,13 @@ import json
 import signal
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from stretto.errors import ConfigError, PluginError, StrettoError
 
@@ -27,13 +30,16 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Asynchronous reinforcement learning of language models, composed from plugins.",
 )
 
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as queue.max_staleness=0."),
+]
+EvaluationOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as inference.slots=64."),
 ]
 
 
@@ -48,7 +54,42 @@ def main() -> None:
         _fail(error, 1)
 
 
-@app.command()
+class _WithOverrides(TyperCommand):
+    """A command that takes `key=value`. `--steps=3` is refused with what to write instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from stretto.config import RunConfig
+
+        options = {name for parameter in self.params for name in parameter.opts}
+        for item, after in pairwise([*args, "VALUE"]):
+            option, equals, value = item.partition("=")
+            key = option.removeprefix("--")
+            is_key = key.split(".")[0] in RunConfig.__struct_fields__
+            if option.startswith("--") and option not in options and is_key:
+                raise ConfigError(
+                    f"no option {option!r}: keys of the run file are written without dashes; "
+                    f"write {key}={value if equals else after}"
+                )
+        return super().parse_args(ctx, args)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stretto {version('stretto')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement learning of language models, composed from plugins."""
+
+
+@app.command(cls=_WithOverrides)
 def run(file: RunFile, overrides: Overrides = None) -> None:
     """Train: compose the run, start its processes, and follow it to the end."""
     from stretto.config import compose
@@ -75,12 +116,12 @@ def resume(
     raise typer.Exit(resume_to_end(folder))
 
 
-@app.command()
+@app.command(cls=_WithOverrides)
 def evaluate(
     source: Annotated[
         str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model folder, or a hub id.")
     ],
-    overrides: Overrides = None,
+    overrides: EvaluationOverrides = None,
     dataset: Annotated[
         str | None,
         typer.Option(help="Held-out rows: a .jsonl file, or a dataset component.", metavar="FILE_OR_NAME"),
@@ -119,7 +160,7 @@ def evaluate(
     _show_result(result, summary["reasons"], folder)
 
 
-@app.command()
+@app.command(cls=_WithOverrides)
 def check(
     file: RunFile,
     overrides: Overrides = None,
@@ -230,13 +271,16 @@ def _list_components(installed: Any, kind: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    lines = [line for line in installed.listing() if kind in (None, line.kind)]
+    if not lines:
+        typer.echo(f"no {kind} is installed")
+        return
     table = Table(box=None, pad_edge=False)
     for column in ("kind", "name", "distribution", "version", "summary"):
         table.add_column(column, overflow="fold", no_wrap=column in ("kind", "name"))
-    for line in installed.listing():
-        if kind in (None, line.kind):
-            summary = f"[red]unusable: {line.error}[/red]" if line.error else line.summary
-            table.add_row(line.kind, line.name, line.distribution, line.version, summary)
+    for line in lines:
+        summary = f"[red]unusable: {line.error}[/red]" if line.error else line.summary
+        table.add_row(line.kind, line.name, line.distribution, line.version, summary)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

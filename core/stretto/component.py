@@ -53,7 +53,14 @@ LocalPath = Annotated[str, msgspec.Meta(extra={"stretto": "local_path"})]
 # A model: a folder, looked up in the same way, or a hub id.
 ModelSource = Annotated[str, msgspec.Meta(extra={"stretto": "model"})]
 # `path.py:name` or `module:name`. A path is found and made absolute like a `LocalPath`.
-Importable = Annotated[str, msgspec.Meta(pattern=r"^.+:\w+$", extra={"stretto": "importable"})]
+Importable = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^.+:\w+$",
+        description="`file.py:function` or `module:function`",
+        extra={"stretto": "importable"},
+    ),
+]
 
 ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -73,7 +74,8 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_attempts: PositiveInt = 3
     """How often a ticket is issued before it fails, when workers die or, with `drop`, when it is late."""
     max_filtered: PositiveInt | None = None
-    """Groups that may be filtered one after the other before the run stops. Default: 16 × `batch_size`."""
+    """Groups that the algorithm may filter one after the other before the run stops. Rows that are left out,
+    such as by `max_prompt_tokens`, do not count. Default: 16 × `batch_size`."""
     max_failures: PositiveInt | None = None
     """Tickets that may fail one after the other before the run stops. Default: 2 × `batch_size`."""
 
@@ -109,7 +111,13 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The NATS server that carries the run."""
 
-    url: Annotated[str, msgspec.Meta(pattern=r"^(nats|tls)://")] | None = None
+    url: (
+        Annotated[
+            str,
+            msgspec.Meta(pattern=r"^(nats|tls)://", description="`nats://host:4222` or `tls://host:4222`"),
+        ]
+        | None
+    ) = None
     """A server of one's own, `nats://host:4222` or `tls://…`. By default the run starts the bundled one,
     on loopback, with its store in the run's folder."""
     credentials: LocalPath | None = None
@@ -159,7 +167,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole run. In a composed run each section is the struct of the component it chose."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    name: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
+            description="letters, digits, `-` and `_`, the first a letter or a digit",
+        ),
+    ]
     """Name of the run; letters, digits, `-` and `_`."""
     steps: NonNegativeInt
     """Train steps. 0 trains nothing: the initial policy is evaluated, and that is all."""
@@ -331,8 +345,8 @@ def compose(
     """
     source = _Source(file, overrides, document)
     notices: list[str] = []
-    plain, secret, references = _read(source)
-    composed = _Composer(source, plugins or Plugins()).run(plain, notices)
+    plain, secret = _read(source)
+    composed = _Composer(source, plugins or Plugins()).run(deepcopy(plain), notices)
     whole = _overlay(msgspec.to_builtins(composed.config), secret, plain)
     return Composed(
         composed.config,
@@ -341,7 +355,7 @@ def compose(
         whole,
         tuple(notices),
         source.place,
-        tuple((path, text) for path, text in references if _at(whole, path) is not None),
+        tuple((path, text) for path, text in _references(source.written) if _at(whole, path) is not None),
     )
 
 
@@ -362,28 +376,31 @@ class _Source:
     ) -> None:
         self.file = file
         self._document = document
-        self.overrides = dict(self._split(item) for item in overrides)
-        self.items = [f"{key}={value}" for key, value in self.overrides.items()]
+        self.items = [self._item(item) for item in overrides]
+        self.overrides = _overrides(self.items)
+        self._overridden = [".".join(path) for path in _leaves(_unresolved(self.overrides))]
+        self.written: Mapping[str, Any] = {}
+        """The file with the overrides merged in, before interpolations are resolved; `_read` puts it here."""
 
-    def _split(self, item: str) -> tuple[str, str]:
+    def _item(self, item: str) -> str:
         key, equals, value = item.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
             raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
         # `training=mock` swaps the component, and leaves the section's other keys where they are.
-        names_component = re.fullmatch(rf"groups\.{_GROUP_NAME}", key) or key in SECTIONS
-        names_component = names_component and not value.startswith(("{", "["))
-        return (f"{key}.use" if names_component else key), value
+        is_section = re.fullmatch(rf"groups\.{_GROUP_NAME}", key) or key in SECTIONS
+        names_component = is_section and not value.startswith(("{", "[")) and not _is_null(value)
+        return f"{key}.use={value}" if names_component else item
 
     def load(self) -> Any:
         """What OmegaConf makes of the content, before overrides."""
         return OmegaConf.load(self.file) if self._document is None else OmegaConf.create(dict(self._document))
 
     def overridden(self, path: str) -> bool:
-        return any(f"{path}.".startswith(f"{key}.") for key in self.overrides)
+        return any(f"{path}.".startswith(f"{key}.") for key in self._overridden)
 
     def place(self, path: str) -> str:
         """`run.yaml:14: training.lr`, or `override training.lr`."""
-        if self.overridden(path) or any(key.startswith(f"{path}.") for key in self.overrides):
+        if self.overridden(path) or any(key.startswith(f"{path}.") for key in self._overridden):
             return f"override {path}"
         line = self._line(path)
         return f"{self.file}:{line}: {path}" if line else f"{self.file}: {path}"
@@ -408,9 +425,8 @@ class _Source:
         return line
 
 
-def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any], tuple[tuple[str, str], ...]]:
-    """The merged run file with all interpolations resolved, and again with those of the environment kept; and
-    the keys that refer to another one."""
+def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The merged run file with all interpolations resolved, and again with those of the environment kept."""
     try:
         loaded = source.load()
     except FileNotFoundError:
@@ -420,18 +436,18 @@ def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any], tuple[tuple[
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
     try:
-        merged = OmegaConf.merge(_shorts_expanded(loaded), _overrides(source.items))
+        merged = OmegaConf.merge(_shorts_expanded(loaded, source.overrides), source.overrides)
         merged = _shorts_expanded(cast("DictConfig", merged))  # those of the overrides
+        source.written = _unresolved(merged)
         plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
-        written = OmegaConf.to_container(merged, resolve=False)
-        kept = OmegaConf.create(_escape_env(written))
+        kept = OmegaConf.create(_escape_env(source.written))
         secret = cast("dict[str, Any]", OmegaConf.to_container(kept, resolve=True))
     except TypeError as error:  # a value where the other side has a mapping
         raise ConfigError(f"overrides {', '.join(source.items)} do not fit {source.file}: {error}") from error
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", "") or ""
         raise source.error(path, str(error).splitlines()[0]) from error
-    return plain, secret, tuple(_references(written))
+    return plain, secret
 
 
 def _overrides(items: Sequence[str]) -> DictConfig:
@@ -449,11 +465,38 @@ def _overrides(items: Sequence[str]) -> DictConfig:
     return merged
 
 
-def _shorts_expanded(loaded: DictConfig) -> DictConfig:
-    """`workflow: single_turn` is short for `workflow: {use: single_turn}`; `${…}` is a whole section."""
-    whole = cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))
+def _is_null(value: str) -> bool:
+    return value in ("", "~", "null", "Null", "NULL")
+
+
+def _unresolved(config: DictConfig) -> dict[str, Any]:
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+
+
+def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where the values of nested mappings are that are no mappings themselves, or empty ones."""
+    if not isinstance(node, dict) or not node:
+        yield path
+        return
+    for key, value in cast("dict[str, Any]", node).items():
+        yield from _leaves(value, (*path, str(key)))
+
+
+def _shorts_expanded(loaded: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
+    """`workflow: single_turn` is short for `workflow: {use: single_turn}`; `${…}` is a whole section.
+
+    Args:
+        overrides: a name that one of them has a key below is expanded too, wherever it stands, so that
+            `algorithm.correction.cap=3` adds to `correction: token_tis` rather than replacing it.
+    """
+    whole = _unresolved(loaded)
     named = [f"{path}.{name}" for path in NAMED_SECTIONS for name in (whole.get(path) or {})]
-    for path in (*SECTIONS, *named):
+    below = {
+        ".".join(leaf[:depth])
+        for leaf in _leaves(_unresolved(overrides) if overrides is not None else {})
+        for depth in range(1, len(leaf))
+    }
+    for path in (*SECTIONS, *named, *sorted(below - {*SECTIONS, *named})):
         raw: Any = whole
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part) if isinstance(raw, dict) else None
@@ -515,6 +558,7 @@ class _Composer:
                 self._drop_stale_keys(kind, path, section, component, notices)
                 sections[path] = component.config
         struct = self._struct(sections, self._lists(data))
+        _expand_names(data, struct)
         self._refuse_unknown(data, struct, "")
         config = self._convert(data, struct)
         config = cast("RunConfig", self._resolve_paths(config, ""))
@@ -608,7 +652,7 @@ class _Composer:
         raw: Any = OmegaConf.to_container(self.source.load(), resolve=False)
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part, {}) if isinstance(raw, dict) else raw
-        name = raw if isinstance(raw, str) else cast("dict[str, Any]", raw).get("use", "")
+        name = raw if isinstance(raw, str) else cast("dict[str, Any]", raw or {}).get("use", "")
         try:
             former = self.plugins.get(kind, str(name))
         except PluginError:
@@ -678,16 +722,27 @@ class _Composer:
         try:
             return cast("RunConfig", msgspec.convert(data, struct))
         except msgspec.ValidationError as error:
-            message, _, place = str(error).partition(" - at ")
-            path = place.strip("`").removeprefix("$").removeprefix(".").replace("[", ".").replace("]", "")
+            message, path = _said_and_where(error)
             missing = re.match(r"Object missing required field `(\w+)`", message)
             if missing:
                 path = f"{path}.{missing[1]}" if path else missing[1]
                 raise self.source.error(path, "this key is required and not there") from error
+            source = ""
+            if origin := self._interpolated(path):
+                try:
+                    msgspec.convert(_at(data, origin), _annotation_at(struct, origin))
+                    source = f", from ${{{origin}}}"
+                except msgspec.ValidationError as wrong:  # the fault is where the value comes from
+                    message, path = _said_and_where(wrong)[0], origin
             value = _at(data, path)
             text = _in_words(message, value, _annotation_at(struct, path))
-            shown = "" if isinstance(value, dict) else f"; found {value!r}"
+            shown = "" if isinstance(value, dict) else f"; found {value!r}{source}"
             raise self.source.error(path, f"{text}{shown}", value) from error
+
+    def _interpolated(self, path: str) -> str:
+        """The key that the value at `path` is taken from by `${key}`, or an empty string."""
+        found = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(_at(self.source.written, path)))
+        return (self._interpolated(found[1]) or found[1]) if found else ""
 
     def _resolve_paths(self, struct: msgspec.Struct, path: str) -> msgspec.Struct:
         """The struct with every `LocalPath` made absolute, nested structs included."""
@@ -785,8 +840,31 @@ def _marks_of_items(annotation: Any) -> set[str]:
     return {(item.extra or {}).get("stretto", "")} if isinstance(item, msgspec.inspect.Metadata) else set()
 
 
+def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
+    """`correction: none` is short for `correction: {use: none}`, as is every struct with the key `use`."""
+    if not isinstance(data, dict):
+        return
+    section, known = cast("dict[str, Any]", data), msgspec.structs.fields(struct)
+    for field in known:
+        structs = [part for part, _ in _structs_in(field.type, None, "")]
+        if isinstance(section.get(field.name), str) and any(
+            "use" in part.__struct_fields__ for part in structs
+        ):
+            section[field.name] = {"use": section[field.name]}
+        for part, (_, value) in _structs_in(field.type, section.get(field.name), ""):
+            _expand_names(value, part)
+
+
+def _said_and_where(error: msgspec.ValidationError) -> tuple[str, str]:
+    """msgspec's message, and the dotted path that it is about."""
+    message, _, place = str(error).partition(" - at ")
+    return message, place.strip("`").removeprefix("$").removeprefix(".").replace("[", ".").replace("]", "")
+
+
 def _in_words(message: str, value: Any, annotation: Any) -> str:
     """What msgspec says of a value, as a writer of YAML would."""
+    if "matching regex" in message:
+        return f"expected {_description(annotation) or 'text of another form'}"
     if message.startswith("Invalid enum value"):
         info = msgspec.inspect.type_info(annotation)
         allowed = [
@@ -800,10 +878,20 @@ def _in_words(message: str, value: Any, annotation: Any) -> str:
     return re.sub(r"\bobject\b", "a mapping", re.sub(r"\barray\b", "a list", text))
 
 
+def _description(annotation: Any) -> str:
+    """What `msgspec.Meta` describes a field, or the items of a list, with."""
+    info = msgspec.inspect.type_info(annotation)
+    parts = (info, *getattr(info, "types", ()), getattr(info, "item_type", None))
+    metadata = [part for part in parts if isinstance(part, msgspec.inspect.Metadata)]
+    return next((str((part.extra_json_schema or {}).get("description", "")) for part in metadata), "")
+
+
 def _annotation_at(struct: Any, path: str) -> Any:
-    """The annotation of the field at a dotted path; Any where there is none."""
+    """The annotation of the field at a dotted path (of the list, for its items); Any where there is none."""
     annotation: Any = struct
     for part in path.split("."):
+        if part.isdigit():
+            continue
         structs = [each for each, _ in _structs_in(annotation, None, "")]
         fields = {field.encode_name: field.type for each in structs for field in msgspec.structs.fields(each)}
         if part not in fields:
@@ -818,4 +906,6 @@ def _at(data: Any, path: str) -> Any:
             data = cast("dict[str, Any]", data).get(part)
         elif isinstance(data, (list, tuple)) and part.isdigit():
             data = cast("list[Any]", data)[int(part)]
+        else:
+            return None
     return data

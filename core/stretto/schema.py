@@ -77,6 +77,11 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
             "description": described,
         }
     assert refs
+    for struct in _all_structs(structs):
+        for field in _info(struct).fields:
+            if names := _names_of(field.type):
+                properties = definitions[struct.__name__]["properties"]
+                properties[field.encode_name] = _or_name(properties[field.encode_name], names)
     for definition in definitions.values():
         for name, schema in definition.get("properties", {}).items():
             definition["properties"][name] = _or_interpolated(schema)
@@ -121,6 +126,21 @@ def _section_schema(
     if "default" in plain and plain["default"] is None:
         variants.append({"type": "null"})
     return {"anyOf": [{"enum": names}, *variants], **kept}
+
+
+def _names_of(info: types.Type) -> list[str]:
+    """What the key `use` of a struct takes, where it is one of a few names."""
+    for part in _parts(info):
+        for field in _info(part.cls).fields if isinstance(part, types.StructType) else ():
+            if field.encode_name == "use" and isinstance(field.type, types.LiteralType):
+                return [str(value) for value in field.type.values]
+    return []
+
+
+def _or_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """`correction: none` is short for `correction: {use: none}`."""
+    kept = {key: schema.pop(key) for key in ("description", "default") if key in schema}
+    return {"anyOf": [{"enum": names}, *schema.pop("anyOf", [schema])], **kept}
 
 
 def _or_interpolated(schema: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,12 @@ class SidecarConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_f
     python: LocalPath | None = None
     """Interpreter of the environment that the server is installed in, `path/to/venv/bin/python`: its packages
     never meet the trainer's. Each worker starts a server of its own with it."""
-    urls: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://[^/]+$")], ...] = ()
+    urls: tuple[
+        Annotated[
+            str, msgspec.Meta(pattern=r"^https?://[^/]+$", description="`http://host:port` without a path")
+        ],
+        ...,
+    ] = ()
     """Instead: servers that run already, `http://host:port`, one a replica; worker `inference-i` takes the
     i-th. No other program may swap their weights."""
     api_key: str | None = None

@@ -65,8 +65,9 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps in which the learning rate rises to `lr`."""
-    decay_steps: PositiveInt | None = None
-    """Optimizer step at which a `linear` or `cosine` schedule has come down."""
+    decay_steps: NonNegativeInt | None = None
+    """Optimizer step at which a `linear` or `cosine` schedule has come down. 0 only
+    where `steps` is 0, such as by `${steps}`."""
     final_lr_ratio: Share = 0.1
     """Where it comes down to, as a part of `lr`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -122,6 +123,8 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
             "1e-6 (large models) to 1e-3 (tiny ones)",
             "warning",
         )
+    if config.decay_steps == 0 and run.steps:
+        yield Problem("training.decay_steps", "is 0: the rate would have come down before the first step")
     if config.device == "cuda" and not config.gpus:
         yield Problem("training.gpus", "is 0, but training.device is 'cuda'; set it to 1")
     if config.lora is not None and importlib.util.find_spec("peft") is None:

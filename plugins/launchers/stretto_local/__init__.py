@@ -130,15 +130,28 @@ def place(jobs: Sequence[Job], gpus: Sequence[str]) -> dict[str, list[str]]:
         share = job.resources.share
         fitting = [gpu for gpu in sorted(free, key=lambda gpu: -free[gpu]) if free[gpu] >= share - 1e-9]
         if len(fitting) < job.resources.gpus:
-            raise LaunchError(
-                f"{job.worker} asks for {job.resources.gpus} GPU(s) with {share:g} of the memory free; "
-                f"{len(gpus)} visible, {len(fitting)} with so much left",
-                worker=job.worker,
-            )
+            raise LaunchError(_lacking(job, len(gpus), len(fitting)), worker=job.worker)
         placed[job.worker] = fitting[: job.resources.gpus]
         for gpu in placed[job.worker]:
             free[gpu] -= share
     return placed
+
+
+def _lacking(job: Job, visible: int, fitting: int) -> str:
+    """Why the GPUs do not suffice for a job, with the keys of its section that say what it needs."""
+    gpus, share = job.resources.gpus, job.resources.share
+    needed = (
+        f"{job.worker} needs {_gpus(gpus)} (`gpus`) with {100 * share:g} % of the memory unused (`share`)"
+    )
+    if visible < gpus:
+        return f"{needed}; this machine has {_gpus(visible)}"
+    return (
+        f"{needed}; this machine has {_gpus(visible)}, and other workers leave that much on {_gpus(fitting)}"
+    )
+
+
+def _gpus(count: int) -> str:
+    return {0: "no GPU", 1: "1 GPU"}.get(count, f"{count} GPUs")
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:

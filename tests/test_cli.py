@@ -1,0 +1,54 @@
+"""The command line: what it takes, what it refuses, and with which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+QUICKSTART = str(Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml")
+
+
+def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stretto", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent.parent,
+    )
+
+
+def test_it_says_its_version() -> None:
+    assert stretto("--version").stdout == f"stretto {version('stretto')}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--steps=3"], ["--steps", "3"], ["seed=1", "--steps", "3", "out=x"]])
+def test_a_key_written_as_an_option_is_refused_with_what_to_write(arguments: list[str]) -> None:
+    done = stretto("run", QUICKSTART, *arguments)
+    assert done.returncode == 2
+    assert "no option '--steps'" in done.stderr
+    assert done.stderr.endswith("write steps=3\n")
+
+
+def test_options_that_are_no_keys_are_refused_as_options() -> None:
+    done = stretto("evaluate", "somewhere", "--temprature", "0")
+    assert done.returncode == 2
+    assert "No such option" in done.stderr
+
+
+def test_the_help_of_evaluations_speaks_of_evaluations() -> None:
+    assert "queue." not in stretto("evaluate", "--help").stdout
+
+
+def test_the_quickstart_can_be_checked_as_a_run_of_no_steps() -> None:
+    done = stretto("check", QUICKSTART, "steps=0")
+    assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
+    assert "evaluation version 0" in done.stdout
+
+
+def test_a_kind_without_components_is_said_to_have_none() -> None:
+    assert stretto("plugins", "tracker").stdout == "no tracker is installed\n"
