@@ -202,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         match fate:
             case "failed":
                 self.sent.append(failed(ticket))
-            case "unfit":
+            case "unfit" if ticket.row % 2:  # a row is fit or not, whenever its turn comes; row 0 is
                 self.sent.append(failed(ticket, "prompt too long", filtered=True))
             case _:
                 reward = -1.0 if fate == "filtered" and ticket.purpose == "train" else 1.0
@@ -526,6 +526,31 @@ def test_groups_filtered_one_after_the_other_end_the_run() -> None:
     [failure] = [command for command in scheduler.commands() if isinstance(command, Fail)]
     assert "3 groups were filtered one after the other" in failure.reason
     assert scheduler.ledger.filtered == 3
+
+
+def test_rows_that_are_left_out_do_not_count_as_filtered_one_after_the_other() -> None:
+    settings = Settings(steps=5, batch_size=2, max_staleness=0, rows=10, max_filtered=3, shuffle=False)
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    for _ in range(30):  # rows 0 to 8 are too long: three epochs with nothing from row 9 yet
+        for ticket in issued(scheduler):
+            if ticket.row != 9:
+                scheduler.group_failed(failed(ticket, "too long", filtered=True))
+    assert scheduler.ledger.filtered == 18
+    assert scheduler.reasons == {"filtered: too long": 18}
+    assert scheduler.ledger.in_flight == 2  # row 9, twice
+
+
+def test_a_dataset_of_which_every_row_is_left_out_ends_the_run() -> None:
+    scheduler = Scheduler(Settings(steps=5, batch_size=2, max_staleness=0, rows=5))
+    scheduler.start()
+    commands = scheduler.commands()
+    while tickets := [command.ticket for command in commands if isinstance(command, Issue)]:
+        for ticket in tickets:
+            scheduler.group_failed(failed(ticket, "too long", filtered=True))
+        commands = scheduler.commands()
+    [failure] = [command for command in commands if isinstance(command, Fail)]
+    assert failure.reason == "all 5 rows of the dataset were left out; the last: too long"
 
 
 def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:

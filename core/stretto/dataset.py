@@ -23,7 +23,8 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     use: str
     """Name of the dataset."""
     max_prompt_tokens: PositiveInt | None = None
-    """Rows with longer prompts are dropped when their turn comes, and counted as `filtered`."""
+    """Rows with longer prompts are left out when their turn comes, and counted as `filtered`. A run stops if
+    all rows are left out."""
     shuffle: bool = True
     """Visit the rows of every epoch in an order drawn from the run's seed."""
 

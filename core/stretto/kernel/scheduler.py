@@ -250,6 +250,8 @@ class Scheduler:
         self._window = settings.window
         self._failures_in_a_row = 0
         self._filtered_in_a_row = 0
+        self._left_out: set[int] = set()
+        """Rows that are not fit to train on."""
         self._state: Literal["new", "first evaluation", "training", "last evaluation", "over"] = "new"
         self._closing = False
         self._held = False
@@ -337,6 +339,7 @@ class Scheduler:
     def start(self) -> None:
         """The run begins, or goes on after `restore`: what failed in a former life is not held against it."""
         self._closing, self._failures_in_a_row, self._filtered_in_a_row = False, 0, 0
+        self._left_out.clear()
         if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
             self._state = "first evaluation"
             self._begin_round()
@@ -446,7 +449,7 @@ class Scheduler:
         if failure.purpose == "eval":
             self._evaluated(found, None, failure.reason)
         elif failure.filtered:
-            self._filter(found, failure.reason)
+            self._leave_out(found, failure.reason)
         else:
             self._fail(found, failure.reason)
         self._proceed()
@@ -638,6 +641,13 @@ class Scheduler:
         if self._filtered_in_a_row == self.settings.max_filtered:
             count = self._filtered_in_a_row
             self._give_up(f"{count} groups were filtered one after the other; the last: {reason}")
+
+    def _leave_out(self, ticket: OpenTicket, reason: str) -> None:
+        """The ticket's row is not fit to train on, and will not be in any epoch."""
+        self._retire(ticket, "filtered", reason)
+        self._left_out.add(ticket.row)
+        if len(self._left_out) == self.settings.rows and not self._closing:
+            self._give_up(f"all {self.settings.rows} rows of the dataset were left out; the last: {reason}")
 
     def _give_up(self, reason: str) -> None:
         self._commands.append(Fail(reason))
