@@ -8,15 +8,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from stretto import Component, Context, DatasetConfig, hookimpl
+from stretto import Component, Context, hookimpl
 from stretto.component import PositiveInt
 from stretto.dataset import Row
 from stretto.errors import ConfigError
+from stretto.prompts import ColumnsConfig
 
 __all__ = ["HFConfig", "HFDataset"]
 
 
-class HFConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HFConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the dataset `hf`."""
 
     path: str
@@ -28,10 +29,6 @@ class HFConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Split, or a part of one as the library writes it: `train[:90%]`."""
     revision: str | None = None
     """Commit or tag of the hub's repository; give one, and the rows stay what they are."""
-    prompt_column: str = "prompt"
-    """Column that holds the prompt."""
-    chat: bool = False
-    """Make a user's message of a prompt that is text, so that the model's chat template is applied."""
     streaming: bool = False
     """Read the first `limit` rows over the network, without fetching the whole dataset."""
     limit: PositiveInt | None = None
@@ -39,6 +36,7 @@ class HFConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         """Relations between fields."""
+        super().__post_init__()
         if self.streaming and self.limit is None:
             raise ValueError("streaming needs limit: how many rows to take")
 
@@ -53,15 +51,11 @@ class HFDataset:
         if config.streaming:
             # Images as their files' bytes: pixels would be many times as large, and are made when needed.
             self._rows: Any = list(islice(cast("Iterable[Row]", loaded.decode(False)), config.limit))
-            columns = list(self._rows[0]) if self._rows else []
         else:
             rows = loaded.select(range(min(config.limit, len(loaded)))) if config.limit else loaded
-            columns = cast("list[str]", rows.column_names)
             self._rows = _Undecoded(rows) if _has_images(rows.features) else rows
-        if len(self._rows) and config.prompt_column not in columns:
-            raise ConfigError(
-                f"{config.path!r} has no column {config.prompt_column!r}; its columns: {', '.join(columns)}"
-            )
+        if len(self._rows):
+            self[0]  # all rows have the same columns: one that the prompt needs and is not there is told now
         self.fingerprint = _digest(self._rows)
         """SHA-256 of the rows, in their order."""
 
@@ -69,11 +63,10 @@ class HFDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        row: Row = dict(self._rows[index])
-        prompt = row.pop(self._config.prompt_column)
-        as_turn = self._config.chat and isinstance(prompt, str)
-        row["prompt"] = [{"role": "user", "content": prompt}] if as_turn else prompt
-        return row
+        try:
+            return self._config.with_prompt(dict(self._rows[index]))
+        except ConfigError as error:
+            raise ConfigError(f"row {index} of {self._config.path!r}: {error}") from error
 
 
 class _Undecoded:

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from stretto import Component, Context, DatasetConfig, LocalPath, hookimpl
+from stretto import Component, Context, LocalPath, hookimpl
 from stretto.dataset import Row
 from stretto.errors import ConfigError
 from stretto.images import IMAGE_COLUMNS
+from stretto.prompts import ColumnsConfig
 
 __all__ = ["JsonLines", "JsonLinesConfig"]
 
@@ -22,13 +23,11 @@ __all__ = ["JsonLines", "JsonLinesConfig"]
 _decode = msgspec.json.Decoder(Row).decode
 
 
-class JsonLinesConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JsonLinesConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the dataset `jsonl`."""
 
     path: LocalPath
     """The file. Blank lines are passed over."""
-    prompt_column: str = "prompt"
-    """Column that holds the prompt."""
 
 
 class JsonLines:
@@ -39,8 +38,8 @@ class JsonLines:
 
     def __init__(self, config: JsonLinesConfig, context: Context) -> None:
         del context
+        self._config = config
         self._path = Path(config.path)
-        self._prompt_column = config.prompt_column
         try:
             self._file = self._path.open("rb")
         except OSError as error:
@@ -68,12 +67,10 @@ class JsonLines:
     def __getitem__(self, index: int) -> Row:
         number, start, length = self._lines[index]
         row = self._parsed(os.pread(self._file.fileno(), length, start), number)
-        if self._prompt_column not in row:
-            columns = ", ".join(row) or "none"
-            raise ConfigError(
-                f"{self._path}:{number}: no column {self._prompt_column!r}; its columns: {columns}"
-            )
-        row["prompt"] = row.pop(self._prompt_column)
+        try:
+            row = self._config.with_prompt(row)
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}:{number}: {error}") from error
         for column in IMAGE_COLUMNS:
             if column in row:
                 row[column] = self._beside(row[column])

@@ -1,0 +1,95 @@
+"""Prompts made of a row's columns: the keys that datasets of plain tables share, and what they do.
+
+A dataset whose section extends `ColumnsConfig` gives each row to `with_prompt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from string import Formatter
+from typing import Any
+
+from stretto.dataset import DatasetConfig, Row
+from stretto.errors import ConfigError
+
+__all__ = ["ColumnsConfig"]
+
+
+class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections of datasets whose rows have columns of any name."""
+
+    prompt_column: str = "prompt"
+    """Column that holds the prompt."""
+    prompt_template: str | None = None
+    """The prompt as a text with columns in braces: `"Question: {question}\\nAnswer:"`; the columns stay
+    in the row. `{{` and `}}` stand for braces."""
+    chat: bool = False
+    """Make a user's message of a prompt that is text, so that the model's chat template is applied."""
+    system_prompt: str | None = None
+    """System message before the prompt, which becomes a user's message if it is text."""
+
+    def __post_init__(self) -> None:
+        """Relations between fields."""
+        if self.prompt_template is None:
+            return
+        if self.prompt_column != "prompt":
+            raise ValueError("prompt_template and prompt_column are both given; expected one of them")
+        list(_parts(self.prompt_template))
+
+    def with_prompt(self, row: Row) -> Row:
+        """The row with its prompt in the column `prompt`.
+
+        Raises:
+            ConfigError: if the row lacks a column that the prompt is made of, or one that the template names
+                holds neither text nor a number; its prompt has a system message beside `system_prompt`.
+        """
+        if self.prompt_template is None:
+            if self.prompt_column not in row:
+                raise ConfigError(_no_column(self.prompt_column, row))
+            rest = {name: value for name, value in row.items() if name != self.prompt_column}
+            return {**rest, "prompt": self._as_chat(row[self.prompt_column])}
+        parts = [
+            text + ("" if column is None else _text(column, row))
+            for text, column in _parts(self.prompt_template)
+        ]
+        return {**row, "prompt": self._as_chat("".join(parts))}
+
+    def _as_chat(self, prompt: Any) -> Any:
+        if isinstance(prompt, str) and (self.chat or self.system_prompt is not None):
+            prompt = [{"role": "user", "content": prompt}]
+        if self.system_prompt is None or not isinstance(prompt, list):
+            return prompt
+        if any(isinstance(turn, dict) and turn.get("role") == "system" for turn in prompt):
+            raise ConfigError("the prompt has a system message of its own; leave system_prompt out")
+        return [{"role": "system", "content": self.system_prompt}, *prompt]
+
+
+def _parts(template: str) -> Iterator[tuple[str, str | None]]:
+    """The texts of a template, each with the column that follows it, or None at the end.
+
+    Raises:
+        ValueError: for a brace without its other half, or anything but a column's name in braces.
+    """
+    hint = "expected columns such as {question}; a brace itself is written {{ or }}"
+    try:
+        found = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"prompt_template: {error}; {hint}") from error
+    for text, column, format, conversion in found:
+        if column == "" or format or conversion:
+            raise ValueError(f"prompt_template: braces that hold no column's name; {hint}")
+        yield text, column
+
+
+def _text(column: str, row: Row) -> str:
+    if column not in row:
+        raise ConfigError(f"prompt_template: {_no_column(column, row)}")
+    value = row[column]
+    if not isinstance(value, str | int | float):
+        found = type(value).__name__
+        raise ConfigError(f"prompt_template: column {column!r}: expected text or a number, found {found}")
+    return str(value)
+
+
+def _no_column(column: str, row: Row) -> str:
+    return f"no column {column!r}; its columns: {', '.join(row) or 'none'}"
