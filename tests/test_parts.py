@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def test_rows_are_read_by_index_and_the_fingerprint_tells_changes(tmp_path: Path
         JsonLines(JsonLinesConfig(use="jsonl", path=str(file)), CONTEXT)[0]
 
 
-def prompts(tmp_path: Path, row: dict[str, object], **options: object) -> object:
+def prompts(tmp_path: Path, row: Mapping[str, object], **options: object) -> object:
     """What the dataset `jsonl` makes of one row."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     section = {"use": "jsonl", "path": str(tmp_path / "rows.jsonl"), **options}

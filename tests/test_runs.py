@@ -149,6 +149,7 @@ def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Star
     assert time.monotonic() - began < 15
     summary = run.summary()
     assert summary["status"] == "interrupted"
+    assert run.text().endswith(f"\ngo on with it: stretto resume {run.folder}\n")
     run.assert_balanced()
     run.assert_nothing_is_left()
     [checkpoint] = (run.folder / "checkpoints").iterdir()
@@ -405,8 +406,12 @@ def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(start: Start, tm
 
 
 def test_prompts_that_are_too_long_are_filtered_and_counted(start: Start) -> None:
-    run = start("dataset.max_prompt_tokens=4", "steps=3")
+    run = start("dataset.max_prompt_tokens=4", "steps=3", "queue.max_filtered=1")
     summary = run.assert_completed(3)
+    log = [json.loads(line) for line in (run.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
+    left_out = [line["level"] for line in log if line["event"] == "row left out"]
+    assert left_out == ["info"] * summary["ledger"]["filtered"] != []
+    assert "ticket failed" not in run.text()
     assert (
         summary["ledger"]["filtered"]
         == summary["reasons"]["filtered: prompt longer than max_prompt_tokens=4"]
@@ -611,7 +616,8 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
             "run",
             str(tmp_path / "run.yaml"),
             f"out={tmp_path}/tty",
-            "steps=6",
+            "steps=12",
+            "training.seconds_per_step=0.2",
         ],
         stdin=subprocess.DEVNULL,
         stdout=child,
@@ -627,9 +633,13 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
         assert process.wait(30) == 0
     os.close(parent)
     text = shown.decode(errors="replace")
-    for word in ("step 6/6", "reward", "staleness", "tokens/s", "tickets", "workers", "4 ready", "waits for"):
+    for word in ("step 12/12", "reward", "staleness", "tokens/s", "tickets", "workers", "4 ready"):
         assert word in text, word
-    assert "completed at step 6" in text
+    for word in (f"{tmp_path}/tty", " s left", "bottleneck", "training works ", "stopping the workers"):
+        assert word in text, word
+    last = text[text.rindex("step 12/12") :]
+    assert not any(word in last for word in ("workers", "bottleneck", "left", "now"))
+    assert "completed at step 12" in last
 
 
 def test_a_ticket_that_is_delivered_twice_is_worked_on_once(start: Start) -> None:

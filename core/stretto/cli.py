@@ -100,7 +100,7 @@ def run(file: RunFile, overrides: Overrides = None) -> None:
     raise typer.Exit(run_to_end(composed))
 
 
-@app.command()
+@app.command(cls=_WithOverrides)
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     overrides: Overrides = None,

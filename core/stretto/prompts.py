@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from string import Formatter
-from typing import Any
+from typing import Any, cast
 
 from stretto.dataset import DatasetConfig, Row
 from stretto.errors import ConfigError
@@ -59,9 +59,10 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
             prompt = [{"role": "user", "content": prompt}]
         if self.system_prompt is None or not isinstance(prompt, list):
             return prompt
-        if any(isinstance(turn, dict) and turn.get("role") == "system" for turn in prompt):
+        turns = cast("list[Any]", prompt)
+        if any(isinstance(turn, dict) and cast("Row", turn).get("role") == "system" for turn in turns):
             raise ConfigError("the prompt has a system message of its own; leave system_prompt out")
-        return [{"role": "system", "content": self.system_prompt}, *prompt]
+        return [{"role": "system", "content": self.system_prompt}, *turns]
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:

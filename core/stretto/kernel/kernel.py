@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import signal
 import sys
 from collections.abc import AsyncGenerator, Mapping
@@ -157,8 +158,11 @@ def _live(kernel: Kernel) -> dict[str, Any]:
 
 
 def _told(summary: Mapping[str, Any], folder: Path) -> int:
+    lines = final_lines(summary, folder)
+    if summary["status"] == "interrupted":
+        lines += f"\ngo on with it: stretto resume {shlex.quote(str(folder))}"
     try:
-        print(final_lines(summary, folder), flush=True)
+        print(lines, flush=True)
     except OSError:  # whoever read the output is gone; the run is not worse for it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_status(summary)
@@ -451,7 +455,7 @@ class Kernel:
         """Issue nothing more, let the step under way come to its end, save, and end."""
         if self._started:
             self._scheduler.close()
-            self._view.note = f"the step under way and a checkpoint ({reason})"
+            self._view.note = f"finishing the step under way, then a checkpoint ({reason})"
             while self._scheduler.training:
                 await self._changed.wait()
             await self._checkpoint()
@@ -459,6 +463,7 @@ class Kernel:
 
     async def _dismiss(self) -> None:
         """Every worker leaves: asked first, and then not."""
+        self._view.note = "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
                 await self._beacon("over")
@@ -644,9 +649,10 @@ class Kernel:
             if isinstance(outcome, GroupDone):
                 self._scheduler.group_done(outcome)
             else:
-                log.warning(
-                    "ticket failed", ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason
+                tell, event = (
+                    (log.info, "row left out") if outcome.filtered else (log.warning, "ticket failed")
                 )
+                tell(event, ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason)
                 self._scheduler.group_failed(outcome)
             self._log_sequence = sequence
             self._obey()

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +24,7 @@ from rich.text import Text
 
 from stretto.bus.messages import SwapDone
 from stretto.engine import CanaryConfig
-from stretto.kernel.advice import Adviser, causes
+from stretto.kernel.advice import Adviser, bottleneck, causes
 from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.drift import Drifts
 from stretto.kernel.fleet import Fleet
@@ -43,6 +43,8 @@ _SHOWN = (
     *("step_s", "train_s", "step_tokens_per_s"),
 )
 
+_RECENT = 20
+"""Steps that the view's remaining time and bottleneck are taken from."""
 _MOST_CAUSES = 8
 """Causes that a line names, of tickets that were not trained."""
 
@@ -65,7 +67,8 @@ class Report:
         canary: CanaryConfig | None,
         adviser: Adviser,
     ) -> None:
-        self._folder = folder
+        self.folder = folder
+        """The run's folder."""
         self._run = run
         self._scheduler = scheduler
         self._fleet = fleet
@@ -97,6 +100,8 @@ class Report:
         """Pauses of swaps, and work of verifiers, up to the newest line."""
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        """The newest lines of this life's own steps."""
         self.refused = 0
         """Malformed messages that the kernel has refused."""
         self.skipped_in_a_row = 0
@@ -119,6 +124,7 @@ class Report:
         """The first ticket of this life is being issued; the steady part begins after it."""
         self._first_ticket = time.monotonic()
         self._steady.clear()
+        self._recent.clear()
 
     def swapped(self, worker: str, done: SwapDone) -> None:
         """An engine has swapped weights."""
@@ -164,6 +170,10 @@ class Report:
             "ledger": msgspec.to_builtins(self._scheduler.ledger),
             "not_trained": self._not_trained(),
         }
+        if (
+            result.note.version > 1
+        ):  # the first step waits for the first evaluation, and for engines to warm up
+            self._recent.append(self.last)
         self._advise()
         self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
         with self._metrics.open("a") as file:
@@ -245,12 +255,27 @@ class Report:
             log.warning("gradient is not finite: the step changes nothing", step=step, model=whose)
             self.problems.append(f"step {step}: the gradient {whose}was not finite, and changed nothing")
 
+    def left_s(self) -> float | None:
+        """Seconds until the last step, at the pace of the recent ones; None before there are any."""
+        if not self._recent:
+            return None
+        step_s = math.fsum(line["step_s"] for line in self._recent) / len(self._recent)
+        steps = self._scheduler.settings.steps - self._scheduler.version
+        return max(0.0, steps * step_s - (time.monotonic() - self._steady[-1][0]))
+
+    def bottleneck(self) -> str:
+        """What the run waits for most, in words; empty where that is not known yet."""
+        if not self._recent or not self.sampled:
+            return ""
+        part, share = bottleneck(self._recent)
+        return f"{part} (training works {100 * share:.0f} % of the time)"
+
     def finish(self, status: Status, reason: str) -> dict[str, Any]:
         """Write the summary and tell the trackers."""
         summary = self._summary(status, reason)
-        aside = self._folder / ".summary.json"
+        aside = self.folder / ".summary.json"
         aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
-        aside.rename(self._folder / "summary.json")
+        aside.rename(self.folder / "summary.json")
         for tracker in self._trackers:
             self._tell(tracker, "finish", summary)
         return summary
@@ -331,6 +356,8 @@ class View:
         self._fleet = fleet
         self._tokens: list[tuple[float, int]] = []
         self.note = "starting"
+        """What the run is doing while it does not train."""
+        self._stopped = False
         console = Console(stderr=True)
         self._live = Live(console=console, get_renderable=self._draw, auto_refresh=False)
         self._drawn = console.is_terminal
@@ -346,6 +373,7 @@ class View:
 
     def stop(self) -> None:
         """Draw a last time, and leave it standing."""
+        self._stopped = True
         if self._live.is_started:
             with suppress(OSError):
                 self._live.refresh()
@@ -355,8 +383,9 @@ class View:
         scheduler, last = self._scheduler, self._report.last
         ledger = scheduler.ledger
         bar = Table.grid(padding=(0, 1))
-        of_steps = f"step {scheduler.version}/{self._steps}"
-        done, total, text = scheduler.version, self._steps, of_steps
+        left_s = None if self._stopped else self._report.left_s()
+        left = "" if left_s is None else f"   {_duration(left_s)} left"
+        done, total, text = scheduler.version, self._steps, f"step {scheduler.version}/{self._steps}{left}"
         if not self._steps:
             done, total = scheduler.evaluated_rows, scheduler.settings.evaluation_rows
             text = f"row {done}/{total}"
@@ -365,7 +394,8 @@ class View:
         )
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
-        table.add_column()
+        table.add_column(overflow="fold")
+        table.add_row("folder", _near(self._report.folder))
         if last:
             if self._report.sampled:
                 table.add_row("reward", f"{last['reward']:.3f}   length {last['length']:.1f}")
@@ -390,11 +420,22 @@ class View:
         )
         if reasons := _most(scheduler.reasons, 1):
             table.add_row("most often", reasons[0])
-        table.add_row("workers", self._workers())
+        if not self._stopped:
+            table.add_row("workers", self._workers())
         for advice in self._report.adviser.open:
             table.add_row("advice", f"since step {advice.since}: {advice.message}")
-        table.add_row("waits for", self.note or scheduler.waiting_for())
+        if not self._stopped:
+            table.add_row(*self._state())
         return Group(bar, table)
+
+    def _state(self) -> tuple[str, str]:
+        """What the run is doing, or, in training, which part of it holds up the others."""
+        scheduler = self._scheduler
+        if self.note or scheduler.evaluating_exactly:
+            return "now", self.note or f"evaluating version {scheduler.evaluating}"
+        if slowest := self._report.bottleneck():
+            return "bottleneck", slowest
+        return "now", "training" if scheduler.training else "generating"
 
     def _workers(self) -> str:
         ready = {member.worker for member in self._fleet.members.values() if member.ready}
@@ -439,6 +480,20 @@ def _most(reasons: Mapping[str, int], count: int) -> list[str]:
     """The commonest reasons why tickets were not trained, with how often."""
     commonest = sorted(reasons.items(), key=lambda item: -item[1])[:count]
     return [f"{number} x {reason}" for reason, number in commonest]
+
+
+def _near(folder: Path) -> str:
+    """The folder as it can be typed here."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+def _duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _finite(value: Any) -> Any:
