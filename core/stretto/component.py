@@ -127,6 +127,9 @@ class Component(Generic[ConfigT]):
     """One line for `stretto plugins`."""
     check: Callable[[ConfigT, RunConfig], Iterable[Problem]] | None = None
     """What can be wrong beyond types, found before any process starts. May read other sections."""
+    check_row: Callable[[ConfigT, Mapping[str, Any]], str] | None = None
+    """Of a reward: what is wrong with a row's columns (all but `prompt`), empty if nothing. `check` calls it
+    for rows of the dataset, in a process of its own that has not made the reward."""
     requires: Mapping[str, str] = field(default_factory=dict[str, str])
     """Modules that the factory imports, each with what to install for it: `{"torch": "stretto[torch]"}`."""
     needs_model: bool = True

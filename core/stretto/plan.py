@@ -185,6 +185,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
     untried = {problem.path.partition(".")[0] for problem in found if problem.severity != "warning"}
     with ThreadPoolExecutor() as trials:  # each is a process of its own
         made = trials.submit(lambda: list(_trial_problems(composed, placed, starting, untried)))
+        rows = trials.submit(lambda: list(_row_problems(composed, untried)))
         first_rows: dict[str, Row] = {}
         for path in ("dataset", "evaluation.dataset"):
             if path in composed.components:
@@ -203,6 +204,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         if config.bus.url is not None and (fault := fault_of_server(config.bus.url, _CONNECT_S)):
             yield Problem("bus.url", fault, "machine")
         yield from scored.result()
+        yield from rows.result()
         yield from made.result()
     for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
         yield Problem("plugins", f"{plugin}: {error if isinstance(error, StrettoError) else place_of(error)}")
@@ -351,6 +353,40 @@ def _scoring_tasks(composed: Composed, placed: Placement, first_rows: Mapping[st
         for path, row in first_rows.items()
         if samples[path]
     }
+
+
+def _row_problems(composed: Composed, untried: Set[str]) -> Iterator[Problem]:
+    """Have a process ask the reward's component what is wrong with rows."""
+    reward = composed.components.get("reward")
+    if reward is None or reward.check_row is None or "reward" in untried:
+        return
+    from stretto.roles.row_check import faults_of_rows
+
+    document = msgspec.to_builtins(composed.config)
+    for path in ("dataset", "evaluation.dataset"):
+        if path not in composed.components:
+            continue
+        try:
+            found = faults_of_rows(document, path, context_of(composed.config), _TRY_S)
+        except TimeoutError:
+            yield Problem(path, f"rows not verified: not read within {_TRY_S:.0f} s", "warning")
+        except ChildProcessError as error:
+            yield Problem(path, f"rows not verified: {error}", "warning")
+        else:
+            if found.faulty:
+                number = (
+                    "all"
+                    if found.read == found.rows
+                    else f"{found.read:,} of {found.rows:,} rows, drawn at random,"
+                )
+                shown = "".join(f"\n  row {index + 1}: {fault}" for index, fault in found.first)
+                more = "\n  …" if found.faulty > len(found.first) else ""
+                yield Problem(
+                    path,
+                    f"{found.faulty:,} of {found.read:,} rows cannot be scored, and their tickets would fail "
+                    f"(read: {number}):{shown}{more}",
+                    "error" if found.faulty == found.read else "warning",
+                )
 
 
 def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.component import PositiveFloat
+from stretto.component import PositiveFloat, PositiveInt
 
 __all__ = ["Reward", "RewardConfig", "RewardValue", "is_number"]
 
@@ -37,7 +37,15 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     use: str
     """Name of the reward."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds to score one group; the process that takes longer is killed and the ticket fails."""
+    """Seconds to score one group, and `answer_cpu_s` more for each answer where that is set; the process that
+    takes longer is killed and the ticket fails."""
+    answer_cpu_s: PositiveFloat | None = None
+    """Seconds of processor time to score one answer; one that needs more scores 0 and the others of its group
+    keep their scores. Needs a reward that scores one answer a call and starts no threads: a fork of its
+    process scores each group. None for no limit."""
+    answer_memory_mb: PositiveInt | None = None
+    """MB of memory to score one answer, beyond what the scoring process has already; the same holds. Linux
+    only."""
 
 
 class Reward(Protocol):

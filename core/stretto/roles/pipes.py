@@ -21,7 +21,7 @@ import msgspec
 
 from stretto.errors import RewardError, StrettoError, place_of
 
-__all__ = ["HEAD", "Pipes", "Started", "framed", "serve", "try_to_ask", "try_to_start"]
+__all__ = ["HEAD", "Pipes", "Started", "die_with_parent", "framed", "serve", "try_to_ask", "try_to_start"]
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def serve(
         cannot: what is said where it cannot be made.
         name: what it is called where it raises.
     """
-    _die_with_parent()
+    die_with_parent()
     pipes = Pipes()
     first = pipes.receive()
     if first is None:
@@ -105,7 +105,7 @@ def framed(data: bytes) -> bytes:
     return HEAD.pack(len(data)) + data
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Code that hangs must not outlive a verifier that was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

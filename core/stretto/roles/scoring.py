@@ -15,8 +15,9 @@ import msgspec
 
 from stretto.component import Context
 from stretto.config import compose_mapping
-from stretto.errors import RewardError
+from stretto.errors import ConfigError, RewardError
 from stretto.reward import RewardValue, is_number
+from stretto.roles.limits import LIMIT_METRICS, Limits, score_within
 from stretto.roles.pipes import serve, try_to_ask
 
 __all__ = ["COMMAND", "Answer", "Task", "accepted", "score_group", "told", "try_to_score"]
@@ -37,6 +38,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     scores: tuple[tuple[float, dict[str, float]], ...] = ()
     error: str = ""
+    over: dict[int, str] = {}
+    """Completions that scored 0 because they passed a limit of one answer, by index, and which limit."""
 
 
 def score_group(
@@ -183,22 +186,45 @@ def try_to_score(
     return started.error, [msgspec.msgpack.decode(answer, type=Answer).error for answer in answers]
 
 
-def _make_reward(data: bytes) -> Callable[..., Any]:
-    document, context = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], Context])
-    return compose_mapping(document).make("reward", context)
+class _Scorer:
+    """The reward, and the limits that each answer has."""
 
+    def __init__(self, data: bytes) -> None:
+        document, context = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], Context])
+        composed = compose_mapping(document)
+        self._reward = composed.make("reward", context)
+        config = composed.config.reward
+        assert config is not None, "a run without a reward has no scoring process"
+        self._limits = Limits(config.answer_cpu_s, config.answer_memory_mb)
+        if self._limits and "completions" in inspect.signature(self._reward).parameters:
+            raise ConfigError(
+                "reward.answer_cpu_s and reward.answer_memory_mb are limits of one answer, but this reward "
+                "scores all answers of a group in one call; leave them out, or give the reward the "
+                "form `score(prompt, completion, **columns)`"
+            )
 
-def _answer(reward: Callable[..., Any], data: bytes) -> Answer:
-    task = msgspec.msgpack.decode(data, type=Task)
-    row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
-    each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
-    return Answer(tuple(score_group(reward, row, task.completions, each)))
+    def answer(self, data: bytes) -> Answer:
+        """The scores of one group."""
+        task = msgspec.msgpack.decode(data, type=Task)
+        row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
+        each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
+        if not self._limits or not task.completions:
+            return Answer(tuple(score_group(self._reward, row, task.completions, each)))
+
+        def score(index: int) -> tuple[float, dict[str, float]]:
+            of_one = {name: values[index : index + 1] for name, values in each.items()}
+            [(reward, metrics)] = score_group(self._reward, row, task.completions[index : index + 1], of_one)
+            return reward, {**dict.fromkeys(LIMIT_METRICS, 0.0), **metrics}
+
+        scores = score_within(self._limits, score, len(task.completions))
+        over = {index: scored.over for index, scored in enumerate(scores) if scored.over}
+        return Answer(tuple(scored.value for scored in scores if scored.value), over=over)
 
 
 def main() -> None:
     """Body of the process."""
     cannot = "the reward cannot be made"
-    serve(_make_reward, _answer, lambda why: Answer(error=why), cannot=cannot, name="reward")
+    serve(_Scorer, _Scorer.answer, lambda why: Answer(error=why), cannot=cannot, name="reward")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ __all__ = ["VerifierWork"]
 
 log = structlog.get_logger()
 
+_TOLD = 20
+"""Answers beyond a limit that one verifier worker logs."""
+_END = 200
+"""Characters of such an answer in the log: its end, where its result stands."""
+
 
 class VerifierWork:
     """One verifier worker with its children."""
@@ -81,6 +86,8 @@ class _Rewards:
     def __init__(self, setting: Setting, reward: RewardConfig) -> None:
         self._setting = setting
         self._timeout_s = reward.timeout_s
+        self._answer_s = reward.answer_cpu_s or 0.0
+        self._told = 0
         composed = setting.composed
         told = scoring.told(msgspec.to_builtins(composed.config), setting.context)
         program = Program("the scoring process", scoring.COMMAND, told)
@@ -92,14 +99,27 @@ class _Rewards:
 
     async def _score(self, message: Score) -> Scored:
         task = scoring.Task(message.row, message.completions, message.columns)
+        timeout_s = self._timeout_s + self._answer_s * len(message.completions)
         try:
-            answered = await self.children.ask(task, self._timeout_s)
+            answered = await self.children.ask(task, timeout_s)
         except TimeoutError:
             return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
         except Ended as error:
             return Scored((), f"reward ended its process: {error}")
         answer = msgspec.msgpack.decode(answered, type=scoring.Answer)
+        for index, why in answer.over.items():
+            self._tell(message.completions[index], why)
         return Scored(answer.scores, answer.error)
+
+    def _tell(self, completion: str, why: str) -> None:
+        """Log why an answer scored 0, for the first of them; the metrics count all."""
+        self._told += 1
+        if self._told <= _TOLD:
+            log.warning(
+                "answer scored 0", reason=f"it {why}", characters=len(completion), end=completion[-_END:]
+            )
+        if self._told == _TOLD:
+            log.warning("further answers that pass a limit are only counted, in the metrics")
 
 
 class _Tools:

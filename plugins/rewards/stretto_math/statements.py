@@ -1,0 +1,267 @@
+"""What a text states as its result: of an expected answer, and of a completion that reasons first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stretto_math.values import Unreadable, Value, equal, read
+
+__all__ = ["Choices", "Gold", "Words", "is_right", "read_gold"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Letters of a multiple choice."""
+
+    letters: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Words:
+    """A text that is compared as text, in its normal form."""
+
+    text: str
+
+
+Gold = Choices | Words | Value
+
+_FONT = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
+)
+_SHORT_WORDS = {"no", "up", "on", "in", "ok", "am", "pm"}
+_NOT_WORDS = {"pi", "sqrt", "infinity", "infty", "inf"}
+_WORD = r"[A-Za-z][A-Za-z'’-]*"
+_WORDS = re.compile(rf"({_WORD})(?:[ ,]+[A-Za-z0-9][A-Za-z0-9'’.-]*)*[.!]?$")
+_LETTER = r"\(?(?<![A-Za-z])[A-J](?![A-Za-z'’])\)?"
+_CHOICES = re.compile(rf"{_LETTER}(?:(?:\s*(?:,|;|/|and|or|&)\s*|\s+){_LETTER})*")
+_ENVIRONMENT = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+
+# ------------------------------------------------------------------------------------- expected answers
+
+
+def read_gold(text: str) -> Gold:
+    """The expected answer of a row: bare, in `$…$`, in `\\boxed{}`, after `####`, or at a solution's end.
+
+    Raises:
+        Unreadable: if it states nothing.
+    """
+    text = text.strip()
+    if "####" in text:
+        text = text.rpartition("####")[2].strip()
+    elif boxes := _boxes(text):
+        text = boxes[-1].content
+    text = _bare(text)
+    plain = _plain(text)
+    if letters := _choices(plain):
+        return Choices(letters)
+    match = _WORDS.match(plain)
+    first = match[1].lower() if match else ""
+    if first and first not in _NOT_WORDS and (len(first) > 2 or first in _SHORT_WORDS or _FONT.match(text)):
+        return Words(_normal(plain))
+    return read(text)
+
+
+def _bare(text: str) -> str:
+    """Without the signs of mathematics around all of it."""
+    text = text.strip()
+    match = _ENVIRONMENT.fullmatch(text)
+    if match and not (match[3] or match[4] or "").count("\\)"):
+        return next(group for group in match.groups() if group is not None).strip()
+    return text
+
+
+def _plain(text: str) -> str:
+    """Text without fonts, bold stars and signs of mathematics."""
+    text = _FONT.sub(r" \1 ", text).replace("**", " ").replace("$", " ").replace("\\ ", " ")
+    return re.sub(r"\s+", " ", text).strip(" .:;,\t\n*")
+
+
+def _normal(text: str) -> str:
+    words = re.sub(r"[^\w\s'’-]", " ", _plain(text).lower()).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def _choices(plain: str) -> frozenset[str]:
+    """The letters that a text names, if it names letters first: `(B)`, `B. 12`, `A and C`."""
+    match = _CHOICES.match(plain)
+    if match is None:
+        return frozenset()
+    rest = plain[match.end() :].strip()
+    named = match[0].strip()
+    one = not rest or named.startswith("(") or named.endswith(")") or rest[0] in ".):,"
+    return frozenset(re.findall(r"[A-J]", match[0])) if one else frozenset()
+
+
+# ------------------------------------------------------------------------------------------ completions
+
+
+@dataclass(frozen=True)
+class _Statement:
+    start: int
+    end: int
+    content: str
+    final: bool
+    """Whether nothing before it counts, be it readable or not: a box."""
+
+
+def is_right(gold: Gold, completion: str) -> bool:
+    """Whether the last result that a completion states is the expected one."""
+    for statement in _statements(completion):
+        verdict = _verdict(gold, statement)
+        if verdict is not None:
+            return verdict
+    return _unannounced(gold, completion[-_TAIL:])
+
+
+def _statements(completion: str) -> Iterator[_Statement]:
+    """Boxes, and what follows `####` or "the answer is", the last one first."""
+    boxes = _joined(_boxes(completion), completion)
+    announced = [
+        statement
+        for statement in _announced(completion)
+        if not any(box.start < statement.end and statement.start < box.end for box in boxes)
+    ]
+    yield from sorted([*boxes, *announced], key=lambda statement: -statement.start)
+
+
+def _boxes(text: str) -> list[_Statement]:
+    """Each `\\boxed{…}` that is closed and not empty; of nested ones the inner."""
+    found: list[_Statement] = []
+    for match in _BOX.finditer(text):
+        end, depth = -1, 1
+        for brace in _BRACE.finditer(text, match.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if not depth:
+                end = brace.start()
+                break
+        if text[match.end() : end].strip() and end >= 0:
+            found.append(_Statement(match.start(), end + 1, text[match.end() : end], final=True))
+    return [box for box in found if not _BOX.search(box.content)]
+
+
+_BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BETWEEN = re.compile(r"[\s$,;]*(?:\\text\s*\{\s*)?(?:and|or)?[\s},;$]*")
+
+
+def _joined(boxes: list[_Statement], text: str) -> list[_Statement]:
+    """`\\boxed{1}` and `\\boxed{2}` side by side are one list."""
+    joined: list[_Statement] = []
+    for box in boxes:
+        between = text[joined[-1].end : box.start] if joined else "."
+        if _BETWEEN.fullmatch(between) and "\n\n" not in between:
+            last = joined.pop()
+            box = _Statement(last.start, box.end, f"{last.content}, {box.content}", final=True)
+        joined.append(box)
+    return joined
+
+
+_ANNOUNCED = re.compile(
+    r"(?:\b(?:answer|final result|option|choice)\b[^.\n:=]{0,40}?(?:\bis\b|:|=)|####)[\s:*]*", re.IGNORECASE
+)
+
+
+def _announced(completion: str) -> Iterator[_Statement]:
+    """The rest of the line after "the answer is" and its like."""
+    for match in _ANNOUNCED.finditer(completion):
+        end = completion.find("\n", match.end())
+        end = len(completion) if end < 0 else end
+        yield _Statement(match.end(), end, completion[match.end() : end], final=False)
+
+
+def _verdict(gold: Gold, statement: _Statement) -> bool | None:
+    """Whether a statement is right; None if it states nothing of the expected kind and does not count."""
+    content = statement.content
+    if not statement.final:
+        filler = _FILLER.match(content)
+        content = content[filler.end() :] if filler else content
+    if isinstance(gold, Choices):
+        return _chosen(gold, content, final=statement.final)
+    if isinstance(gold, Words):
+        return _worded(gold, content, final=statement.final)
+    for text in [content] if statement.final else _readings(content):
+        try:
+            return equal(gold, read(_bare(text)))
+        except Unreadable:
+            continue
+    return False if statement.final else None
+
+
+_FILLER = re.compile(
+    r"(?:\s|\*|~|:|(?:therefore|thus|simply|just|exactly|approximately|about|equal to|equals|given by|option|"
+    r"choice)\b)*",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(
+    r"(?<![\w.^_{\\/-])-?[$€£]?-?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:/\d+)?|\.\d+)(?:\\?%)?"
+)
+
+
+def _chosen(gold: Choices, content: str, *, final: bool) -> bool | None:
+    plain = _plain(content)
+    letters = _choices(plain)
+    if not letters and re.fullmatch(r"\(?[a-j]\)?", plain):
+        letters = frozenset(plain.strip("()").upper())
+    return letters == gold.letters if letters or final else None
+
+
+def _worded(gold: Words, content: str, *, final: bool) -> bool | None:
+    said = _normal(content)
+    if final or said == gold.text:
+        return said == gold.text
+    said = _normal(re.split(r"[.,;(!\n]| because | since | as ", content)[0])
+    return said == gold.text if len(said.split()) <= 4 else None
+
+
+def _readings(content: str) -> Iterator[str]:
+    """What may be meant by the rest of a line: its first formula, its first sentence, its first number."""
+    if match := _ENVIRONMENT.match(content):
+        formulas = [match]
+        while following := _ENVIRONMENT.search(content, formulas[-1].end()):
+            if not _BETWEEN.fullmatch(content[formulas[-1].end() : following.start()]):
+                break
+            formulas.append(following)
+        yield ", ".join(_bare(formula[0]) for formula in formulas)
+    sentence = re.split(r"\.(?=\s|$)", content, maxsplit=1)[0]
+    yield sentence.replace("**", " ")
+    if (match := _NUMBER.match(content)) and not re.match(r"\s*[-+*/^=\\\d]", content[match.end() :]):
+        yield match[0]
+
+
+_TAIL = 2000
+"""Characters at the end of a completion in which a result counts that is not announced."""
+_LETTER_AT_LAST = re.compile(r"\b(?:option|choice)\s+\(?([A-J])\b|(?<!not )\(([A-J])\)|\*\*\(?([A-J])\)?\*\*")
+_YES_OR_NO = re.compile(
+    r"(?:^|[.!?:\n]|\b(?:so|thus|hence|therefore),?)\s*\**(yes|no|true|false)\b", re.IGNORECASE
+)
+
+
+def _unannounced(gold: Gold, tail: str) -> bool:
+    """Whether the last formula or number is right; of letters and words, the last line."""
+    last_line = tail.rstrip().rpartition("\n")[2]
+    if isinstance(gold, Choices):
+        letters = _choices(_plain(last_line))
+        if not letters and (matches := list(_LETTER_AT_LAST.finditer(tail))):
+            letters = frozenset(group for group in matches[-1].groups() if group)
+        return letters == gold.letters
+    if isinstance(gold, Words):
+        if _normal(last_line) == gold.text:
+            return True
+        said = [match[1].lower() for match in _YES_OR_NO.finditer(tail)]
+        return gold.text in ("yes", "no", "true", "false") and said[-1:] == [gold.text]
+    numbers = list(_NUMBER.finditer(tail))
+    number = numbers[-1] if numbers else None
+    formulas = list(_ENVIRONMENT.finditer(tail))
+    if formulas and (number is None or formulas[-1].end() >= number.end()):
+        try:
+            return equal(gold, read(_bare(formulas[-1][0])))
+        except Unreadable:
+            pass  # two signs of dollars with words between them
+    for text in (tail, number[0] if number else ""):
+        try:
+            return equal(gold, read(text))
+        except Unreadable:
+            continue
+    return False

@@ -1,0 +1,610 @@
+"""Mathematical values as they are written in answers: what they mean, and when two of them are equal.
+
+The outer structure (lists, tuples, intervals, sets, matrices, equations) is read here, and its parts are
+compared one by one; plain numbers are exact fractions. Only what is left goes to math-verify and SymPy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+__all__ = ["Unreadable", "Value", "equal", "read"]
+
+
+class Unreadable(ValueError):
+    """A text that is not mathematics."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number written out: exact, and if it is a decimal, with so many places."""
+
+    value: Fraction
+    places: int | None = None
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Whatever SymPy has to understand."""
+
+    latex: str
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number or an expression with what stands around it."""
+
+    value: Number | Expression
+    percent: bool = False
+    unit: str = ""
+    """In its canonical form; empty if there is none or it is not a known one."""
+
+
+@dataclass(frozen=True)
+class Based:
+    """An integer in a base that is written as its index."""
+
+    digits: str
+    base: str
+
+
+@dataclass(frozen=True)
+class Named:
+    """`name = value`."""
+
+    name: str
+    value: Value
+
+
+@dataclass(frozen=True)
+class Items:
+    """Several values between brackets; no brackets and a `,` for a bare list, `|` for a union."""
+
+    opening: str
+    items: tuple[Value, ...]
+    closing: str
+    name: str = ""
+    """Of an interval that was written as an inequality: the variable."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of the items matters."""
+        return self.opening not in (",", "|", "{")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of values."""
+
+    rows: tuple[tuple[Value, ...], ...]
+
+
+Value = Quantity | Based | Named | Items | Matrix
+
+# ------------------------------------------------------------------------------------------ reading
+
+_REPLACED = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ",
+    "½": r"\frac{1}{2}", "{,}": ",", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%", r"\$": "$", "~": " ",
+    r"\quad": " ", r"\degree": r"^\circ ", r"\colon": ":",
+    r"\lor": " or ", r"\vee": " or ", r"\land": " and ",
+}  # fmt: skip
+_FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
+_CLEANED: tuple[tuple[str, str], ...] = (
+    (r",\s*\\!\s*", ","),
+    (r"(?<!\\)\\ ", " "),
+    (r"(?<!\\)\\[!,;:]|\\(?:displaystyle|limits|left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\l?eq?(?:slant)?(?![a-zA-Z])|\\le(?:qslant)(?![a-zA-Z])|<=", r"\\le "),
+    (r"\\geq?(?:slant)?(?![a-zA-Z])|>=", r"\\ge "),
+    (r"\\neq?(?![a-zA-Z])|!=", r"\\ne "),
+    (r"\\lt(?![a-zA-Z])", "<"),
+    (r"\\gt(?![a-zA-Z])", ">"),
+    (_FONT + r"\s*,?\s*(or|and)\s*\}", r" \1 "),
+    (r"√\s*(\d+)", r"\\sqrt{\1}"),
+    (r"√", r"\\sqrt"),
+    (r"\*\*", "^"),
+    (r"\*", r"\\cdot "),
+    (r"\^\(([^()]*)\)", r"^{\1}"),
+    (r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|log|ln|exp)(?![a-zA-Z])", r"\\\1 "),
+    (r"(?<![\\a-zA-Z])(?:infinity|infty|inf)(?![a-zA-Z])", r"\\infty "),
+    (r"\s+", " "),
+)
+_NAME = r"(?:\\[a-zA-Z]+|[a-zA-Z])(?:_(?:\w|\{\w+\}))?'?"
+_VARIABLE = re.compile(rf"{_NAME}$")
+_LEFT_SIDE = re.compile(rf"{_NAME}(?:\([a-zA-Z](?:, ?[a-zA-Z])*\))?$")
+_RELATIONS = re.compile(r"(\\le |\\ge |<|>)")
+_BUILDER = re.compile(r"\\\{ ?(" + _NAME + r") ?(?:\\mid|\||:) ?(.+)\\\}$")
+_MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\1\}$", re.DOTALL)
+_BASED = re.compile(r"([0-9A-F]+)_\{?(\d{1,2})\}?$")
+_UNWANTED_WORD = re.compile(r"(?<![\\a-zA-Z{])(?!begin|end|[pbvV]matrix)[a-zA-Z]{3,}")
+
+
+def read(text: str) -> Value:
+    """The value that a text states.
+
+    Raises:
+        Unreadable: if it is not mathematics.
+    """
+    try:
+        return _read(_clean(text))
+    except RecursionError as error:
+        raise Unreadable("nested too deeply") from error
+
+
+def _clean(text: str) -> str:
+    """One notation for what has many; without what only changes how it looks."""
+    for old, new in _REPLACED.items():
+        text = text.replace(old, new)
+    for pattern, new in _CLEANED:
+        text = re.sub(pattern, new, text)
+    return text.strip().rstrip(".;:,").strip()
+
+
+def _read(text: str) -> Value:
+    text = text.strip()
+    while text.startswith("{") and _matching(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    if not text:
+        raise Unreadable("empty")
+    for reader in _READERS:
+        if (value := reader(text)) is not None:
+            return value
+    return _quantity(text)
+
+
+def _list(text: str) -> Value | None:
+    parts = [part for part in _split(text, re.compile(r"[,;]| or | and ")) if part.strip()]
+    if not parts or parts == [text]:
+        return None
+    if len(parts) == 2 and re.fullmatch(r" ?" + _NAME + r" ?\\in ?\\mathbb ?\{?[A-Z]\}? ?", parts[1]):
+        return _read(parts[0])  # "where k is an integer"
+    if len(parts) == 1:
+        return _read(parts[0])
+    values = [_read(part) for part in parts]
+    union = any(isinstance(value, Items) and (value.name or value.opening == "|") for value in values)
+    return _items("|" if union else ",", values, "")
+
+
+def _items(opening: str, values: list[Value], closing: str) -> Items:
+    """A bare list within a bare list is part of it."""
+    flat: list[Value] = []
+    for value in values:
+        bare = isinstance(value, Items) and value.opening == opening and opening in (",", "|")
+        flat.extend(value.items if isinstance(value, Items) and bare else [value])
+    return Items(opening, tuple(flat), closing)
+
+
+def _union(text: str) -> Value | None:
+    parts = _split(text, re.compile(r"\\cup"))
+    return _items("|", [_read(part) for part in parts], "") if len(parts) > 1 else None
+
+
+def _membership(text: str) -> Value | None:
+    match = re.match(_NAME + r" ?\\in ?(?![a-z])", text)
+    return _read(text[match.end() :]) if match else None
+
+
+def _bracketed(text: str) -> Value | None:
+    if match := _BUILDER.match(text):
+        return _read(match[2])
+    set_ = text.startswith(r"\{")
+    start = 1 if set_ else 0
+    if text[start] not in "([{" or _matching(text, start) != len(text) - 1:
+        return None
+    inner = text[start + 1 : -2 if set_ else -1]
+    if set_:
+        parts = _split(inner, re.compile(r"[,;]")) if inner.strip() else []
+        return _items("{", [_read(part) for part in parts], "}")
+    parts = _split(inner, re.compile(r"[,;]"))
+    if len(parts) == 1:
+        return _read(inner)
+    return _items(text[0], [_read(part) for part in parts], text[-1])
+
+
+def _matrix(text: str) -> Value | None:
+    if not (match := _MATRIX.match(text)):
+        return None
+    rows = [row for row in _split(match[2], re.compile(r"\\\\")) if row.strip()]
+    return Matrix(tuple(tuple(_read(cell) for cell in _split(row, re.compile("&"))) for row in rows))
+
+
+def _equation(text: str) -> Value | None:
+    sides = _split(text, re.compile(r"=|\\ne "))
+    if len(sides) < 2:
+        return None
+    left, right = sides[0].strip(), sides[-1]
+    if _LEFT_SIDE.match(left):
+        name = re.sub(r"[{} ]", "", left)
+        return Named(name + ("≠" if r"\ne " in text else ""), _read(right))
+    if len(sides) == 2 and _VARIABLE.match(right.strip()):
+        return Named(right.strip(), _read(left))
+    if len(sides) > 2 or not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", left + " " + right):
+        return _read(right)  # a calculation
+    return None
+
+
+def _inequality(text: str) -> Value | None:
+    parts = _split(text, _RELATIONS, keep=True)
+    sides, signs = [part.strip() for part in parts[::2]], [part.strip() for part in parts[1::2]]
+    if signs and signs[0] in (">", r"\ge"):  # from the smaller to the larger side
+        turned = {">": "<", r"\ge": r"\le"}
+        if any(sign not in turned for sign in signs):
+            return None
+        sides, signs = sides[::-1], [turned[sign] for sign in signs[::-1]]
+    if not signs or any(sign not in ("<", r"\le") for sign in signs):
+        return None
+    infinity = Quantity(Expression(r"\infty"))
+    if len(signs) == 2 and _VARIABLE.match(sides[1]):
+        ends = [_read(sides[0]), _read(sides[2])]
+        opening, closing = "[" if signs[0] == r"\le" else "(", "]" if signs[1] == r"\le" else ")"
+        name = sides[1]
+    elif len(signs) == 1 and _VARIABLE.match(sides[0]):
+        ends, opening, closing = [_minus_infinity(), _read(sides[1])], "(", "]" if signs[0] == r"\le" else ")"
+        name = sides[0]
+    elif len(signs) == 1 and _VARIABLE.match(sides[1]):
+        ends, opening, closing = [_read(sides[0]), infinity], "[" if signs[0] == r"\le" else "(", ")"
+        name = sides[1]
+    else:
+        return None
+    return Items(opening, tuple(ends), closing, name)
+
+
+def _minus_infinity() -> Value:
+    return Quantity(Expression(r"-\infty"))
+
+
+def _plus_minus(text: str) -> Value | None:
+    if r"\pm" not in text:
+        return None
+    upper = text.replace(r"\pm", "+").replace(r"\mp", "-")
+    lower = text.replace(r"\pm", "-").replace(r"\mp", "+")
+    return _items(",", [_read(upper.lstrip("+ ")), _read(lower)], "")
+
+
+def _ratio(text: str) -> Value | None:
+    if not re.fullmatch(r"\d+(?: ?: ?\d+)+", text):
+        return None
+    return Items(":", tuple(_read(part) for part in text.split(":")), "")
+
+
+def _based(text: str) -> Value | None:
+    match = _BASED.match(re.sub(_FONT + r"([^{}]*)\}", r"\1", text))
+    return Based(match[1], match[2]) if match else None
+
+
+# ---------------------------------------------------------------------------------------- quantities
+
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
+        "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram",
+        "lb pound", "oz ounce", "ml mL milliliter millilitre", "l L liter litre", "s sec second",
+        "min minute", "h hr hour", "day", "week", "month", "year yr", "mph", "$ dollar usd USD",
+        "cent ¢", "€ euro EUR", "£ GBP",
+    )
+    for name in names.split()
+}  # fmt: skip
+_CURRENCY = "$€£¥¢"
+
+
+def _written_out(text: str) -> Quantity | None:
+    """A number in digits, with its unit."""
+    text, unit, percent = _without_unit(text)
+    number = _number(text)
+    return None if number is None else Quantity(number, percent, unit)
+
+
+_UNIT_IN_FONT = re.compile(_FONT + r"([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?$")
+_UNIT_WORD = re.compile(r"(?<=[\d})])( ?)([a-zA-Z]+(?:[ /.-][a-zA-Z]+)*\.?)( ?\^ ?\{?-?\d\}?)?$")
+_SYMBOL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+
+
+def _quantity(text: str) -> Quantity:
+    """A number or expression, without its unit, percent sign, degrees and currency."""
+    text, unit, percent = _without_unit(text)
+    if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
+        text = re.sub(r"\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?[CF](?![a-zA-Z]))?", "", text).strip()
+    number = _number(text)
+    if number is not None:
+        return Quantity(number, percent, unit)
+    if not re.search(r"[\da-zA-Z]", text) or _UNWANTED_WORD.search(re.sub(_FONT, r"\\text{", text)):
+        raise Unreadable(f"not mathematics: {text[:80]!r}")
+    expression = Expression(text)
+    expression_value(expression)
+    return Quantity(expression, percent, unit)
+
+
+def _without_unit(text: str) -> tuple[str, str, bool]:
+    """A text, the unit that it had, and whether that was percent."""
+    unit = ""
+    if text.endswith("%"):
+        return text[:-1].strip(), "", True
+    while len(text) > 1 and text[0] in _CURRENCY:
+        text, unit = text[1:].strip(), _UNITS.get(text[0], "")
+    if len(text) > 2 and text[0] == "-" and text[1] in _CURRENCY:
+        text, unit = "-" + text[2:].strip(), _UNITS.get(text[1], "")
+    while len(text) > 1 and text[-1] in _CURRENCY:
+        text, unit = text[:-1].strip(), _UNITS.get(text[-1], "")
+    while (match := _UNIT_IN_FONT.search(text)) and match.start():
+        power = re.sub(r"[^\d-]", "", match[2] or "")
+        text, unit = text[: match.start()].strip(), _unit(match[1]) + power if _unit(match[1]) else unit
+    if (match := _UNIT_WORD.search(text)) and _number(text[: match.start()].strip()) is not None:
+        known = _unit(match[2])
+        if known or (match[1] and all(len(word) > 2 for word in match[2].split()[:1])):
+            power = re.sub(r"[^\d-]", "", match[3] or "")
+            text, unit = text[: match.start()].strip(), known + power if known else unit
+    return (text, "", True) if unit == "%" else (text, unit, False)
+
+
+def _unit(name: str) -> str:
+    """A known unit's canonical form, else empty."""
+    name = name.strip().rstrip(".")
+    if name.lower() in ("percent", "pct", "percentage"):
+        return "%"
+    for form in (name, name.lower(), name.lower().rstrip("s"), name.rstrip("s")):
+        if form in _UNITS:
+            return _UNITS[form]
+    square = re.match(r"(square|sq\.?|cubic|cu\.?) (\w+)$", name)
+    if square and (known := _unit(square[2])):
+        return known + ("2" if square[1].startswith("sq") else "3")
+    return ""
+
+
+_MAX_DIGITS = 4300
+"""Python refuses to read longer integers."""
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+_DECIMAL = re.compile(rf"([+-]?) ?({_DIGITS}?)(?:\.(\d*))?(?:[eE]([+-]?\d{{1,3}}))?$")
+_FRACTION = re.compile(
+    r"([+-]?) ?(?:(\d+) ?(?=\\frac|\d+ ?/|(?<= )\d))?"
+    r"(?:\\frac ?(?:\{ ?(-?\d+) ?\}|(\d)) ?(?:\{ ?(-?\d+) ?\}|(\d))|(\d+) ?/ ?(\d+))$"
+)
+
+
+def _number(text: str) -> Number | None:
+    """A number that is written out: integer, decimal, fraction or mixed fraction."""
+    if len(text) > _MAX_DIGITS:
+        return None
+    if match := _DECIMAL.match(text):
+        sign, whole, places, exponent = match.groups()
+        if whole or places:
+            digits = (whole or "0").replace(",", "").replace(" ", "")
+            power = int(exponent or 0)
+            value = Fraction(int(digits + (places or ""))) * Fraction(10) ** (power - len(places or ""))
+            written = max(0, len(places) - power) if places is not None else None
+            return Number(-value if sign == "-" else value, written)
+    if match := _FRACTION.match(text):
+        sign, whole, over, o, under, u, plain_over, plain_under = match.groups()
+        top, bottom = int(over or o or plain_over), int(under or u or plain_under)
+        if bottom == 0 or (whole and top < 0):
+            return None
+        value = Fraction(top, bottom) + int(whole or 0)
+        return Number(-value if sign == "-" else value)
+    return None
+
+
+# Numbers first: the separator of thousands is a comma.
+_READERS: tuple[Callable[[str], Value | None], ...] = (
+    _written_out, _matrix, _list, _union, _membership, _bracketed, _equation, _inequality, _plus_minus,
+    _ratio, _based,
+)  # fmt: skip
+
+# ------------------------------------------------------------------------------------------ equality
+
+
+def equal(gold: Value, found: Value) -> bool:
+    """Whether an answer's value is the expected one.
+
+    `x = 5` equals `5`, and a bare list of numbers equals a set of them in any order or a tuple in the same
+    order. Brackets of intervals, names that both sides give, and units that both sides give have to agree.
+    """
+    if isinstance(gold, Named) and isinstance(found, Named):
+        return gold.name == found.name and equal(gold.value, found.value)
+    if isinstance(gold, Named) or isinstance(found, Named):
+        plain, named = (found, gold) if isinstance(gold, Named) else (gold, found)
+        assert isinstance(named, Named)
+        if named.name.endswith("≠"):
+            return False
+        return equal(named.value, plain) if named is gold else equal(plain, named.value)
+    if isinstance(gold, Items) or isinstance(found, Items):
+        return _equal_items(_as_items(gold), _as_items(found))
+    if isinstance(gold, Matrix) and isinstance(found, Matrix):
+        return (
+            len(gold.rows) == len(found.rows)
+            and [len(row) for row in gold.rows] == [len(row) for row in found.rows]
+            and all(map(equal, sum(gold.rows, ()), sum(found.rows, ())))
+        )
+    if isinstance(gold, Based) or isinstance(found, Based):
+        return _equal_based(gold, found)
+    if isinstance(gold, Quantity) and isinstance(found, Quantity):
+        return _equal_quantities(gold, found)
+    return False
+
+
+def _as_items(value: Value) -> Items:
+    return value if isinstance(value, Items) else Items(",", (value,), "")
+
+
+def _equal_items(gold: Items, found: Items) -> bool:
+    if gold.name and found.name and gold.name != found.name:
+        return False
+    loose = {gold.opening, found.opening}
+    if gold.opening != found.opening or gold.closing != found.closing:
+        # A bare list stands for a set, for a tuple, or for a union of one.
+        if "," not in loose or not loose <= {",", "{", "(", "|"} or {gold.closing, found.closing} & {"]"}:
+            return False
+        if (gold.name or found.name) and loose == {",", "("}:
+            return False
+    if len(gold.items) != len(found.items):
+        return False
+    if gold.ordered or found.ordered:
+        return all(map(equal, gold.items, found.items))
+    left = list(found.items)
+    for item in gold.items:
+        match = next((index for index, each in enumerate(left) if equal(item, each)), None)
+        if match is None:
+            return False
+        del left[match]
+    return True
+
+
+def _equal_based(gold: Value, found: Value) -> bool:
+    """The base may be left out; the digits may not be others."""
+    if isinstance(gold, Based) and isinstance(found, Based):
+        return gold == found
+    based, other = (gold, found) if isinstance(gold, Based) else (found, gold)
+    assert isinstance(based, Based)
+    digits = Quantity(Number(Fraction(int(based.digits)))) if based.digits.isdigit() else None
+    return other == digits
+
+
+def _equal_quantities(gold: Quantity, found: Quantity) -> bool:
+    if gold.unit and found.unit and gold.unit != found.unit:
+        return False
+    if gold.percent != found.percent:  # 50% is 0.5, or 50 where the question asks for percent
+        percent, plain = (gold.value, found.value) if gold.percent else (found.value, gold.value)
+        below_one = isinstance(plain, Number) and abs(plain.value) < 1
+        return _equal_values(_hundredth(percent), plain) or (not below_one and _equal_values(percent, plain))
+    return _equal_values(gold.value, found.value)
+
+
+def _hundredth(value: Number | Expression) -> Number | Expression:
+    if isinstance(value, Number):
+        return Number(value.value / 100, None if value.places is None else value.places + 2)
+    return Expression(rf"\frac{{{value.latex}}}{{100}}")
+
+
+def _equal_values(gold: Number | Expression, found: Number | Expression) -> bool:
+    if isinstance(gold, Number) and isinstance(found, Number):
+        return gold.value == found.value or _is_rounded(gold, found) or _is_rounded(found, gold)
+    if isinstance(gold, Expression) and isinstance(found, Expression) and gold.latex == found.latex:
+        return True
+    from math_verify import verify
+
+    a, b = expression_value(gold), expression_value(found)
+    if _is_constant(a) and _is_constant(b):
+        return _equal_constants(gold, found)
+    return bool(verify(a, b, timeout_seconds=0))
+
+
+_SIGNIFICANT = 6
+"""Digits that a decimal needs to stand for a number that it only rounds."""
+
+
+def _is_rounded(short: Number, long: Number) -> bool:
+    """Whether a decimal is another number rounded, or cut off, to at least six significant digits."""
+    places = short.places
+    if places is None or (long.places is not None and long.places <= places):
+        return False
+    unit = Fraction(1, 10**places)
+    if abs(short.value) < unit * 10 ** (_SIGNIFICANT - 1):
+        return False
+    cut = int(long.value / unit) * unit
+    return short.value in (round(long.value, places), cut)
+
+
+def _is_constant(value: Any) -> bool:
+    from sympy import Expr
+
+    return isinstance(value, Expr) and not value.free_symbols and value.is_finite is not False
+
+
+def _equal_constants(gold: Number | Expression, found: Number | Expression) -> bool:
+    """By their first 30 digits. A decimal may round the other one."""
+    first, second = (complex_value(value) for value in (gold, found))
+    if any(isinstance(value, Number) for value in (gold, found)):
+        written, computed = (gold, second) if isinstance(gold, Number) else (found, first)
+        assert isinstance(written, Number)
+        if written.places is not None and computed[1] == 0:
+            return _is_rounded(written, Number(computed[0])) or computed[0] == written.value
+    size = max(abs(part) for value in (first, second) for part in value)
+    return all(abs(a - b) <= size / 10**25 for a, b in zip(first, second, strict=True))
+
+
+def complex_value(value: Number | Expression) -> tuple[Fraction, Fraction]:
+    """Real and imaginary part to 30 digits."""
+    if isinstance(value, Number):
+        return value.value, Fraction(0)
+    real, imaginary = expression_value(value).evalf(30, maxn=100).as_real_imag()
+    return tuple(Fraction(str(part)) for part in (real, imaginary))  # type: ignore[return-value]
+
+
+def expression_value(value: Number | Expression) -> Any:
+    """As SymPy has it.
+
+    Raises:
+        Unreadable: if it is not mathematics.
+    """
+    if isinstance(value, Number):
+        from sympy import Rational
+
+        return Rational(value.value.numerator, value.value.denominator)
+    return _parse(value.latex)
+
+
+@cache
+def _parse(latex: str) -> Any:
+    from math_verify import LatexExtractionConfig, parse
+    from sympy import I
+
+    degrees = r"(\d+(?:\.\d+)?)\^ ?(?:\\circ|\{ ?\\circ ?\})"
+    text = re.sub(degrees, r"\\left(\\frac{\1\\pi}{180}\\right)", latex).replace("$", "")
+    found = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=0)
+    if not found:
+        raise Unreadable(f"not mathematics: {latex[:80]!r}")
+    value = found[0]
+    return value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
+
+
+# -------------------------------------------------------------------------------------------- braces
+
+_CLOSES = {"(": ")", "[": "]", "{": "}"}
+
+
+def _depths(text: str) -> Iterator[tuple[int, int]]:
+    """(position, depth after it) of each character. Brackets of all kinds count as one kind: `[0, 1)`."""
+    depth = 0
+    for position, character in enumerate(text):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        yield position, depth
+
+
+def _matching(text: str, start: int) -> int:
+    """Where the bracket at `start` closes; -1 if it does not."""
+    depth = 0
+    for position in range(start, len(text)):
+        if text[position] in "([{":
+            depth += 1
+        elif text[position] in ")]}":
+            depth -= 1
+            if depth == 0:
+                return position
+    return -1
+
+
+def _split(text: str, separator: re.Pattern[str], *, keep: bool = False) -> list[str]:
+    """Parts between separators outside of brackets and environments; with `keep` the separators too."""
+    if not separator.search(text):
+        return [text]
+    outside = [depth == 0 for _, depth in _depths(text)]
+    for environment in re.finditer(r"\\begin\{(\w+)\}", text):
+        end = text.find(rf"\end{{{environment[1]}}}", environment.end())
+        for position in range(environment.start(), end if end >= 0 else len(text)):
+            outside[position] = False
+    parts, start = list[str](), 0
+    for match in separator.finditer(text):
+        if outside[match.start()]:
+            parts += [text[start : match.start()], *([match[0]] if keep else [])]
+            start = match.end()
+    return [*parts, text[start:]]

@@ -1,0 +1,318 @@
+"""The reward `math`: which answers are right, which rows it can score, and what a hostile answer may cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from stretto import Context
+from stretto.config import compose_mapping
+from stretto.errors import RewardError
+from stretto.plan import problems
+from stretto.roles.limits import Limits, score_within
+from stretto.roles.pipes import HEAD, Started, framed
+from stretto.roles.scoring import COMMAND, Answer, Task, told
+from stretto_math import MathConfig, check_row
+from stretto_math import make as make_math
+
+CONTEXT = Context(run="r", name="n", seed=1)
+PAIRS = Path(__file__).with_name("math_pairs.txt")
+
+
+def pairs() -> Iterator[tuple[str, str, float]]:
+    """(expected answer, completion, score) of the file."""
+    gold = ""
+    for line in PAIRS.read_text().splitlines():
+        line = line.replace("⏎", "\n")
+        if line.startswith("gold: "):
+            gold = line.removeprefix("gold: ")
+        elif line and not line.startswith("#"):
+            score, _, completion = line.partition(" ")
+            yield gold, completion, float(score)
+
+
+@pytest.fixture(scope="module")
+def math() -> Callable[..., float]:
+    return make_math(MathConfig(use="math"), CONTEXT)
+
+
+def test_right_and_wrong_answers_are_told_apart(math: Callable[..., float]) -> None:
+    given = list(pairs())
+    assert len(given) >= 200
+    assert 100 <= sum(score for *_, score in given) <= len(given) - 100
+    wrong = [
+        (gold, completion, score)
+        for gold, completion, score in given
+        if math("", completion, answer=gold) != score
+    ]
+    assert not wrong
+
+
+_GOLDS = r"""
+2\sqrt{3}; 10^{6}; 1+i; (1,2); [0,1]; \pi; x^2+2x+1; \{1,2\}; \text{A}; A; 72; \frac{14}{3}; p - q; 90^\circ
+\left( 3, \frac{\pi}{2} \right); \text{Evelyn}; \$18.90; [-2,7]; 6 - 5i; 2516_8; x \in (-\infty,-2)\cup[3,5)
+\begin{pmatrix} -2 \\ 1 \end{pmatrix}; \frac{\sqrt{21}}{5}; 11\sqrt2; 1,-2; \frac{3}{56}; y = 2x + 3; 4!
+5.4 \text{ cents}; 1 \pm \sqrt{19}; 2k + 2; -\frac{1}{2} + \frac{i}{2}; 10\%; 3 \le x < 7; \text{even}; \infty
+"""
+BARE = [gold for line in _GOLDS.strip().splitlines() for gold in line.split("; ")]
+
+
+@pytest.mark.parametrize("wrapped", ["{}", r"\boxed{{{}}}", "So the answer is ${}$."])
+def test_an_expected_answer_is_right_itself(math: Callable[..., float], wrapped: str) -> None:
+    wrong = [gold for gold in BARE if math("", wrapped.format(gold), answer=gold) != 1]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "wrapped", ["$ {} $", r"\( {} \)", "$${}$$", r"\boxed{{{}}}", r"It follows that $\boxed{{{}}}$."]
+)
+def test_an_expected_answer_is_read_in_any_wrapping(math: Callable[..., float], wrapped: str) -> None:
+    wrong = [gold for gold in BARE if math("", rf"\boxed{{{gold}}}", answer=wrapped.format(gold)) != 1]
+    assert not wrong
+
+
+@pytest.mark.parametrize("gold", ["", "?", "...", r"\frac{1}{", "$$", r"\boxed{}"])
+def test_a_row_whose_expected_answer_says_nothing_is_a_failure(math: Callable[..., float], gold: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the expected answer .* of row 'r7'"):
+        math("", "1", answer=gold, id="r7")
+    assert "cannot read the expected answer" in check_row(MathConfig(use="math"), {"answer": gold})
+
+
+# ----------------------------------------------------------------------------------- hostile answers
+
+MB = 2**20
+
+
+def matrix(brackets: str, row: Sequence[str], rows: int) -> str:
+    lines = r"\\".join(["&".join(row)] * rows)
+    return rf"\boxed{{\begin{{{brackets}matrix}}{lines}\end{{{brackets}matrix}}}}"
+
+
+HOSTILE = {
+    "a set of 3,000 expressions": r"\boxed{\{" + ",".join(rf"\sqrt{{{n}}}" for n in range(3000)) + r"\}}",
+    "a set of 3,000 numbers": r"\boxed{\{" + ",".join(map(str, range(3000))) + r"\}}",
+    "a tower of powers": r"\boxed{10^{10^{10}}}",
+    "a high tower": r"\boxed{9^{9^{9^{9^{9}}}}}",
+    "powers in an exponent": r"\boxed{2^{2^{40}} - 2^{2^{39}}}",
+    "a factorial": r"\boxed{1000000000!}",
+    "factorials of factorials": r"\boxed{((9!)!)!}",
+    "a binomial": r"\boxed{\binom{10^9}{5\cdot 10^8}}",
+    "nested braces": r"\boxed{" + "{" * 100_000 + "1" + "}" * 100_000 + "}",
+    "nested fractions": r"\boxed{" + r"\frac{1}{1+" * 400 + "1" + "}" * 401,
+    "nested roots": r"\boxed{" + r"\sqrt{1+" * 300 + "2" + "}" * 301,
+    "nested parentheses": r"\boxed{" + "(" * 20_000 + "x+1" + ")" * 20_000 + "}",
+    "nested boxes": r"\boxed{" * 40_000 + "1" + "}" * 40_000,
+    "boxes that never close": r"\boxed{1 " * 100_000,
+    "a matrix of 300 x 300": matrix("p", ["x^2"] * 300, 300),
+    "a determinant": matrix("v", "abcdefghjk", 10),
+    "1 MB of digits": r"\boxed{" + "7" * MB + "}",
+    "1 MB of words": "the answer is of no use " * (MB // 24),
+    "1 MB of announcements": "answer is " * (MB // 10),
+    "1 MB of dollars": "$" * MB,
+    "1 MB of openings": r"\(" * (MB // 2),
+    "1 MB of spaces": "the answer is" + " " * MB + "x",
+    "1 MB of one formula": r"\boxed{" + "x+" * (MB // 2) + "1}",
+    "1 MB of commas": r"\boxed{" + "," * MB + "}",
+    "a long polynomial": r"\boxed{(1+x+y+z)^{500}(1-x-y-z)^{500}}",
+    "a sum without end": r"\boxed{\sum_{k=1}^{10^{9}} \frac{\sin k}{k!}}",
+    "an integral": r"\boxed{\int_0^1 \sin(\cos(\tan(x^{x^x}))) dx}",
+    "a huge exponent": r"\boxed{1e999999999}",
+    "an exponent in the base": r"\boxed{(1.000000001)^{10^{15}}}",
+}  # fmt: skip
+
+
+RUN = {
+    "name": "math",
+    "algorithm": {"use": "grpo"},
+    "training": {"use": "mock"},
+    "inference": {"use": "mock"},
+    "steps": 1,
+}
+
+
+class Scorer:
+    """A scoring process, spoken to as a verifier does."""
+
+    def __init__(self, **reward: Any) -> None:
+        composed = compose_mapping({**RUN, "dataset": {"use": "jsonl", "path": __file__}, "reward": reward})
+        self.process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        document = msgspec.to_builtins(composed.config)
+        started = msgspec.msgpack.decode(self._ask(told(document, CONTEXT)), type=Started)
+        assert not started.error
+
+    def score(self, row: dict[str, Any], *completions: str) -> Answer:
+        task = Task(msgspec.msgpack.encode(row), completions, msgspec.msgpack.encode({}))
+        return msgspec.msgpack.decode(self._ask(msgspec.msgpack.encode(task)), type=Answer)
+
+    def _ask(self, data: bytes) -> bytes:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(framed(data))
+        self.process.stdin.flush()
+        return self.process.stdout.read(HEAD.unpack(self.process.stdout.read(HEAD.size))[0])
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def usage(self, row: dict[str, Any], *completions: str) -> tuple[Answer, float, float]:
+        """The scores, their seconds of processor time, and the most MB that all processes held."""
+        main, most, done = psutil.Process(self.process.pid), 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal most
+            while not done.is_set():
+                held = 0
+                for each in (main, *main.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        held += each.memory_info().rss
+                most = max(most, held)
+                time.sleep(0.002)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        before = sum(main.cpu_times()[:4])  # its own, and those of the forks that it waited for
+        try:
+            answer = self.score(row, *completions)
+        finally:
+            done.set()
+            watcher.join()
+        return answer, sum(main.cpu_times()[:4]) - before, most / MB
+
+
+@pytest.fixture
+def scorer() -> Iterator[Callable[..., Scorer]]:
+    started: list[Scorer] = []
+
+    def start(**reward: Any) -> Scorer:
+        started.append(Scorer(**reward))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+@pytest.mark.slow
+def test_a_hostile_answer_costs_at_most_2_s_and_256_mb(scorer: Callable[..., Scorer]) -> None:
+    process, row = scorer(use="math"), {"prompt": "p", "answer": "1"}
+    dear: dict[str, Any] = {}
+    for name, completion in HOSTILE.items():
+        answer, seconds, megabytes = process.usage(row, r"\boxed{1}", completion, r"\boxed{1}")
+        print(f"{name:32} {seconds:5.2f} s {megabytes:4.0f} MB  {answer.over.get(1, 'scored')}")
+        rewards = [reward for reward, _ in answer.scores]
+        expected = 1.0 if name in ("nested braces", "nested boxes") else 0.0
+        if seconds > 2 or megabytes > 256 or rewards not in ([1, 0, 1], [1, expected, 1]):
+            dear[name] = (seconds, megabytes, rewards, answer.error)
+    assert not dear
+
+
+def test_an_answer_beyond_a_limit_scores_0_says_why_and_leaves_the_others_their_scores(
+    scorer: Callable[..., Scorer], tmp_path: Path
+) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "import os\n"
+        "def score(prompt, completion):\n"
+        "    if completion == 'forever':\n"
+        "        while True: pass\n"
+        "    if completion == 'huge':\n"
+        "        return float(len(bytearray(2**30)))\n"
+        "    if completion == 'dies':\n"
+        "        os._exit(3)\n"
+        "    return {'reward': 2.0, 'length': len(completion)}\n"
+    )
+    process = scorer(
+        use="function", function=f"{file}:score", answer_cpu_s=0.2, answer_memory_mb=64, timeout_s=30
+    )
+    answer, seconds, megabytes = process.usage({"prompt": "p"}, "a", "forever", "huge", "dies", "b")
+    assert [reward for reward, _ in answer.scores] == [2, 0, 0, 0, 2]
+    assert answer.over == {
+        1: "needs more than 0.2 s of processor time",
+        2: "needs more than 64 MB of memory",
+        3: "ended the process that scored it: exit status 3",
+    }
+    metrics = [metrics for _, metrics in answer.scores]
+    assert [each["over_time"] for each in metrics] == [0, 1, 0, 0, 0]
+    assert [each["over_memory"] for each in metrics] == [0, 0, 1, 0, 0]
+    assert [each["crashed"] for each in metrics] == [0, 0, 0, 1, 0]
+    assert metrics[0]["length"] == 1
+    assert seconds < 1
+    assert megabytes < 256
+    assert not psutil.Process(process.process.pid).children()
+
+
+def test_a_reward_that_raises_under_limits_is_a_failure_that_names_the_line(
+    scorer: Callable[..., Scorer], tmp_path: Path
+) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(prompt, completion):\n    return 1 / (completion != 'b')\n")
+    process = scorer(use="function", function=f"{file}:score", answer_cpu_s=1)
+    answer = process.score({"prompt": "p"}, "a", "b")
+    assert answer.error == f"reward raised ZeroDivisionError: float division by zero ({file}:2)" or (
+        answer.error == f"reward raised ZeroDivisionError: division by zero ({file}:2)"
+    )
+    assert process.score({"prompt": "p"}, "a").scores[0][0] == 1
+
+
+def test_limits_of_one_answer_are_refused_where_a_call_scores_a_group(tmp_path: Path) -> None:
+    file, rows = tmp_path / "rewards.py", tmp_path / "rows.jsonl"
+    file.write_text("def score(completions):\n    return [0.0] * len(completions)\n")
+    rows.write_text('{"prompt": "p"}\n')
+    composed = compose_mapping(
+        {
+            **RUN,
+            "dataset": {"use": "jsonl", "path": str(rows)},
+            "reward": {"use": "function", "function": f"{file}:score", "answer_cpu_s": 1},
+        }
+    )
+    [problem] = [problem for problem in problems(composed) if problem.path == "reward"]
+    assert "scores all answers of a group in one call" in problem.message
+
+
+def test_a_fork_never_returns_into_its_parents_code() -> None:
+    ours = os.getpid()
+
+    def score(index: int) -> tuple[float, dict[str, float]]:
+        return float(os.getpid() != ours), {}
+
+    assert [each.value for each in score_within(Limits(cpu_s=5), score, 3)] == [(1.0, {})] * 3
+    with pytest.raises(RewardError, match="KeyError: 'x'"):
+        score_within(Limits(cpu_s=5), lambda index: {}["x"], 1)
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def test_check_lists_rows_whose_expected_answer_cannot_be_read(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "answer": gold} for gold in (*BARE, "?", r"\frac{1}{", "", "Evelyn")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": {"use": "math"}}
+    [problem] = [each for each in problems(compose_mapping(run)) if "cannot be scored" in each.message]
+    first = len(BARE) + 1
+    assert (problem.path, problem.severity) == ("dataset", "warning")
+    assert problem.message.startswith(f"3 of {len(rows)} rows cannot be scored")
+    assert f"row {first}: cannot read the expected answer '?' (column 'answer')" in problem.message
+    assert f"row {first + 1}: cannot read the expected answer '\\\\frac{{1}}{{'" in problem.message
+
+
+def test_check_refuses_rows_of_which_none_can_be_scored_and_reads_a_part_of_many(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "p", "solution": "1"}\n' * 30_000)
+    run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": {"use": "math"}}
+    [problem] = [each for each in problems(compose_mapping(run)) if "cannot be scored" in each.message]
+    assert problem.severity == "error"
+    assert "of 30,000 rows, drawn at random" in problem.message
+    assert "no column 'answer'; its columns: solution" in problem.message
