@@ -182,6 +182,14 @@ class Run:
         return status
 
     def metrics(self) -> list[dict[str, Any]]:
+        """The lines of its steps."""
+        return [line for line in self._lines() if "ledger" in line]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of its evaluations."""
+        return [line for line in self._lines() if "ledger" not in line]
+
+    def _lines(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -38,7 +38,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(n: int, c: int) -> 
 
 def answer(row: int, reward: float, **fields: Any) -> KeptAnswer:
     plain: dict[str, Any] = {"sample": 0, "prompt": "", "completion": "", "metrics": {}, "tokens": 10}
-    plain |= {"finish": "stop", **fields}
+    plain |= {"finish": "stop", "version": 0, "columns": {}, **fields}
     return KeptAnswer(row=row, reward=reward, engine="", **plain)
 
 
@@ -315,19 +315,117 @@ def test_a_training_run_keeps_the_answers_of_its_evaluations(start: Any, tmp_pat
     assert run.summary()["problems"] == []
 
 
+def held_out(tmp_path: Path, every: int, rows: int, samples: int) -> tuple[str, ...]:
+    """Overrides for evaluations beside the training of the mock engines."""
+    return (
+        *("evaluation.dataset.use=jsonl", f"evaluation.dataset.path={tmp_path}/rows.jsonl"),
+        *(f"evaluation.every={every}", f"evaluation.rows={rows}", f"evaluation.samples={samples}"),
+    )
+
+
+def assert_evaluated(run: Any, versions: list[int]) -> None:
+    """Every evaluation was done once, in order, with a result for every row: each of its own version, or the
+    kernel had refused it."""
+    summary = run.summary()
+    assert [each["version"] for each in summary["evaluation"]] == versions
+    assert [each["failed"] for each in summary["evaluation"]] == [0] * len(versions)
+    assert sorted(line["step"] for line in run.evaluations()) == versions
+    for version, line in zip(versions, run.evaluations(), strict=True):
+        assert line["evaluation/samples"] == summary["evaluation"][versions.index(version)]["samples"]
+
+
+def test_evaluations_beside_training_are_each_of_their_version(start: Any, tmp_path: Path) -> None:
+    run = start(
+        *("steps=12", "inference.tokens_per_s=1500", "workflow.timeout_s=5"),  # turns of half a second
+        *held_out(tmp_path, 3, 20, 4),
+    )
+    run.assert_completed(12)
+    assert_evaluated(run, [0, 3, 6, 9, 12])
+    lent = [
+        each
+        for each in map(json.loads, (run.folder / "logs" / "kernel.jsonl").read_text().splitlines())
+        if each["event"] == "engines lent" and each["version"] == 6
+    ]
+    assert len([each for each in lent if each["workers"]]) > 1  # training had its turns in between
+
+
+def test_the_checkpoint_of_the_best_evaluation_survives(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "evaluated = []\n"
+        "def score(prompt, completion, held_out=False):\n"
+        "    if held_out:\n"
+        "        evaluated.append(prompt)\n"
+        "    return float(held_out and (len(evaluated) - 1) // 4 == 1)\n"  # the second evaluation is right
+    )
+    rows = [{"prompt": f"{n}", "held_out": True} for n in range(4)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = start(
+        *("steps=6", "checkpoint.every=0", "checkpoint.keep=1", "checkpoint.keep_best=true"),
+        *held_out(tmp_path, 2, 4, 1),
+        f"evaluation.dataset.path={tmp_path}/held_out.jsonl",
+        *("reward.use=function", f"reward.function={tmp_path}/reward.py:score", "verifier.children=1"),
+    )
+    summary = run.assert_completed(6)
+    assert [each["accuracy"] for each in summary["evaluation"]] == [0, 1, 0, 0]
+    assert summary["best"] == {"version": 2, "accuracy": 1.0, "checkpoint": "step-000002"}
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == [
+        "step-000002",
+        "step-000006",
+    ]
+    assert "best checkpoint step-000002, held-out accuracy 1.000" in run.text()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_checkpoint_has_the_accuracy_that_its_run_reported(tmp_path: Path) -> None:
+def test_evaluations_outlive_their_engine_and_their_kernel_and_hold_training_back(
+    start: Any, tmp_path: Path
+) -> None:
+    run = start(
+        *("steps=7", "inference.replicas=2", "inference.tokens_per_s=500", "checkpoint.every=1"),
+        *held_out(tmp_path, 2, 20, 4),
+    )
+    run.until_step(3)
+    run.worker("inference-0").kill()  # the one that is lent
+    run.until(lambda: "evaluations hold training back" in run.text())
+    assert len(run.metrics()) == 5  # the next step would lead to version 6, and 4 waits for 2
+    run.until(lambda: (run.folder / "checkpoints" / "step-000005").exists())
+    state = json.loads((run.folder / "checkpoints" / "step-000005" / "kernel.json").read_text())
+    assert state["snapshot"]["evaluating"] == [2, 4]
+    assert [note[0] for note in state["needed"]] == [2, 4]
+    run.process.kill()
+    run.process.wait()
+    resumed = start(resume=run)
+    resumed.assert_completed(7)
+    assert_evaluated(resumed, [0, 2, 4, 6, 7])
+    [problem] = resumed.summary()["problems"]
+    assert problem.startswith("evaluations held training back 1 times")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     former = stretto(
-        *("run", str(QUICKSTART / "run.yaml"), f"out={run}", "steps=3", "evaluation.every=0"),
-        *("training.dtype=bfloat16", "training.threads=1", "training.lr=0.002"),
-        "evaluation.rows=64",
+        *("run", str(QUICKSTART / "run.yaml"), f"out={run}", "steps=5", "queue.max_staleness=2"),
+        *("training.dtype=bfloat16", "training.threads=1", "training.lr=0.002", "evaluation.rows=64"),
+        *("evaluation.sampling.temperature=0", "evaluation.sampling.max_tokens=32"),
+        *("evaluation.every=2", "evaluation.keep_answers=true", "inference.deterministic=true"),
+        *("checkpoint.every=2", "checkpoint.keep=9"),
     )
     assert former.returncode == 0, former.stderr + former.stdout
-    first, last = (each["accuracy"] for each in summary_of(run)["evaluation"])
-    for arguments, expected in (([], last), (["--version", "0"], first)):
-        done = stretto("evaluate", str(run), *arguments, "--out", str(out / str(expected)))
+    reported = {each["version"]: each["accuracy"] for each in summary_of(run)["evaluation"]}
+    assert list(reported) == [0, 2, 4, 5]
+    assert len(set(reported.values())) > 1  # versions differ, so answers of another one would show
+    for version, accuracy in reported.items():
+        done = stretto("evaluate", str(run), "--version", str(version), "--out", str(out / str(version)))
         assert done.returncode == 0, done.stderr + done.stdout
-        assert summary_of(out / str(expected))["result"]["avg"]["mean"] == expected
-    assert first != last
+        assert summary_of(out / str(version))["result"]["avg"]["mean"] == accuracy
+        assert answers_in(run, version) == answers_in(out / str(version), 0)
+
+
+def answers_in(folder: Path, version: int) -> list[KeptAnswer]:
+    """The kept answers of a version, but for who gave them and under which number."""
+    lines = (folder / "answers" / f"step-{version:06d}.jsonl").read_bytes().splitlines()
+    kept = [msgspec.json.decode(line, type=KeptAnswer) for line in lines]
+    assert {each.version for each in kept} == {version}
+    assert all(each.columns.keys() == {"id", "answer"} for each in kept)
+    return [msgspec.structs.replace(each, version=0, engine="") for each in kept]

@@ -39,8 +39,9 @@ class Kernel:
     def on_beacon(self, listener: Any) -> None:
         self._listeners.append(listener)
 
-    def tells(self, **loads: Load | None) -> None:
-        peers = tuple(Peer(worker, "inference", load) for worker, load in loads.items())
+    def tells(self, lent: dict[str, int] | None = None, /, **loads: Load | None) -> None:
+        exact = lent or {}
+        peers = tuple(Peer(worker, "inference", load, exact.get(worker)) for worker, load in loads.items())
         for listener in self._listeners:
             listener(Beacon(1, 0, "running", peers))
 
@@ -72,6 +73,32 @@ async def chosen(pool: Pool, times: int = 40, affinity: str = "", **how: Any) ->
 
 
 # ------------------------------------------------------------------------------------- the choice
+
+
+async def test_calls_of_an_evaluation_go_to_the_workers_lent_to_it_and_no_others_do(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.tells({"b": 3}, a=load(), b=load(), c=load())
+    assert set(await chosen(pool)) == {"a", "c"}
+    assert set(await chosen(pool, affinity="s")) <= {"a", "c"}
+    assert set(await chosen(pool, exact_version=3)) == {"b"}
+    with anyio.move_on_after(0.05) as waiting:
+        await chosen(pool, 1, exact_version=4)
+    assert waiting.cancelled_caught
+
+
+async def test_calls_leave_silently_when_their_worker_is_lent_or_taken_back(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    for before, after, exact_version in (({}, {"a": 3}, None), ({"a": 3}, {}, 3), ({"a": 3}, {"a": 4}, 3)):
+        kernel.tells(before, a=load())
+        left = False
+        with anyio.fail_after(5):
+            async with pool.member(exact_version=exact_version):
+                kernel.tells(before, a=load(5))  # other figures are no reason to leave
+                await anyio.lowlevel.checkpoint()
+                left = True
+                kernel.tells(after, a=load())
+                await anyio.sleep_forever()
+        assert left
 
 
 async def test_calls_wait_for_a_worker_and_leave_silently_with_it(kernel: Kernel) -> None:

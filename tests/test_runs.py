@@ -39,8 +39,6 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
     summary = run.assert_completed(8)
     assert [point["version"] for point in summary["evaluation"]] == [0, 3, 6, 8]
     assert [point["samples"] for point in summary["evaluation"]] == [10, 10, 10, 10]
-    assert summary["evaluation"][0]["versions"] == [0, 0]
-    assert summary["evaluation"][-1]["versions"] == [8, 8]
     assert summary["tokens"]["generated"] >= summary["tokens"]["trained"] > 0
     assert 0 < summary["overlap"] <= 1.05
     assert summary["restarts"] == 0

@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stretto.algorithm import Group
-from stretto.bus.messages import GroupDone, GroupFailed, Member, Ticket
+from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Member, Ticket
 from stretto.kernel.gate import DivergenceGate
 from stretto.kernel.scheduler import (
     EvaluationDone,
     Fail,
     Finish,
+    HeldBack,
     Issue,
     Scheduler,
     Settings,
@@ -114,8 +116,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.training: StartBatch | None = None
         self.trained: Counter[int] = Counter()
         self.retired: set[int] = set()
-        self.over = False
+        self.evaluated: list[int] = []
+        self.due: list[int] = []
         self.lives = 1
+        self.over = False
         self.groups_trained = 0
         self.unfit = 0
         self.divergence: float | None = None
@@ -128,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             match command:
                 case Issue(ticket):
                     assert ticket.min_version <= self.scheduler.version
+                    assert ticket.exact_version not in self.evaluated
                     self.queue.append(ticket)
                     if ticket.purpose == "train" and ticket.attempt == 1:
                         admitted = (self.scheduler.staleness_limit + 1) * self.settings.batch_size
@@ -146,7 +151,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 case Finish():
                     assert not self.over
                     self.over = True
-                case Withdraw() | EvaluationDone():
+                case EvaluationDone(evaluation):
+                    self.evaluated.append(evaluation.version)
+                case HeldBack(evaluating, waiting):
+                    assert self.training is None
+                    assert evaluating < waiting <= self.scheduler.version
+                case Withdraw():
                     pass
                 case Fail():
                     raise AssertionError("failures were few")
@@ -176,12 +186,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [
             index
             for index, (ticket, oldest) in enumerate(self.held[worker])
-            if oldest is None and ticket.min_version <= self.engine_version
+            if oldest is None and (ticket.purpose == "eval" or ticket.min_version <= self.engine_version)
         ]
         if waiting:
             index = pick.choice(waiting)
             ticket, _ = self.held[worker][index]
-            self.held[worker][index] = (ticket, self.engine_version)
+            oldest = self.engine_version if ticket.purpose == "train" else ticket.min_version
+            self.held[worker][index] = (ticket, oldest)
             if tell and ticket.purpose == "train":
                 self.scheduler.first_token(ticket.id, ticket.attempt, self.engine_version)
                 self.obey()
@@ -206,7 +217,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.sent.append(failed(ticket, "prompt too long", filtered=True))
             case _:
                 reward = -1.0 if fate == "filtered" and ticket.purpose == "train" else 1.0
-                self.sent.append(done(ticket, oldest, self.engine_version, reward))
+                self.sent.append(done(ticket, oldest, self.newest(ticket), reward))
+
+    def newest(self, ticket: Ticket) -> int:
+        """What samples the last token of a ticket that is finished now."""
+        return self.engine_version if ticket.purpose == "train" else ticket.min_version
 
     @precondition(lambda self: self.sent)
     @rule(pick=st.randoms(use_true_random=False), again=st.booleans())
@@ -227,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         lost, self.held[worker] = self.held[worker], []
         if with_message and lost and lost[0][1] is not None:
-            self.sent.append(done(lost[0][0], lost[0][1], self.engine_version))
+            self.sent.append(done(lost[0][0], lost[0][1], self.newest(lost[0][0])))
         self.scheduler.worker_lost(worker)
         self.obey()
 
@@ -240,12 +255,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.engine_version = self.scheduler.version
         for ticket in [ticket for ticket in self.queue if ticket.min_version <= self.engine_version]:
             self.queue.remove(ticket)
-            self.held["a"].append((ticket, self.engine_version))
+            self.held["a"].append((ticket, self.newest(ticket)))
         quick = [held for held in self.held["a"] if held[0].id % slow and held[1] is not None]
         self.held["a"] = [held for held in self.held["a"] if held not in quick]
         for ticket, oldest in quick:
             assert oldest is not None
-            self.scheduler.group_done(done(ticket, oldest, self.engine_version))
+            self.scheduler.group_done(done(ticket, oldest, self.newest(ticket)))
         self.obey()
 
     @precondition(lambda self: self.training)
@@ -260,6 +275,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.step_finished(divergence=divergence)
         if self.settings.max_divergence is None or divergence is None:
             assert self.scheduler.staleness_limit == before
+        if self.scheduler.is_due(self.scheduler.version):
+            self.due.append(self.scheduler.version)
         self.obey()
 
     @precondition(lambda self: not self.training and not self.over)
@@ -280,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_staleness=max_staleness,
             steps=self.scheduler.version + more_steps,
         )
-        snapshot = self.scheduler.snapshot()
+        snapshot = msgspec.json.decode(msgspec.json.encode(self.scheduler.snapshot()), type=Snapshot)
         before = self.scheduler.ledger
         deadlines = {ticket.id: ticket.deadline for ticket in snapshot.open if ticket.done}
         self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
@@ -317,6 +334,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.ledger.in_flight <= bound
             assert 0 <= self.scheduler.staleness_limit <= self.settings.max_staleness
 
+    @invariant()
+    def at_most_one_evaluation_waits(self) -> None:
+        if hasattr(self, "scheduler"):
+            assert len(self.scheduler.needed_versions) <= 2
+
     def teardown(self) -> None:
         """From wherever it got to, a world that behaves brings the run to its end."""
         if not hasattr(self, "scheduler"):
@@ -337,7 +359,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             todo = [*((ticket, None) for ticket in self.queue), *self.held["a"], *self.held["b"]]
             self.queue, self.held = [], {"a": [], "b": []}
             for ticket, oldest in todo:
-                version = self.engine_version if oldest is None else oldest
+                version = self.newest(ticket) if oldest is None else oldest
                 self.scheduler.group_done(done(ticket, version))
             self.obey()
         assert self.over, f"stuck, waiting for {self.scheduler.waiting_for()}"
@@ -348,9 +370,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.settings.on_late == "wait":
             assert ledger.expired == self.unfit
         if self.settings.evaluation_rows:
-            versions = [evaluation.version for evaluation in self.scheduler.evaluations]
-            assert versions[0] == 0
-            assert versions[-1] == self.settings.steps
+            assert self.evaluated == sorted(set(self.evaluated)), "twice, or out of order"
+            assert {0, *self.due, self.settings.steps} <= set(self.evaluated)
+            assert [each.version for each in self.scheduler.evaluations] == self.evaluated
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -586,38 +608,105 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_first_and_last_evaluation_are_alone_and_others_run_beside() -> None:
-    scheduler = Scheduler(
-        Settings(steps=2, batch_size=1, max_staleness=0, rows=9, evaluation_rows=1, evaluation_every=1)
+def evaluating(steps: int, every: int, max_staleness: int = 0) -> Scheduler:
+    """A scheduler of one group a batch and one row an evaluation, that of version 0 being over."""
+    options = Settings(
+        steps=steps,
+        batch_size=1,
+        max_staleness=max_staleness,
+        rows=9,
+        evaluation_rows=1,
+        evaluation_every=every,
     )
+    scheduler = Scheduler(options)
     scheduler.start()
     [first] = issued(scheduler)
-    assert first.purpose == "eval"
-    assert scheduler.evaluating_exactly
+    assert first.exact_version == 0
     scheduler.group_done(done(first, 0, reward=0.25))
+    return scheduler
+
+
+def step(scheduler: Scheduler, commands: Sequence[object]) -> list[object]:
+    """Finish the tickets of training among the commands, and the step; returns the commands that follow."""
+    for command in commands:
+        if isinstance(command, Issue) and command.ticket.purpose == "train":
+            scheduler.group_done(done(command.ticket, command.ticket.min_version))
+    assert len(batches(list(scheduler.commands()))) == 1
+    scheduler.step_finished()
+    return list(scheduler.commands())
+
+
+def evaluation_ticket(commands: Sequence[object]) -> Ticket:
+    [ticket] = [each.ticket for each in commands if isinstance(each, Issue) and each.ticket.purpose == "eval"]
+    return ticket
+
+
+def test_first_and_last_evaluation_are_alone_and_others_run_beside() -> None:
+    scheduler = evaluating(steps=2, every=1)
     result, issue = scheduler.commands()
     assert isinstance(result, EvaluationDone)
     assert result.evaluation.accuracy == 0.25
-    assert isinstance(issue, Issue)
-    scheduler.group_done(done(issue.ticket, 0))
-    scheduler.commands()
-    scheduler.step_finished()
-    middle = issued(scheduler)
-    assert sorted(ticket.purpose for ticket in middle) == ["eval", "train"]
-    assert not scheduler.evaluating_exactly
-    train = next(ticket for ticket in middle if ticket.purpose == "train")
-    scheduler.group_done(done(train, 1))
-    assert len(batches(list(scheduler.commands()))) == 1  # training goes on beside it
-    scheduler.step_finished()
-    assert scheduler.commands() == []  # the last one waits for the one under way
-    scheduler.group_done(done(next(ticket for ticket in middle if ticket.purpose == "eval"), 1, 2))
+    middle = step(scheduler, [issue])
+    ticket = evaluation_ticket(middle)
+    assert (ticket.exact_version, scheduler.evaluating) == (1, 1)
+    assert step(scheduler, middle) == []  # training went on beside it; the last one waits for it
+    scheduler.group_done(done(ticket, 1))
     result, last = scheduler.commands()
     assert isinstance(result, EvaluationDone)
-    assert result.evaluation.versions == (1, 2)
+    assert result.evaluation.version == 1
     assert isinstance(last, Issue)
-    assert last.ticket.min_version == 2
+    assert last.ticket.exact_version == 2
     scheduler.group_done(done(last.ticket, 2))
     assert isinstance(scheduler.commands()[-1], Finish)
+
+
+def test_one_evaluation_waits_and_a_further_one_holds_training_back() -> None:
+    scheduler = evaluating(steps=9, every=1)
+    commands = step(scheduler, list(scheduler.commands()))
+    first = evaluation_ticket(commands)
+    commands = step(scheduler, commands)
+    assert scheduler.needed_versions == (1, 2)
+    [ticket] = [command.ticket for command in commands if isinstance(command, Issue)]
+    scheduler.group_done(done(ticket, 2))
+    assert list(scheduler.commands()) == [HeldBack(evaluating=1, waiting=2)]  # version 3 would wait too
+    assert scheduler.held_back == 1
+    assert "evaluation of version 1; that of version 2 waits" in scheduler.waiting_for()
+    scheduler.group_done(done(first, 1))
+    commands = list(scheduler.commands())
+    assert [type(command) for command in commands] == [EvaluationDone, StartBatch, Issue]
+    assert evaluation_ticket(commands).exact_version == 2
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(0, 1), (1, 2), (2, 2)])
+def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, newest: int) -> None:
+    scheduler = evaluating(steps=3, every=1)
+    commands = step(scheduler, list(scheduler.commands()))
+    ticket = evaluation_ticket(commands)
+    step(scheduler, commands)
+    scheduler.group_done(done(ticket, oldest, newest))
+    evaluation = scheduler.evaluations[-1]
+    assert (evaluation.version, evaluation.accuracy, evaluation.failed) == (1, None, 1)
+    assert "allowed 1 to 1" in next(iter(scheduler.reasons))
+
+
+def test_evaluations_under_way_and_waiting_outlive_their_kernel() -> None:
+    scheduler = evaluating(steps=9, every=1)
+    step(scheduler, step(scheduler, list(scheduler.commands())))
+    snapshot = scheduler.snapshot()
+    assert snapshot.evaluating == [1, 2]
+    again = Scheduler(scheduler.settings)
+    again.restore(snapshot, attempts_from=1000)
+    again.recall([Evaluation(1, 0.5, 1, 0)])  # complete since the snapshot
+    again.start()
+    assert evaluation_ticket(list(again.commands())).exact_version == 2
+    assert again.needed_versions == (2,)
+
+
+def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
+    scheduler = evaluating(steps=9, every=1)
+    assert scheduler.best == Evaluation(0, 0.25, 1, 0)
+    scheduler.recall(Evaluation(version, score, 1, 0) for version, score in enumerate((0.1, 0.7, None, 0.7)))
+    assert scheduler.best == Evaluation(1, 0.7, 1, 0)
 
 
 def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:

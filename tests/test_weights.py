@@ -3,6 +3,7 @@ which something goes wrong with them on purpose."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -39,7 +40,7 @@ from stretto.errors import EngineError, WeightsError
 from stretto.roles.inference import InferenceWork
 from stretto.roles.setting import Setting
 from stretto.roles.wire import BusWire
-from stretto.weight_files import VersionFolders
+from stretto.weight_files import VersionFolders, open_version
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire, digest_of, tensor_hash
 from stretto_bus import BusTransport, BusTransportConfig
 from stretto_collective import CollectiveConfig, CollectiveTransport
@@ -93,6 +94,24 @@ async def test_old_versions_go_and_say_so(tmp_path: Path) -> None:
     left.mkdir()
     transport.clean()
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_versions_that_evaluations_need_stay_until_they_are_not_needed(tmp_path: Path) -> None:
+    publisher, subscriber = ends(tmp_path, keep=1)
+    notes = [publisher.publish(version, iter(tensors(version)), [1, 3]) for version in range(6)]
+    for version in (1, 3, 5):
+        received = (await subscriber.receive(notes[version])).tensors()
+        assert torch.equal(received["a"], torch.full((3, 2), float(version)))
+    for version in (0, 2, 4):
+        with pytest.raises(WeightsError, match=f"version {version} at .* cannot be read"):
+            await subscriber.receive(notes[version])
+    publisher.copy(3, tmp_path / "checkpoint" / "evaluation")
+    publisher.publish(6, iter(tensors(6)), [3])
+    with pytest.raises(WeightsError, match="version 1 at"):
+        await subscriber.receive(notes[1])
+    publisher.close()
+    again = open_version(notes[3], tmp_path / "checkpoint" / "evaluation")
+    assert torch.equal(again.tensors()["a"], torch.full((3, 2), 3.0))
 
 
 async def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
@@ -254,7 +273,8 @@ async def test_bus_goes_on_with_the_pieces_that_are_missing(open_bus: OpenBus, t
 async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_path: Path) -> None:
     async with bus_ends(open_bus, tmp_path, keep=2, deadline_s=0.3) as made:
         subscriber, _ = made.subscriber()
-        notes = [made.publisher.publish(version, iter(tensors(version))) for version in range(4)]
+        notes = [made.publisher.publish(version, iter(tensors(version)), [0]) for version in range(4)]
+        (await subscriber.receive(notes[0])).close()  # an evaluation needs it
         with pytest.raises(WeightsError, match=r"version 1 is not here \(any more\); the newest is 3"):
             await subscriber.receive(notes[1])
         successor = msgspec.structs.replace(notes[3], address="trainer-0/second")
@@ -298,7 +318,7 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
         await wire.open()
         receiving = CollectiveTransport(config, context("inference-0"))
         subscriber = receiving.subscriber(asking)
-        notes = [publisher.publish(version, iter(big)) for version in range(3)]
+        notes = [publisher.publish(version, iter(big), [1]) for version in range(4)]
         for note in notes[1:]:
             update = await subscriber.receive(note)
             assert update.folder is not None
@@ -306,7 +326,7 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
             assert all(torch.equal(loaded[name], tensor) for name, tensor in big)
             assert digest_of(update.hashes().items()) == note.digest
             update.close()
-        with pytest.raises(WeightsError, match=r"version 0 is not here \(any more\); the newest is 2"):
+        with pytest.raises(WeightsError, match=r"version 0 is not here \(any more\); the newest is 3"):
             await subscriber.receive(notes[0])
         hasty = msgspec.structs.replace(config, deadline_s=0.3)
         deaf = CollectiveTransport(hasty, context("inference-0")).subscriber(Deaf(asking))
@@ -338,30 +358,35 @@ class Told:
         self.emit: Emit = list[Chunk]().extend
         self.report: Callable[[WeightUpdate], SwapReport] = honest
         self.score: Callable[[], Awaitable[list[Any]]] = cannot
+        self.did: list[str] = []
+        """The requests it has taken, aborted, and the swaps, in order."""
 
     async def start(self, emit: Emit, tasks: Any) -> None:
         self.emit = emit
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
+        self.did.append(f"swap {update.note.version}")
         return self.report(update)
 
     async def logprobs(self, sequences: Sequence[Any]) -> list[Any]:
         return await self.score()
 
-    def generate(self, request: GenerateRequest) -> None: ...
+    def generate(self, request: GenerateRequest) -> None:
+        self.did.append(f"take {request.id}")
 
-    def abort(self, request: str) -> None: ...
+    def abort(self, request: str) -> None:
+        self.did.append(f"abort {request}")
 
     def load(self) -> Load:
         return Load(0, 0, 0, 1, 0, 0.0, 0, 0.0, 0.0)
 
     async def stop(self) -> None: ...
 
-    def say(self, sample: int, position: int, *versions: int, finish: Any = "") -> None:
-        """New tokens of a sample of request `q`."""
+    def say(self, sample: int, position: int, *versions: int, finish: Any = "", request: str = "q") -> None:
+        """New tokens of a sample of a request."""
         count = len(versions)
         tokens, logprobs = np.arange(count, dtype=np.int32), np.zeros(count, np.float32)
-        self.emit([Chunk("q", sample, position, tokens, logprobs, np.array(versions, np.int32), finish)])
+        self.emit([Chunk(request, sample, position, tokens, logprobs, np.array(versions, np.int32), finish)])
 
 
 def hashes_of(update: WeightUpdate) -> dict[str, str]:
@@ -384,23 +409,28 @@ class Worker:
         self.heard: list[tuple[int, int, list[int]]] = []
         """(sample, position, versions) of every chunk that has left."""
         self._rollout = rollout
+        self._numbers = itertools.count()
         self._news = anyio.Event()
 
     async def open(self) -> None:
         reply = f"{self._rollout.inbox('inference')}.chunks"
         await self._rollout.subscribe(reply, ChunkBatch, self._hear)
-        request = GenerateRequest("q", Array.of(np.ones(1, np.int32)), (1, 2), Sampling(), 0)
-        subject = Subjects("test-run").worker("inference", "inference-0", "generate")
-        await self._rollout.publish(subject, Generate(request, reply))
+        await self.ask("q")
 
     def note(self, version: int, canary: Canary | str = "") -> WeightsNote:
         note = self._publisher.publish(version, iter(tensors(version)))
         return msgspec.structs.replace(note, canary=canary)
 
-    async def swap(self, note: WeightsNote) -> SwapDone:
-        return await self._kernel.request(
-            self._subject, Swap(0, note), SwapDone, who="inference-0", deadline_s=5
-        )
+    async def swap(self, note: WeightsNote, *, exact: bool = False) -> SwapDone:
+        swap = Swap(0, next(self._numbers), note, exact)
+        return await self._kernel.request(self._subject, swap, SwapDone, who="inference-0", deadline_s=5)
+
+    async def ask(self, id: str, exact_version: int | None = None) -> None:
+        """Ask for two samples, of an evaluation if a version is given."""
+        reply = f"{self._rollout.inbox('inference')}.chunks"
+        request = GenerateRequest(id, Array.of(np.ones(1, np.int32)), (1, 2), Sampling(), 0)
+        subject = Subjects("test-run").worker("inference", "inference-0", "generate")
+        await self._rollout.publish(subject, Generate(request, reply, exact_version))
 
     async def until(self, count: int) -> list[tuple[int, int, list[int]]]:
         with anyio.fail_after(5):
@@ -470,6 +500,68 @@ async def test_what_a_version_says_is_held_until_it_is_known_to_be_the_announced
         [done] = answers
         assert (done.fault, done.unscored, dict(done.report.hashes)) == ("", "", {})
         assert done.drift == Drift(0.25, 0.5)
+
+
+async def test_a_worker_lent_to_an_evaluation_samples_for_it_alone(open_bus: OpenBus, tmp_path: Path) -> None:
+    async with inference_worker(open_bus, tmp_path) as worker:
+        engine, notes = worker.engine, [worker.note(version) for version in range(3)]
+
+        async def did(*what: str) -> None:
+            with anyio.fail_after(5):
+                while engine.did != list(what):
+                    await anyio.sleep(0.01)
+            engine.did.clear()
+
+        await worker.swap(notes[2])
+        await did("take q", "swap 2")
+        assert (await worker.swap(notes[1], exact=True)).report.version == 1  # back to an older version
+        await did("abort q", "swap 1")
+        engine.say(
+            0, 0, 1
+        )  # sampled before the engine heard of the abort, and by weights that are not for it
+        await worker.ask("train")  # its asker has not heard either
+        await worker.ask("other evaluation", 0)
+        await worker.ask("evaluation", 1)
+        await did("take evaluation")
+        engine.say(0, 0, 1, request="evaluation")
+        assert await worker.until(1) == [(0, 0, [1])]
+        await worker.swap(notes[2])
+        await did("abort evaluation", "swap 2")
+        await worker.ask("evaluation", 1)
+        await worker.ask("train")
+        await did("take train")
+        assert len(worker.heard) == 1
+
+
+async def test_a_worker_that_serves_an_evaluations_version_already_loads_nothing(
+    open_bus: OpenBus, tmp_path: Path
+) -> None:
+    async with inference_worker(open_bus, tmp_path) as worker:
+        note = worker.note(0)
+        await worker.swap(note)
+        await worker.swap(note, exact=True)
+        await worker.ask("evaluation", 0)
+        await worker.swap(note)
+        assert worker.engine.did == ["take q", "swap 0", "abort q", "take evaluation", "abort evaluation"]
+
+
+async def test_a_worker_answers_nobody_while_it_is_between_training_and_an_evaluation(
+    open_bus: OpenBus, tmp_path: Path
+) -> None:
+    async with inference_worker(open_bus, tmp_path) as worker:
+        engine, notes = worker.engine, [worker.note(version) for version in range(2)]
+        await worker.swap(notes[1])
+        engine.report = altered
+        assert (await worker.swap(notes[0], exact=True)).fault
+        await worker.ask("train")
+        await worker.ask("evaluation", 0)
+        engine.report = honest
+        await worker.swap(notes[1])
+        await worker.ask("later")
+        assert engine.did == ["take q", "swap 1", "abort q", "swap 0", "swap 1"]
+        with anyio.fail_after(5):
+            while engine.did[-1] != "take later":
+                await anyio.sleep(0.01)
 
 
 def altered(update: WeightUpdate) -> SwapReport:

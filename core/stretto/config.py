@@ -81,7 +81,8 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Held-out evaluation: at version 0, every so many versions, and at the last."""
+    """Held-out evaluation: at version 0, every so many versions, and at the last. Each is of exactly one
+    version; training goes on beside those in between."""
 
     dataset: DatasetConfig
     """Held-out rows."""
@@ -94,8 +95,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     sampling: Sampling | None = None
     """How answers are drawn; default as in training."""
     keep_answers: bool = False
-    """Write every answer, with its prompt, reward and length, to `answers/step-000040.jsonl` in the run's
-    folder."""
+    """Write every answer, with its row's columns, version, prompt, reward and length, to
+    `answers/step-000040.jsonl` in the run's folder."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +107,9 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     its beginning, for which its whole log is kept."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
+    keep_best: bool = False
+    """Keep the checkpoint of the version with the best held-out accuracy too, the first of equal ones. Every
+    version that is evaluated then gets a checkpoint. `summary.json` names it under `best`."""
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,7 +138,7 @@ class RolloutConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=
     processes: PositiveInt = 1
     """Rollout workers."""
     concurrency: PositiveInt = 64
-    """Tickets that each works on at once."""
+    """Tickets that each works on at once, and as many of evaluations."""
 
 
 class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1148,7 +1148,7 @@ class _Run:
 
     def version(self) -> int:
         """Train steps so far."""
-        return len(_json_lines(self._folder / "metrics.jsonl"))
+        return len([line for line in _json_lines(self._folder / "metrics.jsonl") if "ledger" in line])
 
     def records(self) -> list[dict[str, Any]]:
         """What the workflow wrote down: `id` and `asked` of every prompt, and again with its `answers`."""

@@ -11,7 +11,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,7 +131,7 @@ class VersionFolders:
     """The newest versions of one publisher, each in a folder of its own below `root`, which it owns.
 
     Args:
-        keep: versions that are kept.
+        keep: versions that are kept, beside those that are needed.
         shard_gb: largest file in GiB; no more than this is held in memory besides the model.
     """
 
@@ -141,8 +141,11 @@ class VersionFolders:
         self._shard_bytes = int(shard_gb * 2**30)
         self._stored: dict[int, Stored] = {}
 
-    def write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsNote:
-        """Write a version aside, rename it, and remove the oldest. The note's address is its folder.
+    def write(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
+        """Write a version aside, rename it, and remove the oldest, but for `needed` ones. The note's address
+        is its folder.
 
         Raises:
             WeightsError: if it cannot be written.
@@ -160,9 +163,10 @@ class VersionFolders:
             shutil.rmtree(aside, ignore_errors=True)
             reason = f"version {version} cannot be written to {self._root}: {error}"
             raise WeightsError(reason, version=version) from error
-        for old in sorted(self._root.glob("v*"))[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
-        self._stored = {number: each for number, each in stored.items() if each.folder.exists()}
+        for old in sorted(stored)[: -self._keep]:
+            if old not in needed:
+                shutil.rmtree(stored.pop(old).folder, ignore_errors=True)
+        self._stored = stored
         return WeightsNote(version, str(final), digest)
 
     def find(self, version: int) -> Stored:
@@ -177,6 +181,15 @@ class VersionFolders:
             reason = f"version {version} is not here (any more); the newest is {newest}"
             raise WeightsError(reason, version=version)
         return found
+
+    def copy(self, version: int, folder: Path) -> None:
+        """Write a version into a folder that is not there yet.
+
+        Raises:
+            WeightsError: if it is not here, or not any more.
+            OSError: if the folder cannot be written.
+        """
+        shutil.copytree(self.find(version).folder, folder)
 
     def close(self) -> None:
         """Remove everything."""

@@ -1,8 +1,8 @@
 """The contract of weight transports: a publisher beside the trainer, a subscriber beside each engine.
 
 A publisher never waits for a subscriber. Versions are announced by the kernel; a subscriber that is
-late asks for the newest one only, and old ones may be gone by then. Versions that lie in a folder are the
-business of `stretto.weight_files`.
+late asks for the newest one only, and old ones may be gone by then, except those that evaluations need.
+Versions that lie in a folder are the business of `stretto.weight_files`.
 
 What an engine serves is compared with what was announced, tensor by tensor, before anything that it samples
 leaves its worker; that is the worker's business, not the transport's.
@@ -11,7 +11,7 @@ leaves its worker; that is the worker's business, not the transport's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -97,11 +97,26 @@ class WeightUpdate(Protocol):
 class Publisher(Protocol):
     """Publishes versions of one model. Lives in rank 0 of its worker group."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsNote:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
         """Make a version available, complete or not at all. Returns without waiting for readers.
+
+        Args:
+            needed: published versions that must stay available, beside the newest.
 
         Raises:
             WeightsError: if it cannot be written, saying why.
+        """
+        ...
+
+    def copy(self, version: int, folder: Path) -> None:
+        """Write a version that is available into a folder that is not there yet, for
+        `stretto.weight_files.open_version`.
+
+        Raises:
+            WeightsError: if the version is not available.
+            OSError: if the folder cannot be written.
         """
         ...
 

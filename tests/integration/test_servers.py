@@ -54,13 +54,16 @@ class TestVllmInRuns(RunConformance):
     engine = VLLM
 
 
-@pytest.mark.parametrize(
+both_servers = pytest.mark.parametrize(
     ("use", "python"),
     [
         pytest.param("sglang", SGLANG_PYTHON, marks=with_sglang),
         pytest.param("vllm", VLLM_PYTHON, marks=with_vllm),
     ],
 )
+
+
+@both_servers
 def test_the_quickstart_trains_with_only_the_engines_name_changed(
     tmp_path: Path, use: str, python: str
 ) -> None:
@@ -79,3 +82,34 @@ def test_the_quickstart_trains_with_only_the_engines_name_changed(
     assert summary["swaps"]["count"] >= steps
     assert 0 < summary["swaps"]["pause_mean_s"] <= summary["swaps"]["pause_max_s"]
     assert max(line.get("mismatch_max", 0.0) for line in metrics) < 1e-3
+
+
+@both_servers
+def test_evaluations_beside_training_are_of_the_version_they_name(
+    tmp_path: Path, use: str, python: str
+) -> None:
+    server, run = [f"inference.use={use}", f"inference.python={python}"], tmp_path / "run"
+    trained = [*server, "steps=12", "evaluation.every=4", "evaluation.rows=200", "checkpoint.every=4"]
+    trained += ["checkpoint.keep=9", "evaluation.keep_answers=true", "queue.max_staleness=2", f"out={run}"]
+    greedy = ["evaluation.sampling.temperature=0", "evaluation.sampling.max_tokens=32"]
+    _stretto("run", "examples/quickstart/run.yaml", *trained, *greedy)
+    for version in (4, 8):
+        again = tmp_path / str(version)
+        _stretto("evaluate", str(run), "--version", str(version), "--out", str(again))
+        reported, repeated = _completions(run, version), _completions(again, 0)
+        assert len(reported) == 200
+        assert reported.keys() == repeated.keys()
+        # The order of floating-point sums depends on what else a server computes.
+        assert sum(reported[row] != repeated[row] for row in reported) <= 2
+
+
+def _stretto(*arguments: str) -> None:
+    command = [sys.executable, "-m", "stretto", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _completions(folder: Path, version: int) -> dict[int, str]:
+    """The kept answers of a version, by row."""
+    lines = (folder / "answers" / f"step-{version:06d}.jsonl").read_text().splitlines()
+    return {answer["row"]: answer["completion"] for answer in map(json.loads, lines)}

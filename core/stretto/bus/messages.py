@@ -103,6 +103,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     role: Role
     load: Load | None = None
     """Of inference workers: the figures of the latest heartbeat."""
+    exact_version: int | None = None
+    """Of an inference worker that is lent to an evaluation: the version it serves, to that alone."""
 
 
 class Beacon(Message, frozen=True):
@@ -186,6 +188,7 @@ class Ticket(Message, frozen=True):
     row: int
     """Index in the dataset of its purpose."""
     min_version: int
+    """Its tokens are of this version or newer; those of an evaluation are of exactly this one."""
     samples: int
     """Trajectories wanted, n."""
 
@@ -193,6 +196,11 @@ class Ticket(Message, frozen=True):
     def name(self) -> str:
         """`7/1`, or `eval-7/1`: unique in the run."""
         return f"{'' if self.purpose == 'train' else 'eval-'}{self.id}/{self.attempt}"
+
+    @property
+    def exact_version(self) -> int | None:
+        """Of an evaluation: the version that it is of."""
+        return self.min_version if self.purpose == "eval" else None
 
 
 class TicketStarted(Message, frozen=True):
@@ -320,6 +328,9 @@ class Generate(Message, frozen=True):
     request: GenerateRequest
     reply: str
     """Subject for the chunks."""
+    exact_version: int | None = None
+    """Of an evaluation: the one version that may sample it. A worker answers only those requests that it is
+    there for at the moment: of this evaluation, or of training."""
 
 
 class ChunkHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -356,11 +367,16 @@ class Abort(Message, frozen=True):
     request: str
 
 
-class Swap(Message, frozen=True):
+class Swap(Message, frozen=True, tag="Swap/2"):
     """Kernel to inference worker, answered by `SwapDone`: serve this version."""
 
     fence: int
+    number: int
+    """Rises with every swap that a kernel asks for; versions may go back, to that of an evaluation."""
     note: WeightsNote
+    exact: bool = False
+    """Serve it to the evaluation of this version alone, and sample nothing for training before the next
+    swap."""
 
 
 class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -376,7 +392,7 @@ class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SwapDone(Message, frozen=True):
-    """What is served now; newer than asked for where a later swap overtook."""
+    """What is served now; another version than asked for where a later swap overtook."""
 
     report: SwapReport
     """Without the hashes."""
@@ -566,6 +582,8 @@ class EndStep(Message, frozen=True):
     fence: int
     version: int
     """At which the step began; the weights are now those of `version + 1`."""
+    needed: tuple[int, ...] = ()
+    """Versions that evaluations still need: published ones of these are kept."""
 
 
 class StepEnded(Message, frozen=True):
@@ -588,6 +606,8 @@ class LoadCheckpoint(Message, frozen=True):
     folder: str
     """Empty for the initial model."""
     version: int
+    needed: tuple[WeightsNote, ...] = ()
+    """Older versions that lie in the checkpoint, for evaluations: they are published again."""
 
 
 class Loaded(Message, frozen=True, tag="Loaded/2"):
@@ -595,6 +615,8 @@ class Loaded(Message, frozen=True, tag="Loaded/2"):
 
     note: WeightsNote | None = None
     """From the group of the lead model, which has published it."""
+    needed: tuple[WeightsNote, ...] = ()
+    """Where those that were asked for are to be had now."""
 
 
 class Save(Message, frozen=True):
@@ -603,6 +625,8 @@ class Save(Message, frozen=True):
     fence: int
     folder: str
     version: int
+    needed: tuple[int, ...] = ()
+    """Older versions that evaluations still need, of which the published weights go into the folder too."""
 
 
 class Saved(Message, frozen=True):
@@ -641,18 +665,16 @@ class Evaluation(msgspec.Struct, frozen=True):
     """Result of one held-out evaluation."""
 
     version: int
-    """Version at which it began."""
+    """Of the weights that sampled every token of it."""
     accuracy: float | None
     """Mean of the samples' `accuracy` metric, or of their rewards where the reward gives none; None
     without a result."""
     samples: int
     failed: int
     """Rows without a result."""
-    versions: tuple[int, int]
-    """Oldest and newest version of its tokens: equal for an exact one."""
 
 
-class JournalEvaluation(Message, frozen=True):
+class JournalEvaluation(Message, frozen=True, tag="JournalEvaluation/2"):
     """Kernel to the journal: a held-out evaluation is complete."""
 
     incarnation: int

@@ -1,8 +1,9 @@
 """Checkpoints: folders that are complete or not there, and the reading of the newest intact one.
 
 `checkpoints/step-000040/` holds `model/` (loads with transformers) and what else the training engine
-wrote, `kernel.json` (the ledger, the cursor, the places in journal and log) and `manifest.json` with the
-hash of every file, written last. It is made under another name and renamed.
+wrote, `evaluation/` with the weights of older versions that were still to be evaluated, `kernel.json` (the
+ledger, the cursor, the places in journal and log) and `manifest.json` with the hash of every file, written
+last. It is made under another name and renamed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import msgspec
 import structlog
 
 from stretto.kernel.scheduler import Ledger, Snapshot
+from stretto.weights import WeightsNote
 
 __all__ = ["KernelState", "checkpoint_name", "damage_of", "newest_intact", "prune", "writing"]
 
@@ -46,6 +48,8 @@ class KernelState(msgspec.Struct, frozen=True):
     wall_s: float
     values: int = 1
     """Number of the run file's values in force when it was written."""
+    needed: tuple[WeightsNote, ...] = ()
+    """Older versions that are still to be evaluated; their weights are in the checkpoint too."""
 
     @classmethod
     def initial(cls) -> KernelState:
@@ -103,12 +107,15 @@ def damage_of(folder: Path) -> str:
     return f"{wrong[0]} is not what was written" if wrong else ""
 
 
-def prune(root: Path, keep: int, newest: str) -> int:
-    """Of the checkpoints up to `newest`, just written, remove all but the newest `keep`; returns the lowest
-    log sequence that those need. Later ones are of a former life, and damaged."""
+def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> int:
+    """Of the checkpoints up to `newest`, written last, remove all but the newest `keep` and those of `spared`
+    versions; returns the lowest log sequence that the newest need. Later ones are of a former life, and
+    damaged."""
     folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= newest]
+    names = {checkpoint_name(version) for version in spared}
     for folder in folders[:-keep]:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.name not in names:
+            shutil.rmtree(folder, ignore_errors=True)
     needed: list[int] = []
     for folder in folders[-keep:]:
         try:

@@ -1,4 +1,5 @@
-"""The inference workers, as the kernel speaks to them: each is kept at the newest weights.
+"""The inference workers, as the kernel speaks to them: each is kept at the newest weights, or at those of the
+evaluation that it is lent to.
 
 An engine is named to rollout workers only once it serves the weights it must. One that serves others than
 were announced, or drifts too far from the trainer, ends the run; its worker has held back what it sampled.
@@ -6,7 +7,8 @@ were announced, or drifts too far from the trainer, ends the run; its worker has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count
 
 import anyio
 import structlog
@@ -15,6 +17,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages import AskLoad, LoadReport, Subjects, Swap, SwapDone
 from stretto.errors import BusError, NoAnswer, RunError
 from stretto.kernel.fleet import Fleet, Member
+from stretto.kernel.lending import Lending, Wish
 from stretto.weights import WeightsNote
 
 __all__ = ["Engines"]
@@ -31,6 +34,7 @@ class Engines:
     Args:
         on_swapped: called with each swap: of which worker, and what came of it.
         on_callable: called when an engine can be named to rollout workers, and when it serves a new version.
+        turn_s: seconds that a single engine is lent to an evaluation, and then serves training, in turn.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Engines:
         *,
         on_swapped: Callable[[str, SwapDone], None],
         on_callable: Callable[[], None],
+        turn_s: float,
     ) -> None:
         self._bus = bus
         self._names = names
@@ -50,42 +55,88 @@ class Engines:
         self._on_swapped = on_swapped
         self._on_callable = on_callable
         self._news = anyio.Event()
+        self._numbers = count()
+        self._lending = Lending(turn_s)
+        self._wish = Wish()
         self.note: WeightsNote | None = None
         """The newest weights."""
+        self.notes: dict[int, WeightsNote] = {}
+        """The newest, and those that evaluations need, by version."""
 
     def announce(self, note: WeightsNote) -> None:
         """There are new weights. Nobody waits until they are served."""
         self.note = note
+        self.remember([note])
+        self.look_again()
+
+    def remember(self, notes: Iterable[WeightsNote]) -> None:
+        """Where versions are to be had that evaluations may need."""
+        self.notes |= {note.version: note for note in notes}
+
+    def lend(self, wish: Wish) -> None:
+        """What evaluations want of the engines, from now on."""
+        if wish != self._wish:
+            self._wish = wish
+            self.notes = {
+                version: note
+                for version, note in self.notes.items()
+                if version in wish.needed or note is self.note
+            }
+            self.look_again()
+
+    def look_again(self) -> None:
+        """What engines are to serve may be something else now: there are new weights, other wishes, or other
+        workers."""
         self._news.set()
         self._news = anyio.Event()
 
+    async def look_after_lending(self) -> None:
+        """Lend engines to the evaluation under way and take them back, until cancelled."""
+        while True:
+            news, now = self._news, anyio.current_time()
+            former = self._lending.lent
+            workers = [member.worker for member in self._fleet.of("inference")]
+            again = self._lending.choose(self._wish, workers, now)
+            if self._lending.lent != former:
+                log.info("engines lent", version=self._wish.version, workers=sorted(self._lending.lent))
+                self.look_again()
+                continue
+            with anyio.move_on_at(again):
+                await news.wait()
+
     async def keep_current(self, member: Member) -> None:
-        """Have one worker serve the newest weights, until it is gone. Versions in between are passed over.
+        """Have one worker serve the newest weights, or those of the evaluation that it is lent to, until the
+        worker is gone. Versions in between are passed over.
 
         Raises:
             RunError: if it cannot, or serves others than announced; naming worker, version and tensors.
         """
         failures = 0
-        served: WeightsNote | None = None
+        served: tuple[WeightsNote, bool] | None = None
+        self.look_again()
         while self._there(member):
-            note, news = self.note, self._news
-            if note is None or note == served:
+            news, wanted = self._news, self._wanted(member)
+            if wanted is None or wanted == served:
                 await news.wait()
                 continue
+            note, exact = wanted
             try:
-                await self._swap(member, note)
+                done = await self._swap(member, note, exact=exact)
             except BusError as error:
                 if not self._there(member):
                     return
                 # Old weights may be gone by now, and have a successor; anything else is tried again.
-                failures = failures + 1 if self.note is note else 0
+                failures = failures + 1 if self._wanted(member) == wanted else 0
+                served = None  # it answers nobody where it was on its way from training to an evaluation
                 log.warning("swap failed", worker=member.worker, version=note.version, error=str(error))
                 if failures == _TRIES:
                     raise RunError(f"{member.worker} cannot serve version {note.version}: {error}") from error
                 await anyio.sleep(0.2 * failures)
                 continue
-            failures, served = 0, note
-            member.callable = True
+            if served is None or served[0] != note:
+                self._on_swapped(member.worker, done)
+            failures, served = 0, wanted
+            member.callable, member.exact_version = True, note.version if exact else None
             self._fleet.serves(member, note.version)
             self._on_callable()
 
@@ -103,17 +154,23 @@ class Engines:
                 log.warning("no load figures", worker=member.worker, error=str(error))
         return sum(member.busy_s for member in members) / max(1, len(members))
 
-    async def _swap(self, member: Member, note: WeightsNote) -> None:
+    def _wanted(self, member: Member) -> tuple[WeightsNote, bool] | None:
+        """The weights that a worker is to serve now, and whether to their evaluation alone."""
+        if self._wish.version is not None and member.worker in self._lending.lent:
+            return self.notes[self._wish.version], True
+        return (self.note, False) if self.note is not None else None
+
+    async def _swap(self, member: Member, note: WeightsNote, *, exact: bool) -> SwapDone:
         done = await self._bus.request(
             self._names.worker("inference", member.worker, "swap"),
-            Swap(self._fence, note),
+            Swap(self._fence, next(self._numbers), note, exact),
             SwapDone,
             who=member.worker,
             deadline_s=_SWAP_S,
         )
         if done.fault:
             raise RunError(f"{member.worker}: {done.fault}")
-        self._on_swapped(member.worker, done)
+        return done
 
     def _there(self, member: Member) -> bool:
         return self._fleet.members.get(member.worker) is member

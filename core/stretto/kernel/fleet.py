@@ -44,6 +44,8 @@ class Member:
     ready: bool = False
     callable: bool = False
     """Others may be told of it: it is ready and, if an engine, holds the weights it must."""
+    exact_version: int | None = None
+    """Of an engine that is lent to an evaluation: the version it serves."""
     busy_s: float = 0.0
     load: Load | None = None
     refused: int = 0
@@ -234,7 +236,7 @@ class Fleet:
     def peers(self) -> tuple[Peer, ...]:
         """Those that rollout workers may call."""
         return tuple(
-            Peer(member.worker, member.role, member.load)
+            Peer(member.worker, member.role, member.load, member.exact_version)
             for member in self.members.values()
             if member.callable
         )

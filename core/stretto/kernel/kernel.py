@@ -62,6 +62,7 @@ from stretto.kernel.dataflow import Graph, graph_of
 from stretto.kernel.drift import EngineErrors
 from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import Fleet, Member
+from stretto.kernel.lending import Wish
 from stretto.kernel.recovery import read_journal, repeat_journal
 from stretto.kernel.report import Report, Status, View, final_lines, terminal
 from stretto.kernel.scheduler import (
@@ -69,6 +70,7 @@ from stretto.kernel.scheduler import (
     EvaluationDone,
     Fail,
     Finish,
+    HeldBack,
     Issue,
     Scheduler,
     Settings,
@@ -94,6 +96,10 @@ _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 _LEAVE_S = 8.0
 """What workers get to leave by themselves at the end."""
+_TURN_S = 30.0
+"""A turn of an evaluation, and of training, at a single engine; but no more than a small part of what a
+workflow may take, since its clock goes on meanwhile."""
+_TURNS_PER_WORKFLOW = 10
 _ATTEMPTS_PER_KERNEL = 1000
 """Attempts of a resumed kernel's tickets begin at its fence times this."""
 
@@ -239,6 +245,7 @@ class Kernel:
         self._log_sequence = 0
         """Last message of the log that the scheduler has taken in."""
         self._checkpointed = resumed[1].version if resumed else -1
+        self._newest_checkpoint = resumed[0].name if resumed and resumed[0] else ""
         if config.steps == 0:
             self._checkpointed = 0  # nothing will have been trained: there is nothing to save
         self._checkpointing = anyio.Lock()
@@ -343,6 +350,7 @@ class Kernel:
             self._fence,
             on_swapped=self._swapped,
             on_callable=self._touch,
+            turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
         )
         for role in ROLES:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
@@ -358,7 +366,7 @@ class Kernel:
         if starting.cancelled_caught:
             raise RunError(f"not ready after {_START_S:.0f} s: {self._fleet.starting}")
         if self._resumed is None:
-            note = await self._trainers.load(None, 0)
+            notes = await self._trainers.load(None, 0)
         else:
             self._view.note = "repeating the journal"
             recovered = await repeat_journal(
@@ -375,16 +383,20 @@ class Kernel:
                 ),
             )
             await self._bus.purge(self._names.tickets_stream)
-            note, self._incarnation = recovered.note, recovered.incarnation
+            notes, self._incarnation = recovered.notes, recovered.incarnation
             self._log_sequence = recovered.log_sequence
+            self._engines.remember(notes)
             if not self._goes_on:
                 if recovered.repeated:
-                    await self._need_checkpoint(note)
+                    await self._need_checkpoint(notes[-1])
                 self.next_values = recovered.next_values
                 self._end("repeated", "")
                 return
-            log.info("resumed", version=note.version, repeated=recovered.repeated)
-        self._engines.announce(note)
+            log.info("resumed", version=notes[-1].version, repeated=recovered.repeated)
+            self._report.recall()
+        self._engines.remember(notes)
+        self._engines.announce(notes[-1])
+        tasks.start_soon(self._engines.look_after_lending)
         if self._resumed is not None and self._incarnation != self._resumed[1].incarnation:
             await self._checkpoint()  # without it another crash would begin this incarnation a second time
         self._view.note = "waiting for all workers"
@@ -408,13 +420,17 @@ class Kernel:
         self.next_values = journal.next.values if journal.next else None
         return self._values == state.values and not journal.batches
 
-    async def _change_values(self, note: WeightsNote, taken: int, recorded: JournalChange | None) -> None:
+    async def _change_values(
+        self, notes: tuple[WeightsNote, ...], taken: int, recorded: JournalChange | None
+    ) -> None:
         """Go over to these values: the journal says so, and a checkpoint is what they begin with.
 
         Args:
+            notes: of older versions that evaluations need, and of the weights, which come last.
             taken: last message of the log that the ledger has taken in.
             recorded: what the journal has of it already, if a kernel was here before.
         """
+        note = notes[-1]
         if note.version > self._config.steps:
             raise RunError(
                 f"steps is {self._config.steps}, and the run has come to {note.version}: resume it with more"
@@ -428,6 +444,7 @@ class Kernel:
                 "values changed", version=note.version, **{key: new for key, (_, new) in changed.items()}
             )
         self._log_sequence = taken
+        self._engines.remember(notes)
         await self._need_checkpoint(note, checkpoint_name(note.version, self._values))
 
     async def _until_trainers_ready(self) -> None:
@@ -516,6 +533,7 @@ class Kernel:
 
     def _on_lost(self, member: Member, how: str, final: bool) -> None:
         self._touch()
+        self._engines.look_again()
         if final:
             self._end("failed", f"{member.worker}: {how}")
         elif member.role == "trainer" and not self._started:
@@ -571,6 +589,9 @@ class Kernel:
                 else:
                     for command in commands:
                         await self._do(command, tasks)
+            scheduler = self._scheduler
+            resting = scheduler.resting or not self._graph.samples
+            self._engines.lend(Wish(scheduler.evaluating, scheduler.needed_versions, resting))
 
     async def _do(self, command: Command, tasks: TaskGroup) -> None:
         match command:
@@ -581,11 +602,14 @@ class Kernel:
             case StartBatch():
                 tasks.start_soon(self._step, command)
             case EvaluationDone(evaluation, groups):
-                log.info("evaluation", **msgspec.to_builtins(evaluation))
-                self._report.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
                 await self._write_answers(evaluation.version, groups)
                 entry = JournalEvaluation(self._incarnation, evaluation)
                 await self._journal(entry, "evaluation", evaluation.version)
+                self._report.evaluation(evaluation)
+                if self._config.checkpoint.keep_best:
+                    await self._prune()
+            case HeldBack(evaluating, waiting):
+                log.warning("evaluations hold training back", evaluating=evaluating, waiting=waiting)
             case Finish():
                 await self._engines.busy_s()  # the summary tells their last figures
                 await self._checkpoint()
@@ -667,12 +691,14 @@ class Kernel:
         batch = JournalBatch(self._incarnation, start.version, rows, tickets, self._layout, config.seed)
         await self._journal(batch, "batch", start.version)
         ahead = _rows(tuple(self._scheduler.done_groups))
-        result = await self._trainers.step(self._incarnation, start.version, rows, ahead)
+        needed = self._scheduler.needed_versions
+        result = await self._trainers.step(self._incarnation, start.version, rows, ahead, needed)
         version = result.note.version
         divergence = self._engine_errors.divergence(result.divergence)
         finished = JournalStep(self._incarnation, version, result.note.digest, divergence)
         await self._journal(finished, "step", version)
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
+        due |= config.checkpoint.keep_best and self._scheduler.is_due(version)
         busy_s = await self._engines.busy_s()
         # Nobody may see the ledger without the figures, or weights of a version that is not there yet.
         self._scheduler.step_finished(hold=due, divergence=divergence)
@@ -722,12 +748,24 @@ class Kernel:
     async def _write_checkpoint(self, name: str, state: KernelState) -> None:
         root = self.folder / "checkpoints"
         async with writing(root, name, state) as folder:
-            await self._trainers.save(folder, state.version)
-        self._checkpointed = state.version
+            await self._trainers.save(folder, state.version, tuple(each.version for each in state.needed))
+        self._checkpointed, self._newest_checkpoint = state.version, name
         self._report.checkpoints.append(name)
         log.info("checkpoint", folder=name)
         self._tell_plugins("stretto_checkpoint_saved", folder=root / name)
-        below = await anyio.to_thread.run_sync(prune, root, self._config.checkpoint.keep, name)
+        await self._prune()
+
+    async def _prune(self) -> None:
+        """Remove the checkpoints that are not kept, and what the log has for them alone. `keep_best` spares
+        those of the best version and of versions that may yet be the best."""
+        kept, root = self._config.checkpoint, self.folder / "checkpoints"
+        if not self._newest_checkpoint:
+            return
+        spared: set[int] = set()
+        if kept.keep_best:
+            best = self._scheduler.best
+            spared = {*self._scheduler.needed_versions, *([best.version] if best else [])}
+        below = await anyio.to_thread.run_sync(prune, root, kept.keep, self._newest_checkpoint, spared)
         await self._bus.purge(self._names.log_stream, below=below)
 
     def _state(self, note: WeightsNote) -> KernelState:
@@ -763,6 +801,9 @@ class Kernel:
             generated_tokens=self._report.generated_tokens,
             wall_s=self._report.wall_s,
             values=self._values,
+            needed=tuple(
+                self._engines.notes[version] for version in snapshot.evaluating if version != snapshot.version
+            ),
         )
 
     @property

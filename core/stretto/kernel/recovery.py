@@ -38,9 +38,13 @@ log = structlog.get_logger()
 class _Steps(Protocol):
     """As much of `Trainers` as a repetition needs."""
 
-    async def load(self, folder: Path | None, version: int) -> WeightsNote: ...
+    async def load(
+        self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...]
+    ) -> tuple[WeightsNote, ...]: ...
 
-    async def step(self, incarnation: int, version: int, rows: tuple[RowRef, ...]) -> StepResult: ...
+    async def step(
+        self, incarnation: int, version: int, rows: tuple[RowRef, ...], *, needed: tuple[int, ...]
+    ) -> StepResult: ...
 
 
 @dataclass
@@ -62,7 +66,8 @@ class Journal:
 class Recovered:
     """Where a repetition has led."""
 
-    note: WeightsNote
+    notes: tuple[WeightsNote, ...]
+    """Of the versions that evaluations still need, and of the last one, which comes last."""
     incarnation: int
     log_sequence: int
     """Last message of the log that the scheduler has taken in."""
@@ -81,11 +86,14 @@ async def repeat_journal(
     *,
     values: int,
     attempts_from: int,
-    on_change: Callable[[WeightsNote, int, JournalChange | None], Awaitable[object]],
+    on_change: Callable[[tuple[WeightsNote, ...], int, JournalChange | None], Awaitable[object]],
     on_repeated: Callable[[StartBatch, StepResult, float | None], object],
 ) -> Recovered:
     """Load a checkpoint, or the initial model where there is none, train the journal's batches from there on,
     and tell the scheduler of every group that the log holds. Afterwards `scheduler.start()` goes on.
+
+    Versions that were being evaluated, or were to be, are published again: those from before the checkpoint
+    lie in it, the others are come by.
 
     A step that does not reach the digest of its first time begins a new incarnation there: what older
     weights of the former one sampled since then expires.
@@ -93,14 +101,15 @@ async def repeat_journal(
     Args:
         values: number of the values that the scheduler and the trainers have. Where the checkpoint is of
             former ones, the change is made at the checkpoint.
-        on_change: called when the ledger is that of the change, with the weights, the last message of the log
-            that it has taken in, and the journal's record, if it has one already.
+        on_change: called when the ledger is that of the change, with the weights as in `Recovered.notes`, the
+            last message of the log that it has taken in, and the journal's record, if it has one already.
 
     Raises:
         RunError: if the checkpoint does not load to the weights it was made of.
     """
     folder, state = checkpoint
-    note = await trainers.load(folder, state.version)
+    notes = [*await trainers.load(folder, state.version, state.needed)]
+    note = notes[-1]
     if folder is not None and note.digest != state.digest:
         raise RunError(f"{folder} does not load to the weights it was saved from")
     scheduler.restore(state.snapshot, attempts_from=attempts_from)
@@ -114,17 +123,19 @@ async def repeat_journal(
         _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= taken))
         outcomes = [(sequence, outcome) for sequence, outcome in outcomes if sequence > taken]
         scheduler.fit()
-        await on_change(note, taken, journal.change)
+        await on_change(tuple(notes), taken, journal.change)
+    scheduler.recall(journal.evaluations)
     incarnation = state.incarnation
     for version, batch in journal.batches.items():
         attempts = {(row.group, int(row.id.split("/")[1])) for row in batch.rows}
         start = scheduler.replay(batch.tickets, [done[key] for key in attempts])
-        result = await trainers.step(incarnation, version, batch.rows)
+        result = await trainers.step(incarnation, version, batch.rows, needed=scheduler.needed_versions)
         first_time = journal.steps.get(version + 1)
         divergence = first_time.divergence if first_time else None
         scheduler.step_finished(divergence=divergence)
         on_repeated(start, result, divergence)
         note = result.note
+        notes.append(note)
         if first_time is None:
             await bus.append(
                 names.journal,
@@ -139,7 +150,6 @@ async def repeat_journal(
             break
         log.info("step repeated", version=note.version)
     repeated = note.version - state.version
-    scheduler.recall(each for each in journal.evaluations if each.version <= note.version)
     ahead = journal.next
     if incarnation != state.incarnation:
         scheduler.expire_finished(f"sampled by weights of incarnation {state.incarnation}")
@@ -148,7 +158,8 @@ async def repeat_journal(
         last = ahead.log_sequence if ahead else last  # what came later is of later values
         _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= last))
     scheduler.commands()  # withdrawals of attempts that nobody works on any more
-    return Recovered(note, incarnation, last, repeated, ahead.values if ahead else None)
+    needed = tuple(each for each in notes[:-1] if each.version in scheduler.needed_versions)
+    return Recovered((*needed, note), incarnation, last, repeated, ahead.values if ahead else None)
 
 
 def _take_in(scheduler: Scheduler, outcomes: Iterable[GroupDone | GroupFailed]) -> None:

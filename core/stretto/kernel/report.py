@@ -22,10 +22,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.bus.messages import SwapDone
+from stretto.bus.messages import Evaluation, SwapDone
 from stretto.engine import CanaryConfig
 from stretto.kernel.advice import Adviser, bottleneck, causes
-from stretto.kernel.checkpoint import KernelState
+from stretto.kernel.checkpoint import KernelState, checkpoint_name
 from stretto.kernel.drift import Drifts
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.scheduler import Scheduler, StartBatch
@@ -82,7 +82,8 @@ class Report:
             for evaluation in resumed.snapshot.evaluations:
                 adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
             for line in self._keep_lines_until(resumed.version):
-                adviser.step(line)
+                if not _is_evaluation(line):
+                    adviser.step(line)
         self._reasons = Counter(resumed.snapshot.reasons if resumed else {})
         """Why tickets were not trained, up to the newest line."""
         self._former_wall_s = resumed.wall_s if resumed else 0.0
@@ -176,8 +177,7 @@ class Report:
             self._recent.append(self.last)
         self._advise()
         self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(_finite(self.last), allow_nan=False) + "\n")
+        self._write(self.last)
         for tracker in self._trackers:
             self._tell(tracker, "step", self.last)
         log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
@@ -189,6 +189,36 @@ class Report:
             return {}
         figure = {} if divergence is None else {"divergence": round(divergence, 6)}
         return {**figure, "staleness_limit": self._scheduler.staleness_limit}
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """An evaluation is complete: write its line, after those of the steps beside it."""
+        self._write(
+            {
+                "step": evaluation.version,
+                "time_s": round(self.wall_s, 3),
+                "evaluation/accuracy": evaluation.accuracy,
+                "evaluation/samples": evaluation.samples,
+                "evaluation/failed": evaluation.failed,
+            }
+        )
+        log.info("evaluation", **msgspec.to_builtins(evaluation))
+        self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
+
+    def recall(self) -> None:
+        """After the journal was repeated: write the lines of evaluations that are missing."""
+        written = {line["step"] for line in self._lines() if _is_evaluation(line)}
+        for evaluation in self._scheduler.evaluations:
+            if evaluation.version not in written:
+                self.evaluation(evaluation)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self._metrics.exists():
+            return []
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()]
 
     def _of_samples(self, start: StartBatch) -> dict[str, Any]:
         """Figures of a batch of trajectories."""
@@ -292,6 +322,7 @@ class Report:
             "wall_s": round(self.wall_s, 3),
             "train_wall_s": round(self._train_wall_s(), 3),
             "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluations],
+            "best": self._best(),
             "ledger": msgspec.to_builtins(scheduler.ledger),
             "reasons": dict(scheduler.reasons),
             "staleness": {str(key): scheduler.staleness[key] for key in sorted(scheduler.staleness)},
@@ -311,9 +342,30 @@ class Report:
             "restarts": fleet.restarts,
             "checkpoints": self.checkpoints,
             "refused_messages": self.refused + fleet.refused(),
-            "problems": self.problems,
+            "problems": [*self.problems, *self._held_back()],
             "advice": msgspec.to_builtins(self.adviser.given),
         }
+
+    def _best(self) -> dict[str, Any] | None:
+        """The best evaluation, and the checkpoint of its version if there is one."""
+        best = self._scheduler.best
+        if best is None:
+            return None
+        name = checkpoint_name(best.version)
+        there = (self._folder / "checkpoints" / name).is_dir()
+        return {"version": best.version, "accuracy": best.accuracy, "checkpoint": name if there else None}
+
+    def _held_back(self) -> list[str]:
+        """A line of how often evaluations held training back, if they did."""
+        scheduler = self._scheduler
+        if not scheduler.held_back:
+            return []
+        every = scheduler.settings.evaluation_every
+        return [
+            f"evaluations held training back {scheduler.held_back} times: one waited already when "
+            f"evaluation.every={every} would have had the next; raise it, evaluate fewer rows, or give "
+            "inference more replicas"
+        ]
 
     def _keep_lines_until(self, version: int) -> list[dict[str, Any]]:
         """Remove the lines after a checkpoint, whose steps are repeated or lost; the others."""
@@ -406,6 +458,8 @@ class View:
             else:
                 table.add_row("loss", f"{last['loss']:.4f}")
             table.add_row("step", f"{last['step_s']:.2f} s, of which training {last['train_s']:.2f} s")
+        if scheduler.evaluating is not None:
+            table.add_row("evaluating", self._evaluating())
         for evaluation in scheduler.evaluations[-3:]:
             table.add_row(
                 "held out", f"version {evaluation.version}: accuracy {_accuracy(evaluation.accuracy)}"
@@ -431,11 +485,21 @@ class View:
     def _state(self) -> tuple[str, str]:
         """What the run is doing, or, in training, which part of it holds up the others."""
         scheduler = self._scheduler
-        if self.note or scheduler.evaluating_exactly:
-            return "now", self.note or f"evaluating version {scheduler.evaluating}"
+        if self.note:
+            return "now", self.note
+        if scheduler.evaluating is not None and scheduler.resting:
+            return "now", scheduler.waiting_for()
         if slowest := self._report.bottleneck():
             return "bottleneck", slowest
         return "now", "training" if scheduler.training else "generating"
+
+    def _evaluating(self) -> str:
+        """The evaluation under way, and the one that waits for it."""
+        scheduler = self._scheduler
+        version, *waiting = scheduler.needed_versions
+        waits = f"   waits: version {waiting[0]}" if waiting else ""
+        rows = scheduler.settings.evaluation_rows
+        return f"version {version}: {scheduler.evaluated_rows} of {rows} rows{waits}"
 
     def _workers(self) -> str:
         ready = {member.worker for member in self._fleet.members.values() if member.ready}
@@ -462,6 +526,11 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
             f"{_accuracy(point['accuracy'])} (version {point['version']})" for point in evaluation
         )
         lines.append(f"held-out accuracy {points}")
+        best = summary["best"]
+        if best and best["checkpoint"]:
+            lines.append(
+                f"best checkpoint {best['checkpoint']}, held-out accuracy {_accuracy(best['accuracy'])}"
+            )
     ledger = summary["ledger"]
     lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
     lines.extend(_most(summary["reasons"], 3))
@@ -507,6 +576,11 @@ def _finite(value: Any) -> Any:
 
 def _accuracy(value: float | None) -> str:
     return "none (no result)" if value is None else f"{value:.3f}"
+
+
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line of `metrics.jsonl` is that of an evaluation, and not of a step."""
+    return "evaluation/samples" in line
 
 
 def _is_skipped(name: str) -> bool:

@@ -11,7 +11,9 @@ whatever the order of events, with messages late, lost or doubled and workers dy
   0 ≤ η_eff ≤ η; nothing else depends on η_eff;
 - no group is trained at a version beyond its deadline, its oldest token's version + η, none twice, and
   none is dropped for being late unless `on_late` says so. A resumed run may have another η or B: groups
-  keep their deadlines, or get earlier ones, and what no longer fits expires (`fit`).
+  keep their deadlines, or get earlier ones, and what no longer fits expires (`fit`);
+- every evaluation that falls due is done once, in the order of versions, on tokens of exactly its version.
+  At most one waits for another: a step that would lead to one more waits too.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ __all__ = [
     "EvaluationDone",
     "Fail",
     "Finish",
+    "HeldBack",
     "Issue",
     "Ledger",
     "Scheduler",
@@ -112,6 +115,16 @@ class EvaluationDone:
 
 
 @dataclass(frozen=True)
+class HeldBack:
+    """A batch is ready, and waits: its step would lead to one evaluation more than may wait."""
+
+    evaluating: int
+    """Version of the evaluation under way."""
+    waiting: int
+    """Version of the one that waits for it."""
+
+
+@dataclass(frozen=True)
 class Finish:
     """Everything asked for is done."""
 
@@ -123,7 +136,7 @@ class Fail:
     reason: str
 
 
-Command = Issue | Withdraw | StartBatch | EvaluationDone | Finish | Fail
+Command = Issue | Withdraw | StartBatch | EvaluationDone | HeldBack | Finish | Fail
 
 
 # ------------------------------------------------------------------------------------------ state
@@ -185,6 +198,9 @@ class Snapshot(msgspec.Struct):
     gate: DivergenceGate | None = None
     """None where the run has no bound on divergence."""
     limits: dict[int, int] = {}
+    evaluating: list[int] = []
+    """Versions whose evaluations are under way or wait, in their order."""
+    held_back: int = 0
 
 
 @dataclass
@@ -205,10 +221,6 @@ class _Round:
             accuracy=float(np.mean(scores)) if scores else None,
             samples=len(samples),
             failed=self.failed,
-            versions=(
-                min((member.oldest for member in members), default=self.version),
-                max((member.newest for member in members), default=self.version),
-            ),
         )
 
 
@@ -235,6 +247,8 @@ class Scheduler:
         """Why tickets were filtered, expired or failed, those of evaluations included."""
         self.limits: Counter[int] = Counter()
         """Steps by η_eff at their end, with a bound on divergence."""
+        self.held_back = 0
+        """How often a batch that was ready waited for an evaluation."""
         self._keep = keep
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
@@ -244,6 +258,9 @@ class Scheduler:
         """Rows to be issued again, with how often they were dropped."""
         self._order: tuple[int, list[int]] = (-1, [])
         self._round: _Round | None = None
+        self._rounds_due: deque[int] = deque()
+        """Versions that are to be evaluated after the round under way."""
+        self._holding_back = False
         self._eval_ids = 0
         self._attempts_from = 0
         self._floor = 0
@@ -276,9 +293,20 @@ class Scheduler:
         return self.settings.evaluation_rows - len(self._round.open if self._round else ())
 
     @property
-    def evaluating_exactly(self) -> bool:
-        """Whether no swap of weights may happen now: the first or the last evaluation is under way."""
-        return self._state in ("first evaluation", "last evaluation")
+    def needed_versions(self) -> tuple[int, ...]:
+        """Versions whose weights evaluations still need: of the one under way, then of those that wait."""
+        return (*([self._round.version] if self._round else []), *self._rounds_due)
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The best evaluation so far, the first of several equal ones."""
+        scored = [each for each in self.evaluations if each.accuracy is not None]
+        return max(scored, key=lambda each: each.accuracy or 0.0, default=None)
+
+    @property
+    def resting(self) -> bool:
+        """Whether training neither computes nor waits for a group: no engine is missed."""
+        return self._training is None and all(ticket.done for ticket in self._open.values())
 
     @property
     def training(self) -> bool:
@@ -295,10 +323,18 @@ class Scheduler:
         """Finished groups that wait to be trained, in the order they would be taken."""
         return [ticket.done for ticket in self._ready() if ticket.done is not None]
 
+    def is_due(self, version: int) -> bool:
+        """Whether a version is to be evaluated beside training, when it is reached."""
+        every = self.settings.evaluation_every if self.settings.evaluation_rows else 0
+        return bool(every) and version % every == 0 and version < self.settings.steps
+
     def waiting_for(self) -> str:
         """What the next step waits for, in a few words."""
         if self._state in ("first evaluation", "last evaluation"):
             return f"evaluation of version {self.evaluating}"
+        if self._holding_back:
+            evaluating, waiting = self.needed_versions[:2]
+            return f"evaluation of version {evaluating}; that of version {waiting} waits already"
         if self._training is not None:
             return "the train step"
         if self._state != "training":
@@ -332,6 +368,8 @@ class Scheduler:
             reasons=dict(self.reasons),
             limits=dict(self.limits),
             gate=None if self.settings.max_divergence is None else msgspec.structs.replace(self._gate),
+            evaluating=list(self.needed_versions),
+            held_back=self.held_back,
         )
 
     # ------------------------------------------------------------------------------------ events
@@ -342,11 +380,13 @@ class Scheduler:
         self._left_out.clear()
         if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
             self._state = "first evaluation"
-            self._begin_round()
+            self._rounds_due.clear()  # a former life had begun it
+            self._begin_round(0)
         else:
             self._state = "training"
         self._reissue_all()
         self._proceed()
+        self._next_round()
 
     def restore(self, snapshot: Snapshot, *, attempts_from: int) -> None:
         """Take up a former kernel's state. What its workers finished may then be told by `replay` and
@@ -369,6 +409,8 @@ class Scheduler:
         if snapshot.gate is not None and self.settings.max_divergence is not None:
             limit = min(snapshot.gate.limit, self.settings.max_staleness)
             self._gate = msgspec.structs.replace(snapshot.gate, limit=limit)
+        self._rounds_due = deque(snapshot.evaluating)
+        self.held_back = snapshot.held_back
 
     def fit(self) -> None:
         """After `restore`, where η, B or the number of steps is no longer the former kernel's: give finished
@@ -419,9 +461,10 @@ class Scheduler:
             return
         oldest, newest = _versions(group)
         allowed = found.bounds.get(group.attempt, found.since)
-        if not allowed <= oldest <= newest <= self.version:
+        most = self.version if group.purpose == "train" else found.since
+        if not allowed <= oldest <= newest <= most:
             # A version is a claim. This one cannot be true, or its engine broke the ticket's terms.
-            reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {self.version}"
+            reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {most}"
             self.group_failed(GroupFailed(group.purpose, found.id, found.attempt, group.worker, reason))
             return
         if group.attempt != found.attempt and self._state != "new":
@@ -486,11 +529,10 @@ class Scheduler:
             if divergence is not None:
                 self._gate.observe(divergence, bound=bound, max_staleness=most)
             self.limits[self._gate.limit] += 1
+        if self.is_due(self.version) and not self._is_evaluated(self.version):
+            self._rounds_due.append(self.version)
         self._proceed()
-        every = self.settings.evaluation_every
-        due = every and self.version % every == 0 and self.version < self.settings.steps
-        if due and self._round is None and self.settings.evaluation_rows and self._state == "training":
-            self._begin_round()  # its many tickets go out after the next batch is under way
+        self._next_round()  # its many tickets go out after the next batch is under way
 
     def release(self) -> None:
         """Batches may be started again."""
@@ -513,12 +555,13 @@ class Scheduler:
         return StartBatch(self.version, tuple(finished[id] for id in self._training))
 
     def recall(self, evaluations: Iterable[Evaluation]) -> None:
-        """After `restore`: evaluations that were complete since then."""
-        known = {evaluation.version for evaluation in self.evaluations}
-        self.evaluations += [each for each in evaluations if each.version not in known]
+        """After `restore`, before `replay`: evaluations that were complete since then."""
+        self.evaluations += [each for each in evaluations if not self._is_evaluated(each.version)]
+        self._rounds_due = deque(each for each in self._rounds_due if not self._is_evaluated(each))
 
     def expire_finished(self, reason: str) -> None:
         """After `restore`: a new incarnation begins, and what weights of the former one sampled is void."""
+        self.evaluations = [each for each in self.evaluations if each.version <= self.version]
         for ticket in [ticket for ticket in self._open.values() if ticket.done]:
             self._retire(ticket, "expired", reason)
 
@@ -530,14 +573,13 @@ class Scheduler:
             return
         self._start_batch()
         self._admit()
-        if self.version == self.settings.steps and self._round is None and not self._held:
+        if self.version == self.settings.steps and not self.needed_versions and not self._held:
             self._end()
 
     def _end(self) -> None:
-        evaluated = any(evaluation.version == self.version for evaluation in self.evaluations)
-        if self.settings.evaluation_rows and not evaluated and not self._closing:
+        if self.settings.evaluation_rows and not self._is_evaluated(self.version) and not self._closing:
             self._state = "last evaluation"
-            self._begin_round()
+            self._begin_round(self.version)
         else:
             self._state = "over"
             self._commands.append(Finish())
@@ -587,12 +629,15 @@ class Scheduler:
         if ticket.attempt > self._attempts_from:
             self._commands.append(Withdraw(purpose, ticket.id, ticket.attempt))
         ticket.attempt = max(ticket.attempt, self._attempts_from) + 1
-        self._bound(ticket, ticket.attempt, self.version)
-        ticket.worker = ""
-        samples = self.settings.group_size if purpose == "train" else self.settings.evaluation_samples
-        self._commands.append(
-            Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, self.version, samples))
+        settings = self.settings
+        version, samples = (
+            (self.version, settings.group_size)
+            if purpose == "train"
+            else (ticket.since, settings.evaluation_samples)
         )
+        self._bound(ticket, ticket.attempt, version)
+        ticket.worker = ""
+        self._commands.append(Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, version, samples)))
 
     def _bound(self, ticket: OpenTicket, attempt: int, version: int) -> None:
         """The oldest token of an attempt is of this version or a newer one."""
@@ -676,6 +721,8 @@ class Scheduler:
             if self.settings.on_late == "wait":
                 return
             self._expire(late)
+        if self._must_hold_back():
+            return
         chosen = sorted(batch, key=lambda ticket: ticket.id)
         self._training = tuple(ticket.id for ticket in chosen)
         groups = tuple(ticket.done for ticket in chosen if ticket.done is not None)
@@ -711,10 +758,28 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------- evaluation
 
-    def _begin_round(self) -> None:
-        self._round = _Round(self.version, {})
+    def _is_evaluated(self, version: int) -> bool:
+        return any(evaluation.version == version for evaluation in self.evaluations)
+
+    def _must_hold_back(self) -> bool:
+        """Whether the next step would lead to an evaluation while one waits; said once for each that does."""
+        if len(self.needed_versions) < 2 or not self.is_due(self.version + 1):
+            return False
+        if not self._holding_back:
+            self._holding_back = True
+            self.held_back += 1
+            self._commands.append(HeldBack(*self.needed_versions[:2]))
+        return True
+
+    def _next_round(self) -> None:
+        """Begin the evaluation that has waited longest, if none is under way."""
+        if self._state == "training" and self._round is None and self._rounds_due and not self._closing:
+            self._begin_round(self._rounds_due.popleft())
+
+    def _begin_round(self, version: int) -> None:
+        self._round = _Round(version, {})
         for row in range(self.settings.evaluation_rows):
-            ticket = OpenTicket(self._eval_ids, row, self.version, self.version)
+            ticket = OpenTicket(self._eval_ids, row, version, version)
             self._eval_ids += 1
             self._round.open[ticket.id] = ticket
             self._reissue("eval", ticket, "")
@@ -732,6 +797,7 @@ class Scheduler:
         if under_way.open:
             return
         self._round = None
+        self._holding_back = False
         self.evaluations.append(under_way.result())
         groups = tuple(sorted(under_way.groups, key=lambda group: group.ticket))
         self._commands.append(EvaluationDone(self.evaluations[-1], groups))
@@ -743,3 +809,4 @@ class Scheduler:
             self._commands.append(Finish())
         else:
             self._proceed()
+            self._next_round()

@@ -84,32 +84,44 @@ class Trainers:
         self._fence = fence
         self.placement = placement
 
-    async def load(self, folder: Path | None, version: int) -> WeightsNote:
-        """Have all begin at a checkpoint, or at the initial models."""
-        answers = await self._ask_all("load", LoadCheckpoint(self._fence, str(folder or ""), version), Loaded)
-        return _note_of([answer.note for answer in answers])
+    async def load(
+        self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()
+    ) -> tuple[WeightsNote, ...]:
+        """Have all begin at a checkpoint, or at the initial models. Returns the notes of what was published:
+        the older versions that were `needed` and lie in the checkpoint, and then `version`."""
+        request = LoadCheckpoint(self._fence, str(folder or ""), version, needed)
+        answers = await self._ask_all("load", request, Loaded)
+        again = [note for answer in answers for note in answer.needed]
+        return (*again, _note_of([answer.note for answer in answers]))
 
     async def step(
-        self, incarnation: int, version: int, rows: tuple[RowRef, ...], ahead: tuple[RowRef, ...] = ()
+        self,
+        incarnation: int,
+        version: int,
+        rows: tuple[RowRef, ...],
+        ahead: tuple[RowRef, ...] = (),
+        needed: tuple[int, ...] = (),
     ) -> StepResult:
         """Run the dataflow's calls after the ticket on a batch.
 
         Args:
             ahead: rows that will probably be wanted next, to be fetched while the present ones train.
+            needed: published versions that are kept, because evaluations need them.
         """
         step = _Step(self, Call(self._fence, incarnation, version, "", rows), ahead)
         with one_error():
             async with anyio.create_task_group() as tasks:
                 for group in self.placement.groups.values():
                     tasks.start_soon(step.run_group, group)
-        answers = await self._ask_all("end", EndStep(self._fence, version), StepEnded)
+        answers = await self._ask_all("end", EndStep(self._fence, version, needed), StepEnded)
         divergence = step.statistics.pop("divergence", None)
         return StepResult(
             step.statistics, step.times, _note_of([answer.note for answer in answers]), divergence
         )
 
-    async def save(self, folder: Path, version: int) -> None:
-        """Have all write models and optimizers into a folder.
+    async def save(self, folder: Path, version: int, needed: tuple[int, ...] = ()) -> None:
+        """Have all write models and optimizers into a folder, and the published weights of `needed` older
+        versions, for evaluations.
 
         Raises:
             OSError: if the folders cannot be made.
@@ -118,7 +130,7 @@ class Trainers:
         for model in graph.models:
             if graph.models[model].trainable:
                 model_folder(folder, model, graph).mkdir(parents=True, exist_ok=True)
-        await self._ask_all("save", Save(self._fence, str(folder), version), Saved)
+        await self._ask_all("save", Save(self._fence, str(folder), version, needed), Saved)
 
     async def prefetch(self, rows: tuple[RowRef, ...]) -> None:
         """Announce rows to every rank."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from stretto.bus.messages import Answers
+from stretto.bus.messages import Answers, Ticket
+from stretto.dataset import Row
 from stretto.engine import Finish
+from stretto.images import IMAGE_COLUMNS
 from stretto.tokenizer import Tokenizer
 from stretto.workflow import Trajectory, sample_numbers
 
@@ -22,6 +25,10 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     """Index in the held-out dataset."""
     sample: int
     """Which of the row's; one that became several trajectories has several lines."""
+    version: int
+    """Of the weights that sampled it."""
+    columns: dict[str, Any]
+    """The row's own, but for its prompt and images."""
     prompt: str
     """What the model was given, template applied, without special tokens."""
     completion: str
@@ -34,21 +41,26 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     engine: str
 
 
-def answers_of(row: int, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> Answers:
+def answers_of(ticket: Ticket, row: Row, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> Answers:
     """What the log keeps of an evaluation ticket."""
     encode = msgspec.json.Encoder().encode
+    columns = {name: value for name, value in row.items() if name not in ("prompt", *IMAGE_COLUMNS)}
     kept = (
-        _kept(row, sample, trajectory, tokenizer)
+        _kept(ticket, columns, sample, trajectory, tokenizer)
         for sample, trajectory in zip(sample_numbers(trajectories), trajectories, strict=True)
     )
     return Answers(b"".join(encode(answer) + b"\n" for answer in kept))
 
 
-def _kept(row: int, sample: int, trajectory: Trajectory, tokenizer: Tokenizer) -> KeptAnswer:
+def _kept(
+    ticket: Ticket, columns: dict[str, Any], sample: int, trajectory: Trajectory, tokenizer: Tokenizer
+) -> KeptAnswer:
     start = int(np.argmax(trajectory.loss_mask))
     return KeptAnswer(
-        row=row,
+        row=ticket.row,
         sample=sample,
+        version=ticket.min_version,
+        columns=columns,
         prompt=tokenizer.decode(trajectory.tokens[:start]),
         completion=tokenizer.decode(trajectory.tokens[start:]),
         reward=trajectory.score.reward,

@@ -99,9 +99,12 @@ class Sample:
 class _Generation:
     """One request under way, on one engine after another if they die."""
 
-    def __init__(self, request: GenerateRequest, floor: Floor, heard: Heard | None) -> None:
+    def __init__(
+        self, request: GenerateRequest, floor: Floor, exact_version: int | None, heard: Heard | None
+    ) -> None:
         self.request = request
         self.floor = floor
+        self.exact_version = exact_version
         self.heard = heard
         self.samples = [Sample() for _ in request.seeds]
         self.unfinished = len(self.samples)
@@ -216,11 +219,18 @@ class Generations:
         await self._bus.subscribe(self._reply, ChunkBatch, self._take)
 
     async def run(
-        self, request: GenerateRequest, floor: Floor, *, affinity: str = "", heard: Heard | None = None
+        self,
+        request: GenerateRequest,
+        floor: Floor,
+        *,
+        exact_version: int | None = None,
+        affinity: str = "",
+        heard: Heard | None = None,
     ) -> list[Sample]:
         """Every sample of a request, finished.
 
         Args:
+            exact_version: of an evaluation: the version that samples it. It goes to engines lent to that.
             affinity: what requests have in common that should go to the same engine (see `Pool.member`), as
                 it has their prefix; empty for none.
             heard: called with (sample, new tokens) as they arrive, each position of an answer once.
@@ -229,12 +239,13 @@ class Generations:
             EngineError: if an engine refused it, or too many gave it up.
             Exception: whatever `heard` raised.
         """
-        generation = _Generation(request, floor, heard)
+        generation = _Generation(request, floor, exact_version, heard)
         place, given_up, left = 0, 0, ""
         while generation.unfinished:
             async with self._engines.member(
                 affinity,
                 min_version=floor.version,
+                exact_version=exact_version,
                 samples=lambda: generation.unfinished,
                 avoid=left,
             ) as engine:
@@ -296,7 +307,7 @@ class Generations:
             min_version=generation.floor.version,
         )
         subject = self._setting.names.worker("inference", engine, "generate")
-        await self._bus.publish(subject, Generate(request, self._reply))
+        await self._bus.publish(subject, Generate(request, self._reply, generation.exact_version))
 
     async def _release(self, engine: str, generation: _Generation, name: str) -> None:
         """The engine can forget the request."""

@@ -6,6 +6,10 @@ reconnect or a repeated question is answered from the position asked for.
 A version is doubted from before it is loaded until it has been found to be the one that the trainer
 published. As long as it is, no chunk with tokens of it leaves the worker, nor any that follows one in its
 sample.
+
+A worker that is lent to an evaluation answers that evaluation alone, from before its version is loaded until
+after another one is: so no token of training is sampled by those weights, and no token of the evaluation by
+others. What is dropped on either change goes on elsewhere, or later: its askers hear of it by the beacon.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import msgspec
@@ -73,6 +78,10 @@ class _Request:
     touched: float = 0.0
 
 
+Audience = int | None | Literal["nobody"]
+"""Whose requests a worker answers: those of the evaluation of a version, those of training (None)."""
+
+
 class InferenceWork:
     """One replica."""
 
@@ -87,7 +96,10 @@ class InferenceWork:
         self._swapping = anyio.Lock()
         self._served: SwapDone | None = None
         self._order = (-1, -1)
-        """Fence and version of what is served: a new kernel may go back to an older version."""
+        """Fence and number of the swap to what is served."""
+        self._note: WeightsNote | None = None
+        """What is served."""
+        self._audience: Audience = None
         self._doubted: set[int] = set()
         """Versions that may be served by now, and have not been found to be what was announced."""
         self._held: dict[tuple[str, int], list[Chunk]] = {}
@@ -130,6 +142,8 @@ class InferenceWork:
         """A new request goes to the engine; a known one is told again what it has not."""
         request = message.request
         known = self._requests.get(request.id)
+        if known is None and message.exact_version != self._audience:
+            return  # for others; its asker learns from the beacon where to go, or asks again
         if known is None:
             wanted = len(request.seeds) - request.have.count(-1)
             none_yet: list[list[Chunk]] = [[] for _ in request.seeds]
@@ -150,10 +164,14 @@ class InferenceWork:
             self._requests.pop(request, None)
 
     def _abort(self, message: Abort) -> None:
+        self._drop(message.request)
+
+    def _drop(self, request: str) -> None:
+        """Nobody waits here for a request any more."""
         assert self._engine is not None
-        self._engine.abort(message.request)
-        self._requests.pop(message.request, None)
-        self._held = {key: chunks for key, chunks in self._held.items() if key[0] != message.request}
+        self._engine.abort(request)
+        self._requests.pop(request, None)
+        self._held = {key: chunks for key, chunks in self._held.items() if key[0] != request}
 
     async def _forget(self) -> None:
         """Drop finished requests whose asker never confirmed: it is gone."""
@@ -225,25 +243,38 @@ class InferenceWork:
     # ----------------------------------------------------------------------------------- swaps
 
     async def _swap(self, message: Swap) -> SwapDone:
-        """Serve a version. Of several that wait for each other, older ones are passed over."""
+        """Serve a version. Of several swaps that wait for each other, former ones are passed over."""
         self._setting.obey(message.fence)
         async with self._swapping:
-            order = (message.fence, message.note.version)
+            order = (message.fence, message.number)
             if self._served is not None and order <= self._order:
                 return self._served
-            done = await self._load_version(message.note)
+            audience = message.note.version if message.exact else None
+            done = await self._load_version(message.note, audience)
             if done.fault:
                 return done
-            self._order = order
+            self._order, self._note, self._audience = order, message.note, audience
             self._trust(message.note.version)
-            self._served = await self._measured(done)
+            # The weights of an evaluation say nothing of the batches that are trained now.
+            self._served = done if message.exact else await self._measured(done)
             return self._served
 
-    async def _load_version(self, note: WeightsNote) -> SwapDone:
+    def _dismiss_others(self, audience: Audience) -> None:
+        """Drop what is under way for others. Nobody is answered until the weights are there."""
+        if self._audience != audience:
+            self._audience = "nobody"
+            for request in [id for id, request in self._requests.items() if request.left]:
+                self._drop(request)
+
+    async def _load_version(self, note: WeightsNote, audience: Audience) -> SwapDone:
         """Have the engine serve a version, and see what it really serves."""
         assert self._engine is not None
+        if self._served is not None and note == self._note and self._engine.load().version == note.version:
+            self._dismiss_others(audience)
+            return self._served
         update = await self._received(note)
         try:
+            self._dismiss_others(audience)
             self._doubted.add(note.version)
             report = await self._engine.swap(update)
         finally:

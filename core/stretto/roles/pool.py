@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import structlog
 
-from stretto.bus.messages import Beacon
+from stretto.bus.messages import Beacon, Peer
 from stretto.engine import Load
 from stretto.errors import NoAnswer
 from stretto.launcher import Role
@@ -34,8 +34,9 @@ _SESSIONS = 16_384
 class _Replica:
     """One worker: the kernel's figures of it, and this process's own calls."""
 
-    def __init__(self, worker: str, clock: Callable[[], float]) -> None:
-        self.worker = worker
+    def __init__(self, peer: Peer, clock: Callable[[], float]) -> None:
+        self.worker = peer.worker
+        self.exact_version = peer.exact_version
         self.load: Load | None = None
         self.own = 0
         """Samples of this process's calls."""
@@ -105,16 +106,19 @@ class Pool:
             self._hear(setting.beacon)
 
     def _hear(self, beacon: Beacon) -> None:
-        members = {peer.worker: peer.load for peer in beacon.peers if peer.role == self._role}
-        for worker in self._replicas.keys() - members.keys():
-            for scope in self._replicas.pop(worker).scopes:
-                scope.cancel()
-        for worker in members.keys() - self._replicas.keys():
-            self._replicas[worker] = _Replica(worker, self._clock)
-            self._changed.set()
-            self._changed = anyio.Event()
-        for worker, load in members.items():
-            self._replicas[worker].hear(load)
+        members = {peer.worker: peer for peer in beacon.peers if peer.role == self._role}
+        for worker, replica in list(self._replicas.items()):
+            peer = members.get(worker)
+            if peer is None or peer.exact_version != replica.exact_version:
+                del self._replicas[worker]
+                for scope in replica.scopes:
+                    scope.cancel()
+        for worker, peer in members.items():
+            if worker not in self._replicas:
+                self._replicas[worker] = _Replica(peer, self._clock)
+                self._changed.set()
+                self._changed = anyio.Event()
+            self._replicas[worker].hear(peer.load)
 
     @asynccontextmanager
     async def member(
@@ -122,11 +126,12 @@ class Pool:
         affinity: str = "",
         *,
         min_version: int = 0,
+        exact_version: int | None = None,
         samples: Callable[[], int] = lambda: 1,
         avoid: str = "",
     ) -> AsyncGenerator[str]:
-        """A worker for one call, waited for if there is none. If it is lost, the block is left silently: call
-        it in a loop.
+        """A worker for one call, waited for if there is none. If it is lost, or is lent to an evaluation or
+        taken back, the block is left silently: call it in a loop.
 
         Of two at random, large ones more often, it is the one with less to do for its size: samples in hand
         as a part of its slots, by the kernel's figures and by the calls made here since. One that is behind
@@ -140,13 +145,15 @@ class Pool:
         Args:
             affinity: what the calls of a session or conversation have in common; empty for none.
             min_version: the policy version that the call asks for.
+            exact_version: of an evaluation's call: the version that workers lent to it serve. Other calls go
+                to workers that are not lent.
             samples: how many of the call's samples are still to come, asked at its start and its end; in
                 between `ended` tells of those that are over.
             avoid: a worker that is taken only if there is no other.
         """
-        while not self._replicas:
+        while not self._serving(exact_version):
             await self._changed.wait()
-        replica = self._choose(affinity, min_version, avoid)
+        replica = self._choose(affinity, min_version, exact_version, avoid)
         with anyio.CancelScope() as scope:
             replica.scopes.add(scope)
             replica.begin(samples())
@@ -167,10 +174,12 @@ class Pool:
     def stuck(self, worker: str) -> bool:
         """Whether a worker has had work for 30 s and sampled nothing, while another is better off."""
         replica = self._replicas.get(worker)
-        return replica is not None and replica.stuck and replica not in self._candidates("")
+        if replica is None or not replica.stuck:
+            return False
+        return replica not in self._candidates(replica.exact_version, "")
 
-    def _choose(self, affinity: str, min_version: int, avoid: str) -> _Replica:
-        candidates = self._candidates(avoid)
+    def _choose(self, affinity: str, min_version: int, exact_version: int | None, avoid: str) -> _Replica:
+        candidates = self._candidates(exact_version, avoid)
         # Drawn without replacement, each as often as it has slots (Efraimidis and Spirakis, 2006).
         two = heapq.nlargest(2, candidates, key=lambda replica: random.random() ** (1 / replica.slots))
         choice = min(two, key=lambda replica: replica.cost(min_version))
@@ -185,8 +194,12 @@ class Pool:
             self._homes.popitem(last=False)
         return choice
 
-    def _candidates(self, avoid: str) -> list[_Replica]:
-        """All but those to pass over, or all if nothing else is left."""
-        there = list(self._replicas.values())
+    def _serving(self, exact_version: int | None) -> list[_Replica]:
+        """Those lent to the evaluation of a version, or those not lent."""
+        return [replica for replica in self._replicas.values() if replica.exact_version == exact_version]
+
+    def _candidates(self, exact_version: int | None, avoid: str) -> list[_Replica]:
+        """Of those, all but the ones to pass over, or all if nothing else is left."""
+        there = self._serving(exact_version)
         moving = [replica for replica in there if not replica.stuck]
         return [replica for replica in moving if replica.worker != avoid] or moving or there

@@ -67,7 +67,11 @@ class RolloutWork:
         config = setting.composed.config
         self._setting = setting
         self._bus = setting.bus
-        self._slots = _Slots(config.rollout.concurrency)
+        self._slots: dict[Purpose, anyio.Semaphore] = {
+            # Of each its own: those of training keep theirs while their engine is lent to an evaluation.
+            purpose: anyio.Semaphore(config.rollout.concurrency)
+            for purpose in ("train", "eval")
+        }
         self._engines = Pool(setting, "inference")
         self.verifiers = Verifiers(setting)
         self._generations = Generations(setting, self._engines)
@@ -118,7 +122,7 @@ class RolloutWork:
         names = self._setting.names
         tickets = self._bus.take(names.tickets_stream, names.ticket(purpose), Ticket)
         while True:
-            await self._slots.acquire(purpose)
+            await self._slots[purpose].acquire()
             tasks.start_soon(self._work, await anext(tickets))
 
     async def _work(self, taken: Taken[Ticket]) -> None:
@@ -128,7 +132,7 @@ class RolloutWork:
         worker = self._setting.worker
         if key in self._running:  # delivered again, such as by a server that was killed: it is in hand
             self._running[key] = (self._running[key][0], taken)
-            self._slots.release(ticket.purpose)
+            self._slots[ticket.purpose].release()
             return
         with bound(ticket=ticket.name), anyio.CancelScope() as scope:
             self._running[key] = (scope, taken)
@@ -138,7 +142,7 @@ class RolloutWork:
                 await self._end(ticket, await self._outcome(ticket))
             finally:
                 _, newest = self._running.pop(key)
-                self._slots.release(ticket.purpose)
+                self._slots[ticket.purpose].release()
                 if not self._setting.leave.is_set():
                     with anyio.CancelScope(shield=True), anyio.move_on_after(5):
                         await newest.done()
@@ -228,7 +232,7 @@ class RolloutWork:
         evaluation = self._setting.composed.config.evaluation
         if evaluation is None or not evaluation.keep_answers:
             return 0
-        answers = answers_of(ticket.row, trajectories, self.tokenizer)
+        answers = answers_of(ticket, self._datasets["eval"][ticket.row], trajectories, self.tokenizer)
         return await self._bus.append(self._setting.names.kept_answers, answers, id=f"{ticket.name}/answers")
 
     async def _end(self, ticket: Ticket, outcome: GroupDone | GroupFailed) -> None:
@@ -296,7 +300,9 @@ class RolloutWork:
             deadline_s=config.workflow.timeout_s,
         )
         affinity = f"{ticket.name}/{line}"
-        samples = await self._generations.run(request, floor, affinity=affinity, heard=heard)
+        samples = await self._generations.run(
+            request, floor, exact_version=ticket.exact_version, affinity=affinity, heard=heard
+        )
         return [
             Answer(
                 tokens=sample.tokens(),
@@ -446,31 +452,6 @@ class _Clocks:
 
     generate: _Clock = field(default_factory=_Clock)
     score: _Clock = field(default_factory=_Clock)
-
-
-class _Slots:
-    """Tickets in hand. Evaluation takes what training leaves, and always has a small part of its own."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._reserved = max(1, total // 8)
-        self._used: dict[Purpose, int] = {"train": 0, "eval": 0}
-        self._freed = anyio.Event()
-
-    async def acquire(self, purpose: Purpose) -> None:
-        while self._used[purpose] >= self._allowed(purpose):
-            await self._freed.wait()
-        self._used[purpose] += 1
-
-    def release(self, purpose: Purpose) -> None:
-        self._used[purpose] -= 1
-        self._freed.set()
-        self._freed = anyio.Event()
-
-    def _allowed(self, purpose: Purpose) -> int:
-        if purpose == "train":
-            return self._total
-        return max(self._reserved, self._total - self._used["train"])
 
 
 # --------------------------------------------------------------------------------------- helpers

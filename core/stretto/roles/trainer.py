@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -38,7 +38,7 @@ from stretto.bus.messages import (
 )
 from stretto.contracts import expect_contract
 from stretto.engine import TrainingEngine
-from stretto.errors import EngineError, Refused, one_error
+from stretto.errors import EngineError, Refused, WeightsError, one_error
 from stretto.kernel.dataflow import graph_of
 from stretto.placement import Placement, group_of_worker, model_folder, split_rows
 from stretto.roles.canary import Probe, probe_of
@@ -46,6 +46,7 @@ from stretto.roles.rows import Rows
 from stretto.roles.setting import ComputeThread, Setting
 from stretto.roles.shared_rows import choose_rows, score_rows
 from stretto.roles.wire import BusWire
+from stretto.weight_files import open_version
 from stretto.weights import Canary, Publisher, WeightsNote, digest_of, tensor_hash
 
 if TYPE_CHECKING:
@@ -190,7 +191,8 @@ class TrainerWork:
             self._algorithm.restore(json.loads(saved.read_bytes()) if known else {})
         self._rows.end()
         self._version, self._shared_rows = message.version, {}
-        return Loaded(await self._publish())
+        needed = await self._publish_again(message) if self._publisher is not None else ()
+        return Loaded(await self._publish([note.version for note in needed]), needed)
 
     async def _save(self, message: Save) -> Saved:
         self._setting.obey(message.fence)
@@ -199,8 +201,11 @@ class TrainerWork:
         for name, engine in self._engines.items():
             if self._graph.models[name].trainable:
                 await self._thread.run(engine.save, model_folder(Path(message.folder), name, self._graph))
-        if self._publisher is not None and isinstance(self._algorithm, Stateful):
-            Path(message.folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
+        if self._publisher is not None:
+            if isinstance(self._algorithm, Stateful):
+                Path(message.folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
+            for version in message.needed:
+                await self._thread.run(self._publisher.copy, version, _folder_of(version, message.folder))
         return Saved(time.perf_counter() - began)
 
     async def _call(self, message: messages.Call) -> CallDone:
@@ -223,7 +228,7 @@ class TrainerWork:
             self._shared_rows[self._version + 1] = await self._score_shared_rows()
         self._rows.end()
         self._version += 1
-        return StepEnded(await self._publish())
+        return StepEnded(await self._publish(message.needed))
 
     async def _prefetch(self, message: Prefetch) -> None:
         await self._rows.prefetch(message.rows)
@@ -250,7 +255,22 @@ class TrainerWork:
             worker = self._setting.worker
             raise Refused(worker, f"holds version {self._version}, and was asked for version {version}")
 
-    async def _publish(self) -> WeightsNote | None:
+    async def _publish_again(self, message: LoadCheckpoint) -> tuple[WeightsNote, ...]:
+        """Publish what a checkpoint has for evaluations; returns where it lies now."""
+        assert self._publisher is not None
+        notes: list[WeightsNote] = []
+        for note in message.needed:
+            update = await self._thread.run(open_version, note, _folder_of(note.version, message.folder))
+            again = await self._thread.run(
+                self._publisher.publish,
+                note.version,
+                update.tensors().items(),
+                [each.version for each in notes],
+            )
+            notes.append(msgspec.structs.replace(again, canary=note.canary))
+        return tuple(notes)
+
+    async def _publish(self, needed: Collection[int]) -> WeightsNote | None:
         if not self._leads:
             return None
         engine, publisher = self._engines[self._graph.lead], self._publisher
@@ -262,7 +282,7 @@ class TrainerWork:
         if publisher is None:  # every rank goes through the weights; rank 0's are published
             await self._thread.run(_exhaust, engine.weights)
             return None
-        note = await self._thread.run(publisher.publish, self._version, engine.weights())
+        note = await self._thread.run(publisher.publish, self._version, engine.weights(), needed)
         return msgspec.structs.replace(note, canary=canary)
 
     # ----------------------------------------------------------------------------------- the calls
@@ -363,12 +383,23 @@ class TrainerWork:
 class _Unread:
     """A publisher where no engine is to read: of a version there is the digest alone."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsNote:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
+        del needed
         hashes = [(name, tensor_hash(tensor)) for name, tensor in tensors]
         return WeightsNote(version, "", digest_of(hashes))
 
+    def copy(self, version: int, folder: Path) -> None:
+        raise WeightsError(f"version {version} was read by nobody and is not kept", version=version)
+
     def close(self) -> None:
         """There is nothing to remove."""
+
+
+def _folder_of(version: int, checkpoint: str) -> Path:
+    """Where a checkpoint has the weights of an older version, for its evaluation."""
+    return Path(checkpoint, "evaluation", f"v{version:08d}")
 
 
 def _over_steps(name: str, values: Sequence[float]) -> float:

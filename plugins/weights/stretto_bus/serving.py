@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,10 +32,16 @@ class BusPublisher:
         self._address = wire.address
         wire.answer(self._answer)
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsNote:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
         """Write a version where the answers are taken from; subscribers find it by this end's address."""
-        note = self._versions.write(version, tensors)
+        note = self._versions.write(version, tensors, needed)
         return msgspec.structs.replace(note, address=self._address)
+
+    def copy(self, version: int, folder: Path) -> None:
+        """Write a version into a folder."""
+        self._versions.copy(version, folder)
 
     def close(self) -> None:
         """Remove everything."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ from stretto_collective.meeting import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from stretto.weight_files import VersionFolders
@@ -48,10 +50,16 @@ class CollectivePublisher:
         self._sent: set[str] = set()
         wire.answer(self._answer)
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsNote:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
         """Write a version where it is sent from; subscribers find it by this end's address."""
-        note = self._versions.write(version, tensors)
+        note = self._versions.write(version, tensors, needed)
         return msgspec.structs.replace(note, address=self._address)
+
+    def copy(self, version: int, folder: Path) -> None:
+        """Write a version into a folder."""
+        self._versions.copy(version, folder)
 
     def close(self) -> None:
         """Remove everything."""

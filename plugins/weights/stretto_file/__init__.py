@@ -7,7 +7,7 @@ are removed. Every tensor's bytes are hashed on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,9 +66,15 @@ class FilePublisher:
     def __init__(self, versions: VersionFolders) -> None:
         self._versions = versions
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightsNote:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
         """Write one version; readers find it by its folder."""
-        return self._versions.write(version, tensors)
+        return self._versions.write(version, tensors, needed)
+
+    def copy(self, version: int, folder: Path) -> None:
+        """Write a version into a folder."""
+        self._versions.copy(version, folder)
 
     def close(self) -> None:
         """Remove everything."""
