@@ -861,6 +861,12 @@ def test_the_gate_settles_at_the_widest_limit_that_keeps_the_bound_and_seldom_tr
     assert sum(one != other for one, other in pairwise(found[100:])) < 30
 
 
+def test_the_gate_waits_until_a_change_shows_before_it_judges_again() -> None:
+    """KL is 1.2 at a lag of 8 and 0.9 at 6: one change is enough, though the backlog is above it."""
+    found = limits(lambda lag: 0.15 * lag, max_staleness=8, steps=40)
+    assert found == [8, *[6] * 39]
+
+
 def test_one_outlier_never_narrows_and_two_in_a_row_do() -> None:
     gate = DivergenceGate(2)
     for divergence in (math.inf, 0.0, 0.0, math.nan, 0.0):
