@@ -352,7 +352,7 @@ class Report:
         if best is None:
             return None
         name = checkpoint_name(best.version)
-        there = (self._folder / "checkpoints" / name).is_dir()
+        there = (self.folder / "checkpoints" / name).is_dir()
         return {"version": best.version, "accuracy": best.accuracy, "checkpoint": name if there else None}
 
     def _held_back(self) -> list[str]:
