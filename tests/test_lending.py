@@ -46,7 +46,7 @@ def test_a_single_engine_takes_turns_and_begins_with_the_evaluation() -> None:
     now = 100.0
     for _ in range(4):
         again = lending.choose(BESIDE, ["a"], now)
-        lent.append((now, lending.lent == {"a"}))
+        lent.append((now, lending.lent == frozenset("a")))
         assert lending.choose(BESIDE, ["a"], now + 1) == again  # looked at in between: nothing changes
         assert (lending.lent == {"a"}) == lent[-1][1]
         now = again
