@@ -41,7 +41,7 @@ from stretto.bus.messages import Message, Refusal
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, NoAnswer, Refused, StrettoError
 
-__all__ = ["Bus", "Taken", "connect"]
+__all__ = ["Bus", "Taken", "connect", "decoder"]
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -73,8 +73,17 @@ def _answerer(subject: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
-    return msgspec.msgpack.Decoder(kind).decode
+def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
+    """What decodes messages of a kind; raises msgspec.DecodeError, and nothing else, of bytes that are none."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def decode_checked(data: bytes | memoryview) -> Any:
+        try:
+            return decode(data)
+        except UnicodeDecodeError as error:  # msgspec passes on what it finds in some strings
+            raise msgspec.DecodeError(f"a string is not UTF-8: {error}") from error
+
+    return decode_checked
 
 
 @dataclass
@@ -187,7 +196,7 @@ class Bus:
         """Call `handler` with each message, one at a time, until the bus closes. It may be a coroutine
         function or a plain one; it should not wait for long, since messages queue up behind it. What is
         published after this returns is not missed."""
-        decode = _decoder(kind)
+        decode = decoder(kind)
 
         async def deliver(msg: Msg) -> None:
             data = self._whole(msg)
@@ -223,7 +232,7 @@ class Bus:
         token = str(self._requests)
         reply_to = f"{self.inbox(_answerer(subject))}.{token}"
         data = _encode(message)
-        decode = _decoder(answer | Refusal)
+        decode = decoder(answer | Refusal)
         began = anyio.current_time()
         try:
             while (left := began + deadline_s - anyio.current_time()) > 0:
@@ -257,7 +266,7 @@ class Bus:
             forget: keep no answers for requests that are repeated; the handler, which changes nothing, is
                 called again. For answers that are large.
         """
-        decode = _decoder(kind)
+        decode = decoder(kind)
         answers: OrderedDict[str, bytes | None] = OrderedDict()  # reply subject -> answer, None while at it
 
         async def answer(reply: str, message: M) -> None:
@@ -348,7 +357,7 @@ class Bus:
         """
         data = await self._joined(stream, await self._stored(stream, sequence))
         try:
-            return _decoder(kind)(data)
+            return decoder(kind)(data)
         except msgspec.DecodeError as error:
             self._refuse(f"{stream} {sequence}", kind, error)
             raise Malformed(f"{stream} {sequence}", kind.__name__, str(error)) from error
@@ -361,7 +370,7 @@ class Bus:
         Args:
             kind: a message type or a union of some. Malformed messages are refused and passed over.
         """
-        decode = _decoder(kind)
+        decode = decoder(kind)
         following = start
         while True:
             consumer = ConsumerConfig(
@@ -413,7 +422,7 @@ class Bus:
         subscription = await self._jetstream.pull_subscribe_bind(
             consumer=_consumer(subject), stream=stream, pending_msgs_limit=16
         )
-        decode = _decoder(kind)
+        decode = decoder(kind)
         while True:
             try:
                 [msg] = await subscription.fetch(1, timeout=10)
@@ -447,7 +456,7 @@ class Bus:
             entry = await self._storing(lambda: values.get(key), bucket)
         except KeyNotFoundError:
             return None
-        return _decoder(kind)(entry.value or b"")
+        return decoder(kind)(entry.value or b"")
 
     # ------------------------------------------------------------------------------------ private
 
