@@ -162,7 +162,7 @@ def _result_of(out: Path) -> Result:
         best=max(means),
         last=means[-1],
         staleness=sum(key * count for key, count in samples.items()) / sum(samples.values()),
-        eta=statistics.fmean(step.get("eta_eff", math.nan) for step in steps),
+        eta=statistics.fmean(step.get("staleness_limit", math.nan) for step in steps),
         rewards=tuple(rewards),
         times_s=tuple(step["time_s"] for step in steps),
     )

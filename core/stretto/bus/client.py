@@ -74,7 +74,7 @@ def _answerer(subject: str) -> str:
 
 @lru_cache(maxsize=256)
 def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
-    """What decodes messages of a kind; raises msgspec.DecodeError, and nothing else, of bytes that are none."""
+    """What decodes messages of a kind; of bytes that are none it raises msgspec.DecodeError alone."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def decode_checked(data: bytes | memoryview) -> Any:
