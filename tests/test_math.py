@@ -288,8 +288,12 @@ def test_a_fork_never_returns_into_its_parents_code() -> None:
         return float(os.getpid() != ours), {}
 
     assert [each.value for each in score_within(Limits(cpu_s=5), score, 3)] == [(1.0, {})] * 3
-    with pytest.raises(RewardError, match="KeyError: 'x'"):
-        score_within(Limits(cpu_s=5), lambda index: {}["x"], 1)
+
+    def fail(index: int) -> tuple[float, dict[str, float]]:
+        raise KeyError(index)
+
+    with pytest.raises(RewardError, match="KeyError: 0"):
+        score_within(Limits(cpu_s=5), fail, 1)
 
 
 # ---------------------------------------------------------------------------------------------- rows
