@@ -335,8 +335,8 @@ def test_a_run_says_its_advice_everywhere(start: Start) -> None:
 def test_a_reward_that_fails_is_told_by_cause(start: Start, tmp_path: Path) -> None:
     body = """
     def score(prompt, completion, n):
-        if n % 5 == 0: raise LookupError(f"row {n}")
-        if n % 5 == 1: return None
+        if n % 5 == 2: raise LookupError(f"row {n}")
+        if n % 5 == 3: return None
         return float(len(completion))
     """
     run = start(*reward(tmp_path, body), "steps=10", "queue.max_failures=1000")

@@ -173,7 +173,7 @@ def test_a_second_interrupt_ends_at_once(start: Start) -> None:
 
 def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
     run = start()
-    run.until(lambda: (run.folder / "logs").exists())
+    run.until(lambda: (run.folder / "bus" / "kernel.json").exists())
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text()
     run.assert_nothing_is_left()

@@ -53,7 +53,8 @@ class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     use: str = "single_turn"
     """Name of the workflow."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds for one ticket, scoring included; the ticket then fails."""
+    """Seconds for one ticket, scoring included; the ticket then fails. Time in which all engines are lent to
+    others, to an evaluation or to training, does not count."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from stretto.array import Array
 from stretto.bus.client import Taken
 from stretto.bus.messages import (
     AbortTicket,
+    Beacon,
     GroupDone,
     GroupFailed,
     Heartbeat,
@@ -60,6 +62,38 @@ _BUNDLE_BYTES = 512 * 1024
 _KEEP_ALIVE_S = 10.0
 
 
+class _Limits:
+    """The time limits of tickets. They stand still while all engines are lent to others."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._running: set[tuple[int | None, anyio.CancelScope]] = set()
+        """(`exact_version` of the ticket, its limit)."""
+        self._heard_s = 0.0
+        self._serving: set[int | None] = set()
+        """`exact_version` of each engine, by the latest beacon."""
+        setting.on_beacon(self._hear)
+
+    @contextmanager
+    def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
+        """Raise TimeoutError where the block takes longer."""
+        with anyio.fail_after(timeout_s) as limit:
+            entry = (ticket.exact_version, limit)
+            self._running.add(entry)
+            try:
+                yield
+            finally:
+                self._running.discard(entry)
+
+    def _hear(self, beacon: Beacon) -> None:
+        """Beacons come every second and at every change."""
+        now = anyio.current_time()
+        passed, self._heard_s = now - self._heard_s, now
+        for exact_version, limit in self._running:
+            if self._serving and exact_version not in self._serving:
+                limit.deadline += passed
+        self._serving = {peer.exact_version for peer in beacon.peers if peer.role == "inference"}
+
+
 class RolloutWork:
     """One rollout worker."""
 
@@ -76,6 +110,7 @@ class RolloutWork:
         self.verifiers = Verifiers(setting)
         self._generations = Generations(setting, self._engines)
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Taken[Ticket]]] = {}
+        self._limits = _Limits(setting)
         self._progress: dict[tuple[int, int], int] = {}
         self._news = anyio.Event()
         self._vision: Vision | None = None
@@ -151,7 +186,7 @@ class RolloutWork:
         setting, began, clocks = self._setting, anyio.current_time(), _Clocks()
         timeout_s = setting.composed.config.workflow.timeout_s
         try:
-            with anyio.fail_after(timeout_s):
+            with self._limits.of(ticket, timeout_s):
                 trajectories = await self._roll_out(ticket, clocks)
                 members = await self._store(ticket, trajectories)
         except _Unfit as unfit:
