@@ -380,8 +380,8 @@ def test_evaluations_outlive_their_engine_and_their_kernel_and_hold_training_bac
     start: Any, tmp_path: Path
 ) -> None:
     run = start(
-        *("steps=7", "inference.replicas=2", "inference.tokens_per_s=500", "checkpoint.every=1"),
-        *held_out(tmp_path, 2, 20, 4),
+        *("steps=7", "inference.replicas=2", "inference.tokens_per_s=600", "checkpoint.every=1"),
+        *held_out(tmp_path, 2, 40, 4),  # an evaluation takes much longer than two steps
     )
     run.until_step(3)
     run.worker("inference-0").kill()  # the one that is lent
