@@ -337,7 +337,7 @@ def assert_evaluated(run: Any, versions: list[int]) -> None:
 def test_evaluations_beside_training_are_each_of_their_version(start: Any, tmp_path: Path) -> None:
     run = start(
         *("steps=12", "inference.tokens_per_s=1500", "workflow.timeout_s=5"),  # turns of half a second
-        *held_out(tmp_path, 3, 20, 4),
+        *held_out(tmp_path, 3, 20, 2),
     )
     run.assert_completed(12)
     assert_evaluated(run, [0, 3, 6, 9, 12])

@@ -34,7 +34,7 @@ class Engines:
     Args:
         on_swapped: called with each swap: of which worker, and what came of it.
         on_callable: called when an engine can be named to rollout workers, and when it serves a new version.
-        turn_s: seconds that a single engine is lent to an evaluation, and then serves training, in turn.
+        turn_s: seconds of an evaluation's first turn at a single engine.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Engines:
         while True:
             news, now = self._news, anyio.current_time()
             former = self._lending.lent
-            workers = [member.worker for member in self._fleet.of("inference")]
+            workers = {member.worker: member.exact_version for member in self._fleet.of("inference")}
             again = self._lending.choose(self._wish, workers, now)
             if self._lending.lent != former:
                 log.info("engines lent", version=self._wish.version, workers=sorted(self._lending.lent))
@@ -139,6 +139,7 @@ class Engines:
             member.callable, member.exact_version = True, note.version if exact else None
             self._fleet.serves(member, note.version)
             self._on_callable()
+            self.look_again()  # with its weights, the turn of a single engine begins
 
     async def busy_s(self) -> float:
         """Seconds that the engines have worked so far, mean of the present ones."""

@@ -97,8 +97,7 @@ _START_S = 900.0
 _LEAVE_S = 8.0
 """What workers get to leave by themselves at the end."""
 _TURN_S = 30.0
-"""A turn of an evaluation, and of training, at a single engine; but no more than a small part of what a
-workflow may take, since its clock goes on meanwhile."""
+"""The first turn of an evaluation at a single engine; less where workflows have less time."""
 _TURNS_PER_WORKFLOW = 10
 _ATTEMPTS_PER_KERNEL = 1000
 """Attempts of a resumed kernel's tickets begin at its fence times this."""
