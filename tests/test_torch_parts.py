@@ -35,17 +35,17 @@ from stretto_torch.waiting import WaitingLine
 # ----------------------------------------------------------------------------------------- order
 
 
-def line(delay_s: float, *arrivals: tuple[str, float, int]) -> WaitingLine:
-    """A line that serves version 0, with requests of (id, arrival, priority)."""
-    waiting = WaitingLine(delay_s)
+def line(*arrivals: tuple[str, float]) -> WaitingLine:
+    """A line that serves version 0, with requests of (id, arrival)."""
+    waiting = WaitingLine()
     waiting.set_version(0)
-    for name, arrived, priority in arrivals:
-        waiting.add(job(name, priority=priority), arrived)
+    for name, arrived in arrivals:
+        waiting.add(job(name), arrived)
     return waiting
 
 
-def job(name: str, *, priority: int = 0, min_version: int = 0) -> Job:
-    request = GenerateRequest(name, Array.of([5]), (0,), Sampling(), min_version, priority=priority)
+def job(name: str, *, min_version: int = 0) -> Job:
+    request = GenerateRequest(name, Array.of([5]), (0,), Sampling(), min_version)
     return open_job(request, 0.0, vocabulary=10, context=512, eos=(), deterministic=False)
 
 
@@ -57,16 +57,11 @@ def order(waiting: WaitingLine) -> list[str]:
 
 
 def test_who_comes_first_is_served_first() -> None:
-    assert order(line(2.0, ("a", 0.0, 0), ("b", 1.0, 0), ("c", 1.0, 0))) == ["a", "b", "c"]
-
-
-def test_evaluation_lets_training_pass_for_its_delay_and_no_longer() -> None:
-    waiting = line(2.0, ("eval", 0.0, 1), ("t1", 0.5, 0), ("t2", 1.9, 0), ("t3", 2.1, 0), ("t4", 9.0, 0))
-    assert order(waiting) == ["t1", "t2", "eval", "t3", "t4"]
+    assert order(line(("a", 0.0), ("b", 1.0), ("c", 1.0))) == ["a", "b", "c"]
 
 
 def test_who_has_ended_while_waiting_is_passed_over() -> None:
-    waiting = WaitingLine(0.0)
+    waiting = WaitingLine()
     waiting.set_version(0)
     jobs = [job(name) for name in "abc"]
     for arrived, each in enumerate(jobs):
@@ -80,7 +75,7 @@ def test_who_has_ended_while_waiting_is_passed_over() -> None:
 
 
 def test_who_needs_newer_weights_keeps_the_place_of_arrival() -> None:
-    waiting = WaitingLine(0.0)
+    waiting = WaitingLine()
     for arrived, (name, min_version) in enumerate([("a", 1), ("b", 0), ("c", 2), ("d", 1)]):
         waiting.add(job(name, min_version=min_version), arrived)
 
@@ -92,13 +87,13 @@ def test_who_needs_newer_weights_keeps_the_place_of_arrival() -> None:
 
 
 def test_who_gave_up_a_slot_waits_at_the_place_it_had() -> None:
-    waiting = line(2.0, ("a", 0.0, 0), ("eval", 0.0, 1), ("b", 1.0, 0), ("c", 3.0, 0))
+    waiting = line(("a", 0.0), ("b", 1.0), ("c", 2.0), ("d", 3.0))
     first, second = waiting.pop(), waiting.pop()
     waiting.put_back(second)
 
     assert (len(waiting), waiting.first) == (3, second)
     assert first.place < second.place
-    assert order(waiting) == ["b", "eval", "c"]
+    assert order(waiting) == ["b", "c", "d"]
 
 
 # ------------------------------------------------------------------------- shapes, shelves, the pool
@@ -380,7 +375,6 @@ def make_batcher(model: Any, *, slots: int, fixed: bool = False, deterministic: 
         tokenizer=lambda: None,
         deterministic=deterministic,
         recompute_on_swap=False,
-        evaluation_delay_s=0.0,
     )
     batcher.swap(dict(model.named_parameters()), 0)
     return batcher

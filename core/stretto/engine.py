@@ -125,8 +125,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     have: tuple[int, ...] = ()
     """For each sample, how many tokens of the answer the asker holds (those of `begun` included):
     the stream begins there. -1: all of it, nothing is wanted of this sample. Empty: none of any."""
-    priority: int = 0
-    """0 for training, 1 for evaluation, which waits longer but is never starved."""
     deadline_s: float = 3600.0
     """After so long without having finished, the engine ends it with `error`."""
 

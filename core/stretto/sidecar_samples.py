@@ -38,7 +38,6 @@ __all__ = ["Ask", "Piece", "Samples", "Streams"]
 
 _EMIT_EVERY_S = 0.02
 _LOOK_EVERY_S = 0.1
-_EVALUATION_DELAY_S = 2.0  # a request of priority 1 is served as if it had come so much later
 _DRAIN_S = 30.0
 _UNASKED_ABORTS = 5
 
@@ -86,10 +85,8 @@ class _Sample:
     """Tokens of the answer that it had when it came."""
     sent: int
     """Tokens of the answer that the asker has."""
-    ticket: int
-    """Its place in the line among those due at the same time; the same when it waits again."""
-    due: float
-    """Its place in the line: when it came, or a little later."""
+    place: int
+    """In the line; the same when it waits again."""
     expires: float
     salt: str = ""
     """Of the prefix cache: the version that the server's first token of it was sampled by, or will be."""
@@ -150,7 +147,7 @@ class Samples:
         self._version = -1
         """What it serves."""
         self._requests: dict[str, list[_Sample]] = {}
-        self._line: list[tuple[float, int, _Sample]] = []
+        self._line: list[tuple[int, _Sample]] = []
         self._aside: list[_Sample] = []
         """Samples that need newer weights than there are."""
         self._running: set[_Sample] = set()
@@ -305,7 +302,6 @@ class Samples:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
                 raise RequestError(f"tokens outside the vocabulary of {self._vocabulary}")
         now = time.monotonic()
-        due, expires = now + _EVALUATION_DELAY_S * request.priority, now + request.deadline_s
         return [
             _Sample(
                 request=request,
@@ -314,9 +310,8 @@ class Samples:
                 answer=begun[i].copy(),
                 begun=len(begun[i]),
                 sent=max(have[i], len(begun[i])),
-                ticket=next(self._numbers),
-                due=due,
-                expires=expires,
+                place=next(self._numbers),
+                expires=now + request.deadline_s,
             )
             for i in range(number)
             if have[i] >= 0
@@ -327,12 +322,12 @@ class Samples:
 
     def _place(self, sample: _Sample) -> None:
         """Let a sample wait for its turn."""
-        heapq.heappush(self._line, (sample.due, sample.ticket, sample))
+        heapq.heappush(self._line, (sample.place, sample))
 
     def _admit(self) -> None:
         """Send samples to the server while there are slots."""
         while (server := self._sending_to) is not None and self._line and len(self._running) < self._slots:
-            sample = heapq.heappop(self._line)[2]
+            sample = heapq.heappop(self._line)[1]
             if sample.finish:
                 continue
             if max(sample.request.min_version, 0) > self._version:
@@ -476,7 +471,7 @@ class Samples:
         for index in range(len(request.seeds)):
             if not request.have or (index < len(request.have) and request.have[index] >= 0):
                 sent = request.have[index] if request.have else 0
-                self._note(_Sample(request, index, [], [], 0, sent, 0, 0, 0, finish="error", error=why))
+                self._note(_Sample(request, index, [], [], 0, sent, 0, 0, finish="error", error=why))
 
     def _note(self, sample: _Sample) -> None:
         """There is something to emit of a sample."""

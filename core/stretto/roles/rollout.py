@@ -331,7 +331,6 @@ class RolloutWork:
             seeds=tuple(sample_seed(of_ticket, turn, sample) for sample in range(n)),
             sampling=sampling,
             min_version=floor.version,
-            priority=0 if ticket.purpose == "train" else 1,
             deadline_s=config.workflow.timeout_s,
         )
         affinity = f"{ticket.name}/{line}"

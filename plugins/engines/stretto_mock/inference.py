@@ -139,9 +139,7 @@ class MockInference:
         late = [sample for sample in (*self._waiting, *self._running) if sample.expires < now]
         self._end(late, "error", "deadline passed")
         ready = [sample for sample in self._waiting if sample.request.min_version <= self._version]
-        for sample in sorted(ready, key=lambda sample: sample.request.priority):
-            if len(self._running) == self._config.slots:
-                break
+        for sample in ready[: self._config.slots - len(self._running)]:
             self._waiting.remove(sample)
             self._running.append(sample)
 

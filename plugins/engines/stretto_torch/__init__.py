@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 from stretto.component import (
     Component,
     Context,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Problem,
@@ -60,9 +59,6 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     """Kernels of large float32 products on a CPU. torch calls MKL, which has half the speed of oneDNN
     on AMD; oneDNN is reached through a private operator. `auto` measures once at the start, or takes
     torch if `deterministic`, where bits must not hang on a measurement."""
-    evaluation_delay_s: NonNegativeFloat = 2.0
-    """A request of priority 1 is served as if it had come so many seconds later: training goes first,
-    and evaluation still has its turn under any load."""
 
 
 def _make_inference(config: TorchInferenceConfig, context: Context) -> InferenceEngine:

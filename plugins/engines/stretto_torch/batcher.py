@@ -55,7 +55,6 @@ class Batcher:
         *,
         deterministic: bool,
         recompute_on_swap: bool,
-        evaluation_delay_s: float,
     ) -> None:
         self.version = -1
         self.figures = Figures()
@@ -67,7 +66,7 @@ class Batcher:
         # With many slots, computing several new prompts together saves more than the slots lose by
         # standing empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
-        self._waiting = WaitingLine(evaluation_delay_s)
+        self._waiting = WaitingLine()
         self._jobs: dict[str, Job] = {}
         self._next_deadline = inf  # of a job; perhaps of one that has ended
         self._chunks: list[Chunk] = []

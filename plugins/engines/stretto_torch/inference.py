@@ -272,7 +272,6 @@ class TorchInferenceEngine:
             partial(stop_tokenizer, self._folder),
             deterministic=config.deterministic,
             recompute_on_swap=config.on_swap == "recompute",
-            evaluation_delay_s=config.evaluation_delay_s,
         )
 
     def _serve(self, batcher: Batcher) -> None:

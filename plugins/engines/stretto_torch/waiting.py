@@ -9,12 +9,11 @@ from stretto_torch.requests import Job, Sample
 
 
 class WaitingLine:
-    """Samples without a slot: first come, first served, except that priority 1 counts as having come
-    later by a fixed time. Whoever needs newer weights than there are stands aside and holds up nobody.
+    """Samples without a slot: first come, first served. Whoever needs newer weights than there are stands
+    aside and holds up nobody.
     """
 
-    def __init__(self, delay_s: float) -> None:
-        self._delay_s = delay_s
+    def __init__(self) -> None:
         self._version = -1
         self._tickets = count()
         self._ready: list[tuple[float, int, Sample]] = []
@@ -34,9 +33,8 @@ class WaitingLine:
 
     def add(self, job: Job, arrived: float) -> None:
         """Let all samples of a job wait, in their order."""
-        due = arrived + self._delay_s * job.request.priority
         for sample in job.samples:
-            sample.place = (due, next(self._tickets))
+            sample.place = (arrived, next(self._tickets))
             self.put_back(sample)
 
     def put_back(self, sample: Sample) -> None:
