@@ -385,7 +385,7 @@ def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
     [
         (
             "slot_bound",
-            ["inference.slots=2", "inference.tokens_per_s=1000", "training.seconds_per_step=0.02"],
+            ["inference.slots=2", "inference.tokens_per_s=500", "training.seconds_per_step=0.02"],
             "",
         ),
         ("verifier_bound", ["training.seconds_per_step=0.02"], "import time; time.sleep(0.01); "),

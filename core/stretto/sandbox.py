@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import anyio
 
+from stretto.child_process import last_line, run_child
 from stretto.component import Problem
 
 if TYPE_CHECKING:
@@ -150,19 +151,13 @@ def sandbox_problem() -> str:
         return "bubblewrap needs Linux"
     try:
         trial = confined(["true"], sandbox="bubblewrap")
-        done = subprocess.run(
-            trial.argv,
-            env=trial.env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TRY_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = run_child(trial.argv, b"", _TRY_S, env=trial.env)
+    except TimeoutError:
+        return f"bubblewrap cannot start: it takes more than {_TRY_S:g} s"
+    except OSError as error:
         return f"bubblewrap cannot start: {error}"
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"bubblewrap cannot start: {said or f'exit status {done.returncode}'}"
+        return f"bubblewrap cannot start: {last_line(done) or f'exit status {done.returncode}'}"
     return ""
 
 

@@ -512,8 +512,8 @@ def _generation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
 
 
 def _slot_bound(history: _History, knobs: _Knobs) -> _Finding | None:
-    lines = _speed_lines(history)
-    if lines is None or not _waits_for_engines(lines):
+    lines = _lines_that_wait_for_engines(history)
+    if lines is None:
         return None
     used, waiting = (_mean(lines, name) for name in ("slots_used", "samples_waiting"))
     if used is None or waiting is None or used < 0.85:
@@ -530,8 +530,8 @@ def _slot_bound(history: _History, knobs: _Knobs) -> _Finding | None:
 
 
 def _kv_bound(history: _History, knobs: _Knobs) -> _Finding | None:
-    lines = _speed_lines(history)
-    if lines is None or not _waits_for_engines(lines):
+    lines = _lines_that_wait_for_engines(history)
+    if lines is None:
         return None
     used, waiting, memory = (_mean(lines, name) for name in ("slots_used", "samples_waiting", "kv_used"))
     if used is None or waiting is None or memory is None or memory < 0.7 or used > 0.75:
@@ -590,10 +590,11 @@ def _speed_lines(history: _History) -> list[Mapping[str, Any]] | None:
     return lines
 
 
-def _waits_for_engines(lines: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether faster generation would make steps faster."""
-    part, share = bottleneck(lines)
-    return part == "generation" or (part == "training" and share < 0.7)
+def _lines_that_wait_for_engines(history: _History) -> list[Mapping[str, Any]] | None:
+    """The same, where faster generation would make steps faster."""
+    lines = _speed_lines(history)
+    part, share = bottleneck(lines) if lines is not None else ("", 0.0)
+    return lines if part == "generation" or (part == "training" and share < 0.7) else None
 
 
 # ------------------------------------------------------------------------------------------ the table

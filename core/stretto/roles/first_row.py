@@ -6,7 +6,6 @@ standard input, and says on its output what is wrong; what plugins print goes to
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from stretto.child_process import last_line, run_child
 from stretto.component import Context
 from stretto.config import compose_mapping
 from stretto.errors import ConfigError
@@ -33,19 +33,10 @@ def fault_of_first_row(document: Mapping[str, Any], path: str, context: Context,
     Raises:
         TimeoutError: if that is not known in time.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=msgspec.msgpack.encode((document, path, context)),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError from error
+    told = msgspec.msgpack.encode((document, path, context))
+    done = run_child([sys.executable, "-m", __name__], told, timeout_s)
     if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"the process that reads it ended with status {done.returncode}: {last}"
+        return f"the process that reads it ended with status {done.returncode}: {last_line(done)}"
     return done.stdout.decode()
 
 

@@ -10,7 +10,6 @@ import ctypes
 import os
 import signal
 import struct
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from stretto.child_process import last_line, run_child
 from stretto.errors import RewardError, StrettoError, place_of
 
 __all__ = ["HEAD", "Pipes", "Started", "die_with_parent", "framed", "serve", "try_to_ask", "try_to_start"]
@@ -143,24 +143,12 @@ def try_to_ask(
     Raises:
         TimeoutError: if it has not said all in time; it is killed.
     """
-    frames = [told, *map(msgspec.msgpack.encode, questions)]
-    try:
-        done = subprocess.run(
-            argv,
-            input=b"".join(map(framed, frames)),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-            env=env,
-            cwd=folder,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError from error
+    asked = b"".join(map(framed, [told, *map(msgspec.msgpack.encode, questions)]))
+    done = run_child(argv, asked, timeout_s, env=env, folder=folder)
     frames = list(_unframed(done.stdout))
     started = msgspec.msgpack.decode(frames[0], type=Started) if frames else None
     if started is None or (len(frames) <= len(questions) and not started.error):
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return Started(f"its process ended with status {done.returncode}: {last}"), []
+        return Started(f"its process ended with status {done.returncode}: {last_line(done)}"), []
     return started, frames[1:]
 
 

@@ -7,7 +7,6 @@ stderr.
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from stretto.child_process import last_line, run_child
 from stretto.component import Context
 from stretto.config import compose_mapping
 
@@ -49,18 +49,10 @@ def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, tim
         TimeoutError: if that is not known in time.
         ChildProcessError: if the process fails; the text is the last line of what it said.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=msgspec.msgpack.encode((document, path, context)),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError from error
+    told = msgspec.msgpack.encode((document, path, context))
+    done = run_child([sys.executable, "-m", __name__], told, timeout_s)
     if done.returncode:
-        raise ChildProcessError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+        raise ChildProcessError(last_line(done))
     return msgspec.msgpack.decode(done.stdout, type=RowFaults)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from stretto import (
     WorkflowConfig,
     hookimpl,
 )
+from stretto.child_process import last_line, run_child
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.dataset import Row
@@ -88,19 +88,15 @@ class Verifiers:
     def _listed(self, config: VerifiersConfig) -> list[dict[str, Any]]:
         what = f"the environment {config.environment!r}"
         try:
-            done = subprocess.run(
-                [config.python, str(PROGRAM)],
-                input=json.dumps(self._made_by).encode() + b"\n",
-                capture_output=True,
-                timeout=_LIST_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
+            told = json.dumps(self._made_by).encode() + b"\n"
+            done = run_child([config.python, str(PROGRAM)], told, _LIST_S)
+        except TimeoutError as error:
+            raise ConfigError(f"{what} cannot be listed: it takes more than {_LIST_S:g} s") from error
+        except OSError as error:
             raise ConfigError(f"{what} cannot be listed: {error}") from error
         if not done.stdout:
-            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise ConfigError(
-                f"{what} cannot be listed: {config.python} ended with {done.returncode}: {last}"
+                f"{what} cannot be listed: {config.python} ended with {done.returncode}: {last_line(done)}"
             )
         reply = msgspec.json.decode(done.stdout.splitlines()[0], type=dict[str, Any])
         if "error" in reply:
