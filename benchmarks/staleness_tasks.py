@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import shutil
 import subprocess
@@ -19,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+
+from stretto.importable import load_module
 
 __all__ = ["TASKS", "Task", "last_result"]
 
@@ -135,16 +136,11 @@ class Task:
 
 def _make_model() -> ModuleType:
     """The script that makes the quickstart's model."""
-    spec = importlib.util.spec_from_file_location("make_model", QUICKSTART / "make_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(str(QUICKSTART / "make_model.py"))
 
 
 def _write_untrained(folder: Path, layers: int) -> None:
-    """The quickstart's tokenizer and architecture with so many layers."""
+    """The quickstart's tokenizer and architecture with a number of layers of our choice."""
     import torch
 
     make_model = _make_model()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import yaml
 
 from stretto.config import Composed, compose, compose_mapping
 from stretto.errors import ConfigError, PluginError
+from stretto.importable import load_module
 from stretto.plan import placement, problems, resources_of, workers
 from stretto.plugins import Plugins
 from stretto.schema import fields_of, json_schema
@@ -505,11 +505,7 @@ def test_the_example_files_are_what_the_schema_says() -> None:
 
 def test_the_run_file_page_has_the_fields_as_they_are() -> None:
     docs = Path(__file__).parent.parent / "docs"
-    spec = importlib.util.spec_from_file_location("fill", docs / "fill.py")
-    assert spec is not None
-    assert spec.loader is not None
-    fill = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fill)
+    fill = load_module(str(docs / "fill.py"))
     page = (docs / "run-file.md").read_text()
     assert fill.filled(page) == page, "run `python docs/fill.py`"
     assert fill.schema() == fill.SCHEMA.read_text(), "run `python docs/fill.py`"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from stretto.algorithm import AlgorithmConfig
 from stretto.config import RunConfig
 from stretto.dataset import DatasetConfig
 from stretto.errors import EngineError
+from stretto.importable import load_module
 from stretto_fsdp2.tensor_parallel import check_splits
 
 TinyModels = Callable[[str], Path]
@@ -35,12 +35,7 @@ PROGRAM = Path(__file__).with_name("layout_ranks.py")
 
 def _program() -> Any:
     """The program of a rank as a module, to measure a single process with."""
-    spec = importlib.util.spec_from_file_location("layout_ranks", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(str(PROGRAM))
 
 
 layout_ranks = _program()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import subprocess
@@ -16,17 +15,14 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stretto.importable import load_module
+
 FOLDER = Path(__file__).parent.parent / "examples" / "quickstart"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_model", FOLDER / "make_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(str(FOLDER / "make_model.py"))
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:

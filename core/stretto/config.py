@@ -81,8 +81,8 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Held-out evaluation: at version 0, every so many versions, and at the last. Each is of exactly one
-    version; training goes on beside those in between."""
+    """Held-out evaluation: at version 0, at every multiple of `every`, and at the last version.
+    Each is of exactly one version; training goes on beside those in between."""
 
     dataset: DatasetConfig
     """Held-out rows."""

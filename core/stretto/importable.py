@@ -7,11 +7,12 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from stretto.errors import nearest
 
-__all__ = ["fault_of_importable", "load_importable"]
+__all__ = ["fault_of_importable", "load_importable", "load_module"]
 
 
 def load_importable(reference: str) -> Any:
@@ -21,19 +22,27 @@ def load_importable(reference: str) -> Any:
         Exception: whatever the module raises, or AttributeError where it has no such name.
     """
     module_name, _, name = reference.rpartition(":")
-    if not module_name.endswith(".py"):
-        return getattr(importlib.import_module(module_name), name)
-    if module_name not in sys.modules:  # the path is its name, so that no other module is in its way
-        spec = importlib.util.spec_from_file_location(module_name, module_name)
+    is_file = module_name.endswith(".py")
+    return getattr(load_module(module_name) if is_file else importlib.import_module(module_name), name)
+
+
+def load_module(path: str) -> ModuleType:
+    """A Python file as a module; it runs once, however often it is asked for.
+
+    Raises:
+        Exception: whatever it raises.
+    """
+    if path not in sys.modules:  # the path is its name, so that no other module is in its way
+        spec = importlib.util.spec_from_file_location(path, path)
         assert spec is not None
         assert spec.loader is not None
-        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        module = sys.modules[path] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            del sys.modules[module_name]
+            del sys.modules[path]
             raise
-    return getattr(sys.modules[module_name], name)
+    return sys.modules[path]
 
 
 def fault_of_importable(reference: str) -> str:

@@ -65,7 +65,7 @@ def write_values(folder: Path, composed: Composed) -> None:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether a run has come to the end of so many steps."""
+    """Whether a run has completed this number of steps."""
     file = folder / "summary.json"
     if not file.exists():
         return False

@@ -22,7 +22,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Number:
-    """A number written out: exact, and if it is a decimal, with so many places."""
+    """A number written out: its exact value, and how many decimal places it was written with, if any."""
 
     value: Fraction
     places: int | None = None
