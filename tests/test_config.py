@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from stretto.config import Composed, compose, compose_mapping
+from stretto.engine import Sampling
 from stretto.errors import ConfigError, PluginError
 from stretto.importable import load_module
 from stretto.plan import placement, problems, resources_of, workers
@@ -77,6 +78,14 @@ def test_overrides_are_merged_and_typed(run_file: Path) -> None:
     assert config.queue.batch_size == 8
     assert config.seed == 9
     assert config.sampling.max_tokens == 7
+
+
+def test_an_evaluation_samples_as_training_does_but_for_what_it_says(run_file: Path) -> None:
+    held_out = "evaluation.dataset={use: jsonl, path: rows.jsonl}"
+    overrides = [held_out, "sampling={max_tokens: 7, stop: [x]}", "evaluation.sampling.temperature=0"]
+    evaluation = compose(run_file, overrides).config.evaluation
+    assert evaluation is not None
+    assert evaluation.sampling == Sampling(max_tokens=7, stop=("x",), temperature=0.0)
 
 
 @pytest.mark.parametrize("override", ["training=mock", "training.use=mock"])

@@ -407,7 +407,6 @@ def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) ->
     former = stretto(
         *("run", str(QUICKSTART / "run.yaml"), f"out={run}", "steps=5", "queue.max_staleness=2"),
         *("training.dtype=bfloat16", "training.threads=1", "training.lr=0.002", "evaluation.rows=64"),
-        *("evaluation.sampling.temperature=0", "evaluation.sampling.max_tokens=32"),
         *("evaluation.every=2", "evaluation.keep_answers=true", "inference.deterministic=true"),
         *("checkpoint.every=2", "checkpoint.keep=9"),
     )

@@ -93,7 +93,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     samples: PositiveInt = 1
     """Answers to each row."""
     sampling: Sampling | None = None
-    """How answers are drawn; default as in training."""
+    """How answers are drawn. What is not said here is as in training."""
     keep_answers: bool = False
     """Write every answer, with its row's columns, version, prompt, reward and length, to
     `answers/step-000040.jsonl` in the run's folder."""
@@ -372,6 +372,15 @@ def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
 # ------------------------------------------------------------------------------ reading and merging
 
 
+def _inherit_sampling(data: dict[str, Any]) -> None:
+    """Give `evaluation.sampling` what it does not say of `sampling`."""
+    sampling, evaluation = data.get("sampling"), data.get("evaluation")
+    if isinstance(sampling, dict) and isinstance(evaluation, dict):
+        evaluation = cast("dict[str, Any]", evaluation)
+        if isinstance(own := evaluation.get("sampling"), dict):
+            evaluation["sampling"] = sampling | own
+
+
 class _Source:
     """Where the keys of a run come from, to say so in errors."""
 
@@ -564,6 +573,7 @@ class _Composer:
         struct = self._struct(sections, self._lists(data))
         _expand_names(data, struct)
         self._refuse_unknown(data, struct, "")
+        _inherit_sampling(data)
         config = self._convert(data, struct)
         config = cast("RunConfig", self._resolve_paths(config, ""))
         return Composed(config, self.plugins, self.components, msgspec.to_builtins(config))
