@@ -97,7 +97,7 @@ def check_correction(config: CorrectionConfig, run: RunConfig) -> Iterator[Probl
         yield Problem(
             "algorithm.correction.use",
             f"'none' with queue.max_staleness={run.queue.max_staleness}: stale samples need a correction; "
-            "use 'decoupled', or max_staleness: 0",
+            "use 'behaviour', or max_staleness: 0",
         )
     low, cap = _BOUNDS.get(config.use, (0.0, 0.0))
     if config.use in _BOUNDS and (config.low or low) >= (config.cap or cap):
