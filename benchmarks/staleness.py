@@ -88,6 +88,8 @@ class Result:
     """Mean training reward of each step."""
     times_s: tuple[float, ...]
     """When each step ended."""
+    advice: tuple[str, ...] = ()
+    """Rules of docs/advice.md that spoke."""
 
     @property
     def collapsed(self) -> bool:
@@ -165,6 +167,7 @@ def _result_of(out: Path) -> Result:
         eta=statistics.fmean(step.get("staleness_limit", math.nan) for step in steps),
         rewards=tuple(rewards),
         times_s=tuple(step["time_s"] for step in steps),
+        advice=tuple(advice["rule"] for advice in summary["advice"]),
     )
 
 
