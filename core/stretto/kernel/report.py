@@ -171,9 +171,7 @@ class Report:
             "ledger": msgspec.to_builtins(self._scheduler.ledger),
             "not_trained": self._not_trained(),
         }
-        if (
-            result.note.version > 1
-        ):  # the first step waits for the first evaluation, and for engines to warm up
+        if result.note.version > 1:  # the first step waits for the first evaluation
             self._recent.append(self.last)
         self._advise()
         self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
@@ -373,7 +371,9 @@ class Report:
             return []
         lines = self._metrics.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= version]
-        self._metrics.write_text("".join(kept))
+        aside = self.folder / ".metrics.jsonl"
+        aside.write_text("".join(kept))
+        aside.replace(self._metrics)
         return [json.loads(line) for line in kept]
 
     def _train_wall_s(self) -> float:
