@@ -366,6 +366,7 @@ def heat_map(cells: dict[str, dict[str, Any]]) -> str:
     across, down = left + width * len(columns) + 8, height * (len(cells) + 1) + 8
     style = 'font-family="sans-serif" font-size="13"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{down}" {style}>']
+    parts.append('<rect width="100%" height="100%" fill="white"/>')
 
     def text(x: float, y: float, words: str, anchor: str = "middle") -> None:
         parts.append(f'<text x="{x}" y="{y + height * 0.65}" text-anchor="{anchor}">{words}</text>')
