@@ -111,8 +111,8 @@ class Runner:
         self._known: dict[str, Result] = {}
         if RESULTS.exists() and not quick:
             for line in RESULTS.read_text().splitlines():
-                record = json.loads(line)
-                self._known[record.pop("run")] = Result(**record)
+                run, record = json.loads(line)
+                self._known[run] = Result(**record)
 
     def results(self, runs: Iterable[Run], *, jobs: int | None = None) -> dict[Run, Result]:
         """The result of every run, in their order."""
@@ -148,7 +148,7 @@ class Runner:
         print(f"{run.key:50} {result.first:.3f} -> {result.final:.3f}", flush=True)
         if not self.quick:
             with RESULTS.open("a") as file:
-                file.write(json.dumps({"run": run.key, **vars(result)}) + "\n")
+                file.write(json.dumps([run.key, vars(result)]) + "\n")
 
 
 def _result_of(out: Path) -> Result:
