@@ -129,10 +129,10 @@ class MockInference:
             async with self._paused:
                 now = time.monotonic()
                 passed, last = now - last, now
-                self._admit(now)
                 if self._running:
                     self._busy_s += passed
                     self._advance(passed * self._config.tokens_per_s / self._config.slots)
+                self._admit(now)  # afterwards, so that no slot stands empty while samples wait
 
     def _admit(self, now: float) -> None:
         """Fill free slots in order of arrival with samples whose weights are there."""
