@@ -38,7 +38,7 @@ OPTIONS: dict[str, list[str]] = {
     "rloo": [],
     "sapo": [],
     "sft": ["algorithm.completion_column=answer", SLOWER, "queue.batch_size=64"],
-    "dpo": [PAIRS, "algorithm.beta=0.5", SLOWER, "queue.batch_size=64"],
+    "dpo": [PAIRS, "algorithm.variant=ipo", "algorithm.beta=0.3", SLOWER, "queue.batch_size=64"],
     "reward_model": [PAIRS, "queue.batch_size=64", "training.lr=1e-3", "evaluation=null"],
 }
 
