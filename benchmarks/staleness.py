@@ -175,7 +175,7 @@ def _result_of(out: Path) -> Result:
 
 
 def screening(runner: Runner) -> dict[str, Any]:
-    """Which correction, which algorithm? One task at three times its rate, one seed."""
+    """Which correction, which algorithm? One task at twice its rate, one seed."""
     choices: dict[str, tuple[str, ...]]
     choices = {f"grpo {use}": (f"algorithm.correction.use={use}",) for use in CORRECTIONS}
     unscaled = "algorithm.correction.target_kl=null"
