@@ -37,7 +37,7 @@ from transformers.utils import logging as transformers_logging
 from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, InferenceEngine, Sampling
-from stretto.weight_files import VersionFolders, open_version
+from stretto.models.version_files import VersionFolders, open_version
 from stretto.weights import WeightUpdate
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine

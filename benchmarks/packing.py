@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stretto import Context
 from stretto.algorithm import Loss
-from stretto.batch import Batch
+from stretto.rl.batch import Batch
 from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from stretto.importable import load_module
+from stretto.user_code.importable import load_module
 
 __all__ = ["TASKS", "Task", "last_result"]
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from stretto import config, engine, training
-from stretto.plugins import KINDS, Plugins
-from stretto.schema import fields_of, json_schema
+from stretto import config, engine
+from stretto.assembly.plugins import KINDS, Plugins
+from stretto.cli.schema import fields_of, json_schema
+from stretto.training import config as training
 
 PAGE = Path(__file__).with_name("run-file.md")
 SCHEMA = Path(__file__).parent.parent / "examples" / "schema.json"

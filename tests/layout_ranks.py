@@ -22,8 +22,8 @@ import stretto_fsdp2
 import stretto_pipeline
 import stretto_torch
 from stretto.algorithm import Head, Loss
-from stretto.batch import Batch
 from stretto.component import Component, Context
+from stretto.rl.batch import Batch
 
 VOCABULARY = 259  # odd, so that no number of ranks divides it
 LENGTHS = [9, 5, 1, 14, 6, 11, 8]

@@ -10,7 +10,7 @@ import numpy as np
 from stretto import Component, Context, InferenceConfig, hookimpl
 from stretto.component import Importable
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, SwapReport
-from stretto.importable import load_importable
+from stretto.user_code.importable import load_importable
 
 if TYPE_CHECKING:
     from stretto.weights import WeightUpdate

@@ -19,14 +19,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stretto import Context
+from stretto.agents.endpoint import Endpoint
+from stretto.agents.recorder import Episode, Limits
 from stretto.config import compose
-from stretto.endpoint import Endpoint
 from stretto.engine import Sampling
-from stretto.episode import Episode, Limits
 from stretto.errors import EngineError
-from stretto.sandbox import sandbox_problem
-from stretto.tokenizer import ByteTokenizer, load_tokenizer
-from stretto.tokenizer import Tokenizer as PolicyTokenizer
+from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
+from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
+from stretto.user_code.sandbox import sandbox_problem
 from stretto.workflow import Answer, Heard, Prompt, Score, Session, Trajectory
 from stretto_agent import AgentConfig, check
 from stretto_agent.workflow import AgentError, AgentWorkflow

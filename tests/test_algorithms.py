@@ -23,15 +23,15 @@ from torch import Tensor
 
 from stretto import Context
 from stretto.algorithm import Algorithm, Call, Encoded, Group, Reduction
-from stretto.batch import Batch
+from stretto.assembly.dataflow import graph_of
+from stretto.assembly.plugins import Plugins
 from stretto.config import RunConfig
-from stretto.correction import Correction
 from stretto.errors import ConfigError
-from stretto.functional import loss_count, loss_weights
-from stretto.kernel.dataflow import graph_of
-from stretto.plugins import Plugins
-from stretto.policy import PolicyConfig
-from stretto.tokenizer import ByteTokenizer
+from stretto.models.tokenizer import ByteTokenizer
+from stretto.rl.batch import Batch
+from stretto.rl.correction import Correction
+from stretto.rl.functional import loss_count, loss_weights
+from stretto.rl.policy_gradient import PolicyConfig
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
 POLICY_GRADIENTS = [
@@ -288,7 +288,7 @@ def test_every_dataflow_is_a_graph(name: str) -> None:
 
 def test_the_kernel_reads_every_dataflow_without_torch() -> None:
     code = (
-        "import sys\nfrom stretto import Context\nfrom stretto.plugins import Plugins\nimport msgspec\n"
+        "import sys, msgspec\nfrom stretto import Context\nfrom stretto.assembly.plugins import Plugins\n"
         f"for name in {ALGORITHMS!r}:\n"
         "    found = Plugins().get('algorithm', name)\n"
         "    config = msgspec.convert({'use': name}, found.config)\n"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batch import Batch
+from stretto.rl.batch import Batch
 
 
 def batch_of(lengths: list[int]) -> Batch:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from stretto.assembly.contracts import expect_contract
+from stretto.assembly.plan import problems
 from stretto.bus.server import NatsServer, fault_of_server
 from stretto.config import compose
-from stretto.contracts import expect_contract
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine
 from stretto.errors import ContractError, PluginError
-from stretto.plan import problems
 from stretto.tracker import Tracker
 from stretto.workflow import Workflow
 

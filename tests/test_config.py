@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import yaml
 
+from stretto.assembly.plan import placement, problems, resources_of, workers
+from stretto.assembly.plugins import Plugins
+from stretto.cli.schema import fields_of, json_schema
 from stretto.config import Composed, compose, compose_mapping
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, PluginError
-from stretto.importable import load_module
-from stretto.plan import placement, problems, resources_of, workers
-from stretto.plugins import Plugins
-from stretto.schema import fields_of, json_schema
+from stretto.user_code.importable import load_module
 
 RUN = """\
 name: demo

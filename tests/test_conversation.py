@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stretto.conversation import Conversation
+from stretto.agents.conversation import Conversation
 from stretto.engine import Sampling
-from stretto.tokenizer import Tokenizer as PolicyTokenizer
-from stretto.tokenizer import load_tokenizer
+from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
+from stretto.models.tokenizer import load_tokenizer
 from stretto.workflow import Answer, Score
 
 CHATML = (

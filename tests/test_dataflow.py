@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from stretto import Context
 from stretto.algorithm import Call, Encoded, Loss, Model, forward, function, generate, read, score, train
-from stretto.correction import CorrectionConfig
+from stretto.assembly.dataflow import graph_of
 from stretto.errors import ConfigError
-from stretto.kernel.dataflow import graph_of
+from stretto.rl.correction import CorrectionConfig
 from stretto_grpo import GRPO, GRPOConfig
 
 MODELS = {"actor": Model(), "reference": Model(trainable=False), "critic": Model()}

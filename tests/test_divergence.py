@@ -12,12 +12,12 @@ import torch
 
 from stretto import Context
 from stretto.array import Array
-from stretto.batch import Batch
 from stretto.bus.messages import ScoredRow, SwapDone
 from stretto.engine import SwapReport
 from stretto.errors import EngineError
-from stretto.kernel.drift import EngineErrors
-from stretto.roles.shared_rows import choose_rows, engine_kl, score_rows
+from stretto.kernel.canary import EngineErrors
+from stretto.rl.batch import Batch
+from stretto.workers.shared_rows import choose_rows, engine_kl, score_rows
 from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
 

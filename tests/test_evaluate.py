@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import yaml
 
+from stretto.assembly.plan import problems
+from stretto.cli.evaluate import Wanted, compose_evaluation, pass_at_k, result_of
 from stretto.config import compose
 from stretto.errors import ConfigError, PluginError
-from stretto.evaluate import Wanted, compose_evaluation, pass_at_k, result_of
-from stretto.plan import problems
-from stretto.roles.answers import KeptAnswer
+from stretto.workers.answers import KeptAnswer
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 MODEL, HELDOUT = str(QUICKSTART / "model"), str(QUICKSTART / "heldout.jsonl")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto import functional as F
 from stretto.algorithm import Reduction
-from stretto.policy import KLEstimator
+from stretto.rl import functional as F
+from stretto.rl.policy_gradient import KLEstimator
 
 Numbers = NDArray[np.float64]
 

@@ -20,8 +20,8 @@ from stretto.bus.client import Bus
 from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate, Peer, Subjects
 from stretto.engine import Finish, GenerateRequest, Load, Sampling
 from stretto.errors import EngineError
-from stretto.roles.generations import Floor, Generations, Sample
-from stretto.roles.pool import Pool
+from stretto.workers.generation import Floor, Generations, Sample
+from stretto.workers.routing import Pool
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 

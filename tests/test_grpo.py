@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto import Context
-from stretto.batch import Batch
-from stretto.correction import CorrectionConfig
-from stretto.functional import loss_weights
+from stretto.rl.batch import Batch
+from stretto.rl.correction import CorrectionConfig
+from stretto.rl.functional import loss_weights
 from stretto_grpo import GRPO, GRPOConfig
 
 

@@ -25,7 +25,7 @@ from stretto.algorithm import AlgorithmConfig
 from stretto.config import RunConfig
 from stretto.dataset import DatasetConfig
 from stretto.errors import EngineError
-from stretto.importable import load_module
+from stretto.user_code.importable import load_module
 from stretto_fsdp2.tensor_parallel import check_splits
 
 TinyModels = Callable[[str], Path]

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from stretto import Context
+from stretto.assembly.plan import problems
+from stretto.children.limits import Limits, score_within
+from stretto.children.protocol import HEAD, Started, framed
+from stretto.children.reward import COMMAND, Answer, Task, told
 from stretto.config import compose_mapping
 from stretto.errors import RewardError
-from stretto.plan import problems
-from stretto.roles.limits import Limits, score_within
-from stretto.roles.pipes import HEAD, Started, framed
-from stretto.roles.scoring import COMMAND, Answer, Task, told
 from stretto_math import MathConfig, check_row
 from stretto_math import make as make_math
 

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from stretto import Context
+from stretto.children.reward import score_group
 from stretto.errors import ConfigError, LaunchError, nearest
 from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
 from stretto.kernel.scheduler import Ledger, Snapshot
 from stretto.launcher import Job, Resources
-from stretto.roles.scoring import score_group
-from stretto.tokenizer import ByteTokenizer, load_tokenizer
+from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
 from stretto_exact import ExactConfig
 from stretto_exact import make as make_exact
 from stretto_jsonl import JsonLines, JsonLinesConfig

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.algorithm import AlgorithmConfig, Loss, Model, forward, function, generate, score, train
+from stretto.assembly.dataflow import graph_of
+from stretto.assembly.placement import Placement, group_of_worker, split_rows
 from stretto.config import Groups, ModelConfig, RunConfig
 from stretto.dataset import DatasetConfig
 from stretto.engine import TrainingConfig
-from stretto.kernel.dataflow import graph_of
-from stretto.placement import Placement, group_of_worker, split_rows
 
 LENGTHS = st.lists(st.integers(1, 600), min_size=1, max_size=60)
 

@@ -15,11 +15,12 @@ from typing import Any
 import pluggy
 import pytest
 
-from stretto import hooks, plugins
+from stretto import hooks
+from stretto.assembly import plugins
+from stretto.assembly.plugins import KINDS, Plugins
 from stretto.component import Component
 from stretto.config import compose
 from stretto.errors import ConfigError, PluginError
-from stretto.plugins import KINDS, Plugins
 
 ROOT = Path(__file__).parent.parent
 
@@ -207,9 +208,15 @@ assert not heavy, heavy
 @pytest.mark.parametrize(
     "module",
     [
-        *("stretto", "stretto.cli", "stretto.schema", "stretto.plan", "stretto.kernel.kernel"),
-        *("stretto.roles.rollout", "stretto.roles.verifier", "stretto.roles.scoring"),
-        *("stretto.roles.inference", "stretto.roles.trainer"),
+        *(
+            "stretto",
+            "stretto.cli.main",
+            "stretto.cli.schema",
+            "stretto.assembly.plan",
+            "stretto.kernel.kernel",
+        ),
+        *("stretto.workers.rollout", "stretto.workers.verifier", "stretto.children.reward"),
+        *("stretto.workers.inference", "stretto.workers.trainer"),
         *("stretto_grpo", "stretto_torch", "stretto_mock", "stretto_math", "stretto_file", "stretto_local"),
     ],
 )
@@ -219,7 +226,7 @@ def test_importing_it_imports_neither_torch_nor_transformers(module: str) -> Non
 
 def test_a_tokenizer_is_loaded_without_torch(tiny_models: Any) -> None:
     code = (
-        "import sys\nfrom stretto.tokenizer import load_tokenizer\n"
+        "import sys\nfrom stretto.models.tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer({str(tiny_models('qwen2'))!r})\n"
         "ids = tokenizer.encode_prompt('3+5=')\nassert tokenizer.decode(ids) == '3+5=', ids\n"
         "assert 'torch' not in sys.modules\n"

@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stretto.importable import load_module
+from stretto.user_code.importable import load_module
 
 FOLDER = Path(__file__).parent.parent / "examples" / "quickstart"
 

@@ -17,7 +17,7 @@ import anyio
 import psutil
 import pytest
 
-from stretto.sandbox import SandboxMode, confined, kill, sandbox_problem
+from stretto.user_code.sandbox import SandboxMode, confined, kill, sandbox_problem
 
 # What is in argv[1] is tried and told: Python expressions, by name.
 LOOK = """
@@ -158,7 +158,7 @@ async def test_kill_ends_all_that_was_started(sandbox: SandboxMode) -> None:
 
 PARENT = """
 import sys, anyio
-from stretto.sandbox import confined
+from stretto.user_code.sandbox import confined
 
 async def main():
     await confined(["sh", "-c", "sleep {mark}; true"], sandbox="{sandbox}").start()

@@ -21,15 +21,15 @@ import psutil
 import pytest
 
 from stretto.array import Array
+from stretto.assembly.plan import problems
 from stretto.component import Context
 from stretto.config import compose
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves
-from stretto.plan import problems
-from stretto.sidecar import SidecarConfig, flags
-from stretto.sidecar_engine import SidecarEngine
-from stretto.sidecar_samples import Ask, Piece
-from stretto.sidecar_server import Server, ServerCommand, ServerRefused
+from stretto.serving.config import SidecarConfig, flags
+from stretto.serving.engine import SidecarEngine
+from stretto.serving.requests import Ask, Piece
+from stretto.serving.server import Server, ServerCommand, ServerRefused
 from stretto.weights import WeightsNote, digest_of
 from stretto_sglang import SglangConfig
 from stretto_sglang.checksums import Checksums
@@ -386,7 +386,7 @@ async def test_a_stop_string_is_found_across_a_swap(
     tmp_path: Path, tiny_models: Callable[[str], Path]
 ) -> None:
     """Its first half was sampled before, its second after: no part of the server saw it whole."""
-    from stretto.tokenizer import load_tokenizer
+    from stretto.models.tokenizer import load_tokenizer
 
     text = load_tokenizer(str(tiny_models("qwen2"))).decode(np.array(right(60), np.int32))
     async with started(tmp_path) as (engine, answers):
@@ -446,7 +446,7 @@ async def test_an_attached_server_is_used_and_its_loss_told(tmp_path: Path) -> N
 def test_no_process_of_a_server_outlives_a_killed_worker(tmp_path: Path) -> None:
     worker = (
         "import sys, anyio; from pathlib import Path\n"
-        "from stretto.sidecar_server import Server, ServerCommand\n"
+        "from stretto.serving.server import Server, ServerCommand\n"
         "async def main():\n"
         "    port, key = Server.draw_address()\n"
         f"    command = ServerCommand((sys.executable, {str(STAND_IN)!r}, str(port), key), {{}})\n"

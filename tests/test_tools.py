@@ -16,10 +16,10 @@ import anyio
 import msgspec
 import pytest
 
-from stretto.roles.children import Children, Ended, Program
-from stretto.roles.tools import Invocation, command, told
-from stretto.sidecar_server import Server
+from stretto.children.tools import Invocation, command, told
+from stretto.serving.server import Server
 from stretto.tools import Call, MCPServer, ToolAnswer, ToolsConfig, assistant_message, parse_calls, tool_of
+from stretto.workers.child_pool import Children, Ended, Program
 
 
 @dataclass

@@ -19,12 +19,12 @@ from torch import Tensor
 from stretto import Context, Sampling
 from stretto.algorithm import Loss
 from stretto.array import Array
-from stretto.batch import Batch
 from stretto.engine import Chunk, GenerateRequest
 from stretto.kernel.scheduler import Issue, Scheduler, Settings
-from stretto.roles.rollout import sample_seed
-from stretto.tokenizer import load_tokenizer
-from stretto.weight_files import VersionFolders
+from stretto.models.tokenizer import load_tokenizer
+from stretto.models.version_files import VersionFolders
+from stretto.rl.batch import Batch
+from stretto.workers.rollout import sample_seed
 from stretto_file import FilePublisher, FileSubscriber
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from stretto import Context
 from stretto.algorithm import Head, Loss, Reduction
-from stretto.batch import Batch
 from stretto.errors import EngineError
-from stretto.hf_state import write_tensors
-from stretto.packing import packed_rows, padded_rows
-from stretto.training import LoraConfig
+from stretto.rl.batch import Batch
+from stretto.training.checkpoint import write_tensors
+from stretto.training.config import LoraConfig
+from stretto.training.packing import packed_rows, padded_rows
 from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
 

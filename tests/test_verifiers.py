@@ -19,13 +19,13 @@ import psutil
 import pytest
 
 from stretto import Context
+from stretto.agents.conversation import Conversation
+from stretto.assembly.plan import problems
 from stretto.config import compose
-from stretto.conversation import Conversation
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
-from stretto.plan import problems
-from stretto.sandbox import sandbox_problem
-from stretto.tokenizer import ByteTokenizer
+from stretto.models.tokenizer import ByteTokenizer
+from stretto.user_code.sandbox import sandbox_problem
 from stretto.workflow import Answer, Prompt, Score
 from stretto_verifiers import Verifiers, VerifiersConfig, VerifiersWorkflowConfig
 from stretto_verifiers.workflow import EpisodeError, VerifiersWorkflow

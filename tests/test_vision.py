@@ -20,12 +20,12 @@ from transformers import AutoModelForImageTextToText
 
 from stretto import Context
 from stretto.algorithm import Loss
-from stretto.batch import Batch
+from stretto.assembly.plan import problems
 from stretto.config import compose_mapping
 from stretto.errors import ConfigError, EngineError
-from stretto.hf_training import HFTraining
-from stretto.images import Vision, images_of
-from stretto.plan import problems
+from stretto.models.vision import Vision, images_of
+from stretto.rl.batch import Batch
+from stretto.training.engine import HFTraining
 from stretto_hf import HFConfig, HFDataset
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
 from stretto_torch.model import load_model
@@ -516,7 +516,7 @@ def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Pa
 def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from stretto.roles import rollout\nfrom stretto.roles.first_row import fault_of_first_row\n"
+        "from stretto.workers import rollout\nfrom stretto.children.first_row import fault_of_first_row\n"
         f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r})\n"
         f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
         "assert (rollout._seen(vision, row) == vision.image_token).sum() > 1\n"

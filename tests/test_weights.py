@@ -37,11 +37,11 @@ from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
-from stretto.roles.inference import InferenceWork
-from stretto.roles.setting import Setting
-from stretto.roles.wire import BusWire
-from stretto.weight_files import VersionFolders, open_version
+from stretto.models.version_files import VersionFolders, open_version
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire, digest_of, tensor_hash
+from stretto.workers.context import Setting
+from stretto.workers.inference import InferenceWork
+from stretto.workers.weights_wire import BusWire
 from stretto_bus import BusTransport, BusTransportConfig
 from stretto_collective import CollectiveConfig, CollectiveTransport
 from stretto_file import FilePublisher, FileSubscriber, FileTransport, FileTransportConfig

@@ -14,12 +14,12 @@ import pytest
 from numpy.typing import NDArray
 
 from stretto import Context
+from stretto.agents.conversation import Conversation
 from stretto.config import compose
-from stretto.conversation import Conversation
 from stretto.engine import Sampling
 from stretto.environment import Feedback, feedback_of
 from stretto.errors import EngineError
-from stretto.tokenizer import ByteTokenizer, Message
+from stretto.models.tokenizer import ByteTokenizer, Message
 from stretto.tools import ToolAnswer, tool_of
 from stretto.workflow import Answer, Prompt, Score, Trajectory
 from stretto_multi_turn import MultiTurn, MultiTurnConfig

@@ -1,5 +1,5 @@
 """`python -m stretto`: the same as the command `stretto`."""
 
-from stretto.cli import main
+from stretto.cli.main import main
 
 main()

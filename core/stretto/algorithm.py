@@ -3,7 +3,7 @@
 A call is one model function call (or a pure function) with the keys it reads and writes; the edges
 of the graph follow from the keys. The kernel orders and dispatches calls by name and never runs
 their code, so an algorithm's module must not import torch at import time: import it where the
-arithmetic is. Worker groups run the code, with a `stretto.batch.Batch` that holds the keys read.
+arithmetic is. Worker groups run the code, with a `stretto.rl.batch.Batch` that holds the keys read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
     from stretto.dataset import Row
-    from stretto.tokenizer import Tokenizer
+    from stretto.models.tokenizer import Tokenizer
+    from stretto.rl.batch import Batch
 
 __all__ = [
     "Algorithm",

@@ -89,7 +89,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     """The run's folder; empty in a process that cannot see it."""
     sandbox: Literal["bubblewrap", "unsafe"] = "bubblewrap"
-    """Where commands are to run that are not stretto's own (`stretto.sandbox`)."""
+    """Where commands are to run that are not stretto's own (`stretto.user_code.sandbox`)."""
     worker: str = "kernel"
     """Id of the process the component lives in."""
 

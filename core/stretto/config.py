@@ -19,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stretto.algorithm import AlgorithmConfig
+from stretto.assembly.contracts import CONTRACTS, expect_contract
+from stretto.assembly.plugins import BASES, Origin, Plugins
 from stretto.component import (
     Component,
     Context,
@@ -29,15 +31,13 @@ from stretto.component import (
     PositiveFloat,
     PositiveInt,
 )
-from stretto.contracts import CONTRACTS, expect_contract
 from stretto.dataset import DatasetConfig
 from stretto.engine import InferenceConfig, Sampling, TrainingConfig
 from stretto.errors import ConfigError, PluginError, StrettoError, foreign_frames, nearest, offer, place_of
 from stretto.launcher import LauncherConfig, Resources
-from stretto.plugins import BASES, Origin, Plugins
 from stretto.reward import RewardConfig
-from stretto.sandbox import SandboxMode
 from stretto.tracker import TrackerConfig
+from stretto.user_code.sandbox import SandboxMode
 from stretto.weights import WeightsConfig
 from stretto.workflow import WorkflowConfig
 

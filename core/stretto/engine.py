@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.algorithm import Loss
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
     from stretto.weights import WeightUpdate
 
 __all__ = [
@@ -296,7 +296,8 @@ class TrainingEngine(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their Hugging Face names, on CPU, one after the other; or an adapter alone, in
-        the form of `stretto.adapters`. Every rank goes through all of them; what rank 0 gets counts."""
+        the form of `stretto.models.lora_files`. Every rank goes through all of them; what rank 0 gets
+        counts."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -32,7 +32,7 @@ from stretto.reward import is_number
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
-    from stretto.tokenizer import Message
+    from stretto.models.tokenizer import Message
 
 __all__ = ["EnvironmentConfig", "Feedback", "feedback_of"]
 

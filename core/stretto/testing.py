@@ -44,12 +44,12 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
 from stretto.array import Array
+from stretto.assembly.plugins import Plugins
 from stretto.component import Component, Context
 from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError, one_error
 from stretto.hooks import hookimpl
-from stretto.plugins import Plugins
-from stretto.weight_files import VersionFolders, open_version
+from stretto.models.version_files import VersionFolders, open_version
 from stretto.weights import digest_of
 from stretto.workflow import Answer, Prompt, Score, Session, Trajectory, WorkflowConfig
 

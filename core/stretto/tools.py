@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 import msgspec
 
 from stretto.component import Importable, PositiveFloat, PositiveInt, Problem
-from stretto.importable import fault_of_importable
-from stretto.sandbox import sandbox_problems
-from stretto.tokenizer import load_tokenizer
+from stretto.models.tokenizer import load_tokenizer
+from stretto.user_code.importable import fault_of_importable
+from stretto.user_code.sandbox import sandbox_problems
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
-    from stretto.tokenizer import Message
+    from stretto.models.tokenizer import Message
 
 __all__ = [
     "PARSERS",
@@ -320,7 +320,7 @@ def check_tools(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
     yield from in_sandbox
     if faults or any(problem.severity != "warning" for problem in in_sandbox):
         return
-    from stretto.roles.tools import try_to_make
+    from stretto.children.tools import try_to_make
 
     yield from try_to_make(config, run)
 

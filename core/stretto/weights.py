@@ -2,7 +2,7 @@
 
 A publisher never waits for a subscriber. Versions are announced by the kernel; a subscriber that is
 late asks for the newest one only, and old ones may be gone by then, except those that evaluations need.
-Versions that lie in a folder are the business of `stretto.weight_files`.
+Versions that lie in a folder are the business of `stretto.models.version_files`.
 
 What an engine serves is compared with what was announced, tensor by tensor, before anything that it samples
 leaves its worker; that is the worker's business, not the transport's.
@@ -112,7 +112,7 @@ class Publisher(Protocol):
 
     def copy(self, version: int, folder: Path) -> None:
         """Write a version that is available into a folder that is not there yet, for
-        `stretto.weight_files.open_version`.
+        `stretto.models.version_files.open_version`.
 
         Raises:
             WeightsError: if the version is not available.

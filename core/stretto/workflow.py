@@ -21,10 +21,10 @@ from stretto.errors import one_error
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stretto.conversation import Conversation
+    from stretto.agents.conversation import Conversation
     from stretto.engine import Finish, Sampling
     from stretto.environment import Feedback
-    from stretto.tokenizer import Message, Tokenizer
+    from stretto.models.tokenizer import Message, Tokenizer
     from stretto.tools import ToolAnswer
 
 __all__ = [
@@ -183,7 +183,7 @@ class Session(Protocol):
         limit: int | None = None,
         heard: Heard | None = None,
     ) -> Conversation:
-        """Begin a chat (see `stretto.conversation`), a line of its own.
+        """Begin a chat (see `stretto.agents.conversation`), a line of its own.
 
         Args:
             prompt: messages, or plain text.

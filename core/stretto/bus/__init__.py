@@ -1,1 +1,4 @@
-"""Typed messages over NATS. Private to the core: plugins import nothing from here."""
+"""Typed messages over NATS.
+
+Private to the core: plugins import nothing from here.
+"""

@@ -1,1 +1,4 @@
-"""The process that owns a run. Private to the core: plugins import nothing from here."""
+"""The process that owns a run.
+
+Private to the core: plugins import nothing from here.
+"""

@@ -18,15 +18,15 @@ from typing import Any, cast
 
 import yaml
 
+from stretto.assembly.placement import Placement
+from stretto.assembly.plan import context_of, placement
 from stretto.bus.server import lock_run
 from stretto.component import Problem
 from stretto.config import Composed, compose
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.checkpoint import newest_intact
-from stretto.placement import Placement
-from stretto.plan import context_of, placement
-from stretto.training import ModelTrainingConfig
+from stretto.training.config import ModelTrainingConfig
 
 __all__ = [
     "compose_changes",

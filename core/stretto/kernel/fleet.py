@@ -13,13 +13,13 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
+from stretto.assembly.contracts import expect_contract
+from stretto.assembly.plan import Worker
 from stretto.bus.messages import Heartbeat, Join, Leaving, Peer
 from stretto.bus.silence import oversleep
-from stretto.contracts import expect_contract
 from stretto.engine import Load
 from stretto.errors import LaunchError
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
-from stretto.plan import Worker
 
 __all__ = ["Fleet", "Member"]
 

@@ -26,6 +26,10 @@ import yaml
 from anyio.abc import TaskGroup, TaskStatus
 
 from stretto.algorithm import Algorithm
+from stretto.assembly.dataflow import Graph, graph_of
+from stretto.assembly.logs import log_to
+from stretto.assembly.placement import Placement
+from stretto.assembly.plan import context_of, run_folder, workers
 from stretto.bus import messages
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages import (
@@ -56,10 +60,9 @@ from stretto.config import Composed, compose
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused, RunError, leaves
 from stretto.kernel.advice import Adviser
+from stretto.kernel.canary import EngineErrors
 from stretto.kernel.changes import differences, is_complete, newest_values, values_file, write_values
 from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
-from stretto.kernel.dataflow import Graph, graph_of
-from stretto.kernel.drift import EngineErrors
 from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import Fleet, Member
 from stretto.kernel.lending import Wish
@@ -79,9 +82,6 @@ from stretto.kernel.scheduler import (
 )
 from stretto.kernel.trainers import Trainers
 from stretto.launcher import ROLES, Role
-from stretto.logs import log_to
-from stretto.placement import Placement
-from stretto.plan import context_of, run_folder, workers
 from stretto.weights import WeightsNote, WeightsTransport
 
 __all__ = ["exit_status", "resume_to_end", "run_through", "run_to_end"]

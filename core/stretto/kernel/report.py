@@ -25,8 +25,8 @@ from rich.text import Text
 from stretto.bus.messages import Evaluation, SwapDone
 from stretto.engine import CanaryConfig
 from stretto.kernel.advice import Adviser, bottleneck, causes
+from stretto.kernel.canary import Drifts
 from stretto.kernel.checkpoint import KernelState, checkpoint_name
-from stretto.kernel.drift import Drifts
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult

@@ -15,6 +15,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
+from stretto.assembly.placement import Placement, WorkerGroup, model_folder
 from stretto.bus.client import Bus
 from stretto.bus.messages import (
     Call,
@@ -31,7 +32,6 @@ from stretto.bus.messages import (
     Subjects,
 )
 from stretto.errors import one_error
-from stretto.placement import Placement, WorkerGroup, model_folder
 from stretto.weights import WeightsNote
 
 __all__ = ["CallTime", "StepResult", "Trainers"]

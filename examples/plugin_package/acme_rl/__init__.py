@@ -22,7 +22,7 @@ from stretto.launcher import Job, thread_variables
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 
 # ------------------------------------------------------------------------------------- the algorithm
@@ -62,14 +62,14 @@ class Reinforce:
 
     def advantages(self, batch: Batch) -> Mapping[str, Tensor]:
         """(S,) reward minus the group's mean, at every token: (T,)."""
-        from stretto.functional import group_normalise
+        from stretto.rl.functional import group_normalise
 
         centred = group_normalise(batch["rewards"], batch["group"], batch["sample"], std=False)
         return {"advantages": centred[batch.sequence_index()]}
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(T,) loss of each token."""
-        from stretto.functional import importance_weight
+        from stretto.rl.functional import importance_weight
 
         weight = importance_weight(
             logprobs, batch["behaviour_logprobs"], cap=self.config.max_weight, over_cap="truncate"

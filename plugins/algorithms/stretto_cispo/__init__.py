@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from stretto import Component, hookimpl
 from stretto.component import NonNegativeFloat
-from stretto.policy import GroupRelative, GroupRelativeConfig, check_policy
+from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 __all__ = ["CISPO", "CISPOConfig"]
 

@@ -19,12 +19,12 @@ import msgspec
 from stretto import Component, hookimpl
 from stretto.algorithm import Group
 from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt
-from stretto.policy import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
+from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 __all__ = ["DAPO", "DAPOConfig"]
 
@@ -60,7 +60,7 @@ class DAPO(PolicyGradient[DAPOConfig]):
 
     def advantages(self, batch: Batch) -> Tensor:
         """The group-relative punished reward of its answer for every sampled token, (T,) float32."""
-        from stretto.functional import group_normalise, overlong_penalty, sequence_sum
+        from stretto.rl.functional import group_normalise, overlong_penalty, sequence_sum
 
         mask, index, rewards = batch["loss_mask"], batch.sequence_index(), batch["rewards"]
         if (overlong := self.config.overlong) is not None:

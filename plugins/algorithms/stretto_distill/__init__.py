@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 from stretto import Component, Problem, hookimpl
 from stretto.algorithm import Call, Model, forward
 from stretto.component import NonNegativeFloat, PositiveFloat
-from stretto.policy import ClippedConfig, PolicyGradient, check_objective, clipped_surrogate
+from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_objective, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
     from stretto.config import RunConfig
+    from stretto.rl.batch import Batch
 
 __all__ = ["Distill", "DistillConfig"]
 
@@ -65,7 +65,7 @@ class Distill(PolicyGradient[DistillConfig]):
         """coef · (log pi_T - log mu) + w · (R - mean) of every sampled token, (T,) float32."""
         import torch
 
-        from stretto.functional import group_normalise
+        from stretto.rl.functional import group_normalise
 
         config = self.config
         taught = config.coef * (batch["teacher_logprobs"] - batch["behaviour_logprobs"])  # (T,)

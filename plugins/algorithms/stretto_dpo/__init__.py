@@ -24,15 +24,15 @@ import msgspec
 from stretto import Component, Context, Problem, hookimpl
 from stretto.algorithm import Call, Encoded, Group, Loss, Model, forward, function, read, train
 from stretto.component import PositiveFloat
-from stretto.supervised import PairConfig, check_pair, check_temperature, prompt_and_answer
+from stretto.rl.supervised import PairConfig, check_pair, check_temperature, prompt_and_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
     from stretto.config import RunConfig
     from stretto.dataset import Row
-    from stretto.tokenizer import Tokenizer
+    from stretto.models.tokenizer import Tokenizer
+    from stretto.rl.batch import Batch
 
 __all__ = ["DPO", "DPOConfig"]
 
@@ -87,7 +87,7 @@ class DPO:
     def share(self, batch: Batch) -> Mapping[str, Tensor]:
         """(T,) float32, trained tokens of a mean sequence by those of this one: the factor that makes a mean
         over tokens, which statistics are, one over sequences."""
-        from stretto.functional import sequence_sum
+        from stretto.rl.functional import sequence_sum
 
         index = batch.sequence_index()
         tokens = sequence_sum(batch["loss_mask"].float(), index, len(batch))  # (S,)
@@ -97,7 +97,7 @@ class DPO:
         """The loss of its pair at the last trained token of each sequence, (T,), and statistics."""
         import torch
 
-        from stretto.functional import at_last_token, pairs_of, preference_loss, sequence_sum
+        from stretto.rl.functional import at_last_token, pairs_of, preference_loss, sequence_sum
 
         config, mask = self.config, batch["loss_mask"]
         index = batch.sequence_index().to(logprobs.device)

@@ -24,12 +24,12 @@ import msgspec
 
 from stretto import Component, hookimpl
 from stretto.component import PositiveFloat, Share
-from stretto.policy import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
+from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 __all__ = ["GRPO", "GRPOConfig"]
 
@@ -58,7 +58,7 @@ class GRPO(PolicyGradient[GRPOConfig]):
         """Group-relative advantage of every sampled token, (T,) float32."""
         import torch
 
-        from stretto.functional import at_last_token, gae, group_normalise, masked_whiten
+        from stretto.rl.functional import at_last_token, gae, group_normalise, masked_whiten
 
         config, mask = self.config, batch["loss_mask"]
         relative = group_normalise(  # (S,)

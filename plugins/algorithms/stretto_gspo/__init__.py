@@ -18,7 +18,7 @@ import msgspec
 from stretto import Component, hookimpl
 from stretto.algorithm import Reduction
 from stretto.component import NonNegativeFloat
-from stretto.policy import (
+from stretto.rl.policy_gradient import (
     GroupRelative,
     GroupRelativeConfig,
     check_policy,
@@ -28,7 +28,7 @@ from stretto.policy import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 __all__ = ["GSPO", "GSPOConfig"]
 
@@ -55,7 +55,7 @@ class GSPO(GroupRelative[GSPOConfig]):
         """The clipped surrogate of the answer, at each of its tokens alike: (T,)."""
         import torch
 
-        from stretto.functional import sequence_mean
+        from stretto.rl.functional import sequence_mean
 
         index = batch.sequence_index().to(logprobs.device)
         log_s = sequence_mean(logprobs - anchor, batch["loss_mask"], index, len(batch))[index]

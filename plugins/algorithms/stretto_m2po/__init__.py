@@ -18,7 +18,7 @@ import msgspec
 from stretto import Component, hookimpl
 from stretto.algorithm import Call, function
 from stretto.component import NonNegativeFloat, PositiveFloat
-from stretto.policy import (
+from stretto.rl.policy_gradient import (
     GroupRelative,
     GroupRelativeConfig,
     check_policy,
@@ -28,7 +28,7 @@ from stretto.policy import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 __all__ = ["M2PO", "M2POConfig"]
 
@@ -59,7 +59,7 @@ class M2PO(GroupRelative[M2POConfig]):
 
     def trusted(self, batch: Batch) -> Mapping[str, Tensor]:
         """(T,) bool."""
-        from stretto.functional import second_moment_mask
+        from stretto.rl.functional import second_moment_mask
 
         delta = batch["behaviour_logprobs"] - batch["proximal_logprobs"]
         return {"trusted": second_moment_mask(delta, batch["loss_mask"], self.config.tau)}

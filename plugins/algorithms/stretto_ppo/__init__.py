@@ -32,7 +32,7 @@ import msgspec
 from stretto import Component, Context, hookimpl
 from stretto.algorithm import Call, Loss, Model, forward, function, generate, score, train
 from stretto.component import PositiveFloat, PositiveInt, Share
-from stretto.policy import (
+from stretto.rl.policy_gradient import (
     ClippedConfig,
     KLConfig,
     KLEstimator,
@@ -44,7 +44,7 @@ from stretto.policy import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 __all__ = ["PPO", "PPOConfig", "PPOKLConfig"]
 
@@ -140,7 +140,7 @@ class PPO(PolicyGradient[PPOConfig]):
         """Advantages and returns, (T,) float32, and with a controller beta, (S,), which then moves on."""
         import torch
 
-        from stretto.functional import adapted_kl_coef, masked_whiten, sequence_sum
+        from stretto.rl.functional import adapted_kl_coef, masked_whiten, sequence_sum
 
         config, mask, target = self.config, batch["loss_mask"], self.config.kl.target
         advantages = self.advantages(batch)
@@ -164,7 +164,7 @@ class PPO(PolicyGradient[PPOConfig]):
         """GAE of scores at the last token less the KL at each, (T,) float32."""
         import torch
 
-        from stretto.functional import at_last_token, gae, group_normalise
+        from stretto.rl.functional import at_last_token, gae, group_normalise
 
         config, mask, scores = self.config, batch["loss_mask"], batch["rewards"]
         if config.reward_norm:  # the batch as one group
@@ -187,7 +187,7 @@ class PPO(PolicyGradient[PPOConfig]):
 
     def value_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The critic's loss on its current values, (T,), and statistics."""
-        from stretto.functional import clipped_value_loss
+        from stretto.rl.functional import clipped_value_loss
 
         returns = batch["returns"]
         loss, clipped = clipped_value_loss(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from stretto import Component, Problem, hookimpl
 from stretto.component import Share
-from stretto.policy import (
+from stretto.rl.policy_gradient import (
     ClippedConfig,
     PolicyGradient,
     check_objective,
@@ -27,8 +27,8 @@ from stretto.policy import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
     from stretto.config import RunConfig
+    from stretto.rl.batch import Batch
 
 __all__ = ["ReinforcePP", "ReinforcePPConfig"]
 
@@ -53,7 +53,7 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
         """Whitened return-to-go of every sampled token, (T,) float32."""
         import torch
 
-        from stretto.functional import at_last_token, gae, group_normalise, masked_whiten
+        from stretto.rl.functional import at_last_token, gae, group_normalise, masked_whiten
 
         mask, rewards = batch["loss_mask"], batch["rewards"]
         if self.config.baseline:

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 from stretto import Component, Context, Problem, hookimpl
 from stretto.algorithm import Call, Encoded, Group, Loss, Model, read, train
 from stretto.component import NonNegativeFloat
-from stretto.supervised import PairConfig, check_pair, prompt_and_answer
+from stretto.rl.supervised import PairConfig, check_pair, prompt_and_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
     from stretto.config import RunConfig
     from stretto.dataset import Row
-    from stretto.tokenizer import Tokenizer
+    from stretto.models.tokenizer import Tokenizer
+    from stretto.rl.batch import Batch
 
 __all__ = ["RewardModel", "RewardModelConfig"]
 
@@ -71,7 +71,7 @@ class RewardModel:
         """The loss of its pair at the last token of each sequence, (T,), and statistics."""
         import torch
 
-        from stretto.functional import at_last_token, pairs_of, preference_loss, sequence_sum
+        from stretto.rl.functional import at_last_token, pairs_of, preference_loss, sequence_sum
 
         config, mask = self.config, batch["loss_mask"]
         index = batch.sequence_index().to(scores.device)

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from stretto import Component, hookimpl
-from stretto.policy import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
+from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 __all__ = ["RLOO", "RLOOConfig"]
 
@@ -33,7 +33,7 @@ class RLOO(PolicyGradient[RLOOConfig]):
 
     def advantages(self, batch: Batch) -> Tensor:
         """R minus the mean of the others of its group for every sampled token, (T,) float32."""
-        from stretto.functional import group_normalise
+        from stretto.rl.functional import group_normalise
 
         relative = group_normalise(
             batch["rewards"], batch["group"], batch["sample"], std=False, leave_one_out=True

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from stretto import Component, hookimpl
 from stretto.algorithm import Reduction
 from stretto.component import PositiveFloat
-from stretto.policy import GroupRelative, GroupRelativeConfig, check_policy
+from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
 
 __all__ = ["SAPO", "SAPOConfig"]
 
@@ -41,7 +41,7 @@ class SAPO(GroupRelative[SAPOConfig]):
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """-f(r) A, (T,)."""
-        from stretto.functional import soft_gate
+        from stretto.rl.functional import soft_gate
 
         config = self.config
         loss = soft_gate(

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from stretto import AlgorithmConfig, Component, Context, Problem, hookimpl
 from stretto.algorithm import Call, Encoded, Group, Loss, Model, Reduction, read, train
-from stretto.supervised import check_temperature, prompt_and_answer
+from stretto.rl.supervised import check_temperature, prompt_and_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.batch import Batch
     from stretto.config import RunConfig
     from stretto.dataset import Row
-    from stretto.tokenizer import Tokenizer
+    from stretto.models.tokenizer import Tokenizer
+    from stretto.rl.batch import Batch
 
 __all__ = ["SFT", "SFTConfig"]
 

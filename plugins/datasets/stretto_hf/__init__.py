@@ -12,7 +12,7 @@ from stretto import Component, Context, hookimpl
 from stretto.component import PositiveInt
 from stretto.dataset import Row
 from stretto.errors import ConfigError
-from stretto.prompts import ColumnsConfig
+from stretto.models.prompts import ColumnsConfig
 
 __all__ = ["HFConfig", "HFDataset"]
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.functional import logprobs_of
-from stretto.hf_model import load_policy, published
+from stretto.rl.functional import logprobs_of
+from stretto.training.model import load_policy, published
 
 if TYPE_CHECKING:
     from stretto import Context
     from stretto.algorithm import Loss
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
     from stretto_frozen import FrozenConfig
 
 __all__ = ["FrozenTraining"]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 from stretto.component import Component, Context, PositiveInt, Problem
 from stretto.engine import TrainingEngine
 from stretto.hooks import hookimpl
-from stretto.images import is_vision_language
-from stretto.model_files import known_config, text_config
-from stretto.training import GroupTrainingConfig, check_training
+from stretto.models.files import known_config, text_config
+from stretto.models.vision import is_vision_language
+from stretto.training.config import GroupTrainingConfig, check_training
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -56,7 +56,7 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
 
 
 def _make(config: Fsdp2TrainingConfig, context: Context) -> TrainingEngine:
-    from stretto.hf_training import HFTraining
+    from stretto.training.engine import HFTraining
     from stretto_fsdp2.sharded import ShardedLayout
 
     return HFTraining(config, context, ShardedLayout(config, context))

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stretto.hf_model import layers_of
-from stretto.rank_layout import RankLayout
+from stretto.training.distributed import RankLayout
+from stretto.training.model import layers_of
 from stretto_fsdp2.tensor_parallel import split_by_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from stretto import Context
-    from stretto.packing import Rows
+    from stretto.training.packing import Rows
     from stretto_fsdp2 import Fsdp2TrainingConfig
 
 __all__ = ["ShardedLayout"]

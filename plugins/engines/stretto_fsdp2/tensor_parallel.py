@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from stretto.errors import EngineError
-from stretto.hf_model import layers_of
+from stretto.training.model import layers_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

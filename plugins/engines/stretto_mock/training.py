@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from stretto import Context
     from stretto.algorithm import Loss
-    from stretto.batch import Batch
+    from stretto.rl.batch import Batch
     from stretto_mock import MockTrainingConfig
 
 __all__ = ["MockTraining"]

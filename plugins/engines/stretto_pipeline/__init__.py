@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from stretto.component import Component, Context, PositiveInt, Problem
 from stretto.engine import TrainingEngine
 from stretto.hooks import hookimpl
-from stretto.images import is_vision_language
-from stretto.model_files import known_config, text_config
-from stretto.training import GroupTrainingConfig, check_training
+from stretto.models.files import known_config, text_config
+from stretto.models.vision import is_vision_language
+from stretto.training.config import GroupTrainingConfig, check_training
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -43,7 +43,7 @@ class PipelineTrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, for
 
 
 def _make(config: PipelineTrainingConfig, context: Context) -> TrainingEngine:
-    from stretto.hf_training import HFTraining
+    from stretto.training.engine import HFTraining
     from stretto_pipeline.pipeline import PipelineLayout
 
     return HFTraining(config, context, PipelineLayout(config, context))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.rank_layout import RankLayout
+from stretto.training.distributed import RankLayout
 from stretto_pipeline.schedule import Neighbours, run_backward, run_forward
 from stretto_pipeline.stage import Stage
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from stretto import Context
-    from stretto.packing import Rows
+    from stretto.training.packing import Rows
     from stretto_pipeline import PipelineTrainingConfig
 
 __all__ = ["PipelineLayout"]

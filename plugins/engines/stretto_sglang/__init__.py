@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stretto import Component, Context, Problem, hookimpl
 from stretto.engine import InferenceEngine
-from stretto.sidecar import SidecarConfig, check_sidecar
+from stretto.serving.config import SidecarConfig, check_sidecar
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stretto.tensor_files import Place, places_in
+from stretto.models.safetensors import Place, places_in
 
 __all__ = ["Checksums"]
 

@@ -18,10 +18,10 @@ import msgspec
 from stretto.component import Context
 from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
-from stretto.sidecar import Flag, flags
-from stretto.sidecar_engine import SidecarEngine
-from stretto.sidecar_samples import Ask, Piece
-from stretto.sidecar_server import Server, ServerCommand, ServerLost, ServerRefused
+from stretto.serving.config import Flag, flags
+from stretto.serving.engine import SidecarEngine
+from stretto.serving.requests import Ask, Piece
+from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto_sglang.checksums import Checksums
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from stretto.component import (
 from stretto.engine import InferenceConfig, InferenceEngine, TrainingEngine
 from stretto.errors import PluginError
 from stretto.hooks import hookimpl
-from stretto.training import ModelTrainingConfig, check_training
+from stretto.training.config import ModelTrainingConfig, check_training
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig

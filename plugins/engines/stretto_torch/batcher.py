@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
-from stretto.stops import StopStrings
+from stretto.serving.stop_strings import StopStrings
 from stretto_torch.model import Model
 from stretto_torch.requests import UNWANTED, Job, Sample, open_job
 from stretto_torch.slots import NO_TOKENS, Answer, Ending, Slots

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError
-from stretto.stops import stop_tokenizer
+from stretto.serving.stop_strings import stop_tokenizer
 from stretto.weights import digest_of
 from stretto_torch.batcher import Batcher, last_chunks
 from stretto_torch.determinism import stable_shapes

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.hf_model import reads_images
+from stretto.training.model import reads_images
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
 from stretto_torch.decoder_hf import HFDecoder, layer_shapes

@@ -15,7 +15,7 @@ from stretto.errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.stops import StopStrings
+    from stretto.serving.stop_strings import StopStrings
 
 
 UNWANTED = -1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.hf_training import HFTraining
-from stretto.layout import Layout
+from stretto.training.engine import HFTraining
+from stretto.training.layout import Layout
 
 if TYPE_CHECKING:
     from stretto import Context

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from stretto import Component, Context, Problem, hookimpl
 from stretto.component import PositiveInt
 from stretto.engine import InferenceEngine
-from stretto.model_files import text_config
-from stretto.sidecar import SidecarConfig, check_sidecar
+from stretto.models.files import text_config
+from stretto.serving.config import SidecarConfig, check_sidecar
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig

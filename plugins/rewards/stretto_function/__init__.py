@@ -8,7 +8,7 @@ from typing import Any
 from stretto import Component, Context, Problem, RewardConfig, hookimpl
 from stretto.component import Importable
 from stretto.config import RunConfig
-from stretto.importable import fault_of_importable, load_importable
+from stretto.user_code.importable import fault_of_importable, load_importable
 
 __all__ = ["FunctionConfig"]
 

@@ -38,7 +38,7 @@ def make(config: RewardModelConfig, context: Context) -> Callable[..., list[floa
     import torch
     from transformers import AutoModelForTokenClassification
 
-    from stretto.tokenizer import load_tokenizer
+    from stretto.models.tokenizer import load_tokenizer
 
     use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     tokenizer = load_tokenizer(config.path)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
-from stretto.weight_files import RunFolders, VersionFolders
+from stretto.models.version_files import RunFolders, VersionFolders
 from stretto.weights import Wire
 from stretto_bus.fetching import BusSubscriber
 from stretto_bus.serving import BusPublisher

@@ -14,7 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, WeightsError, one_error
-from stretto.weight_files import FolderUpdate, Outline, lay_out, open_version
+from stretto.models.version_files import FolderUpdate, Outline, lay_out, open_version
 from stretto_bus.questions import AskOutline, AskPiece, Piece, Question, checksum
 
 if TYPE_CHECKING:

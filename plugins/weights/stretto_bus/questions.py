@@ -10,7 +10,7 @@ __all__ = ["AskOutline", "AskPiece", "Piece", "Question", "checksum"]
 
 
 class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
-    """What does a version consist of? Answered by a `stretto.weight_files.Outline`."""
+    """What does a version consist of? Answered by a `stretto.models.version_files.Outline`."""
 
     version: int
 

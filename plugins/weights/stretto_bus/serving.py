@@ -11,7 +11,7 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import WeightsError
-from stretto.weight_files import VersionFolders
+from stretto.models.version_files import VersionFolders
 from stretto_bus.questions import AskOutline, AskPiece, Piece, Question, checksum
 
 if TYPE_CHECKING:

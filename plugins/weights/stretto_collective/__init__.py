@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stretto import Component, Context, Problem, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.errors import offer
-from stretto.weight_files import RunFolders, VersionFolders
+from stretto.models.version_files import RunFolders, VersionFolders
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig

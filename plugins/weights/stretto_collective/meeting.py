@@ -17,7 +17,7 @@ __all__ = ["AskOutline", "HashStore", "Put", "Question", "Send", "Store", "Take"
 
 
 class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
-    """What does a version consist of? Answered by a `stretto.weight_files.Outline`."""
+    """What does a version consist of? Answered by a `stretto.models.version_files.Outline`."""
 
     version: int
 

@@ -16,7 +16,7 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, StrettoError, WeightsError, one_error
-from stretto.weight_files import FolderUpdate, Outline, lay_out, open_version
+from stretto.models.version_files import FolderUpdate, Outline, lay_out, open_version
 from stretto_collective.meeting import AskOutline, Put, Question, Send, Store, Take, buckets, joined
 
 if TYPE_CHECKING:

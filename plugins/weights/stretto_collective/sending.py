@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from stretto.weight_files import VersionFolders
+    from stretto.models.version_files import VersionFolders
     from stretto.weights import WeightsNote, Wire
     from stretto_collective import CollectiveConfig
 

@@ -15,7 +15,7 @@ import anyio.to_thread
 
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
-from stretto.weight_files import FolderUpdate, RunFolders, VersionFolders, open_version
+from stretto.models.version_files import FolderUpdate, RunFolders, VersionFolders, open_version
 
 if TYPE_CHECKING:
     from torch import Tensor

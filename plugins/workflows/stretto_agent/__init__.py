@@ -17,9 +17,9 @@ from stretto import Component, Context, LocalPath, Problem, WorkflowConfig, hook
 from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.errors import ConfigError
-from stretto.importable import fault_of_importable
-from stretto.sandbox import sandbox_problems
 from stretto.tools import ParserName, shows_tools
+from stretto.user_code.importable import fault_of_importable
+from stretto.user_code.sandbox import sandbox_problems
 
 __all__ = ["AgentConfig"]
 

@@ -16,9 +16,9 @@ import msgspec
 from anyio.abc import ByteReceiveStream, ByteSendStream
 
 from stretto import Context, StrettoError
-from stretto.endpoint import Endpoint
-from stretto.episode import Episode, Limits
-from stretto.sandbox import Confined, confined, kill, may_be_shown
+from stretto.agents.endpoint import Endpoint
+from stretto.agents.recorder import Episode, Limits
+from stretto.user_code.sandbox import Confined, confined, kill, may_be_shown
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_agent import AgentConfig
 

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stretto import Component, Context, Problem, hookimpl
+from stretto.agents.conversation import Conversation
 from stretto.component import PositiveInt
 from stretto.config import RunConfig
-from stretto.conversation import Conversation
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import EngineError
-from stretto.images import is_vision_language
-from stretto.importable import fault_of_importable
-from stretto.model_files import known_config
+from stretto.models.files import known_config
+from stretto.models.vision import is_vision_language
+from stretto.user_code.importable import fault_of_importable
 from stretto.workflow import Prompt, Score, Session, Trajectory, group_of
 
 __all__ = ["MultiTurn", "MultiTurnConfig"]

@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 
 from stretto import Component, Context, Problem, hookimpl
+from stretto.agents.conversation import Conversation
 from stretto.component import PositiveInt
 from stretto.config import RunConfig
-from stretto.conversation import Conversation
 from stretto.errors import ConfigError, EngineError
-from stretto.images import is_vision_language
-from stretto.model_files import known_config
-from stretto.tokenizer import Message
+from stretto.models.files import known_config
+from stretto.models.tokenizer import Message
+from stretto.models.vision import is_vision_language
 from stretto.tools import (
     Call,
     ParserName,

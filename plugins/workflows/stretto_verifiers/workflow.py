@@ -15,10 +15,10 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from stretto import Context, StrettoError
-from stretto.endpoint import Endpoint
-from stretto.episode import Episode, Limits
-from stretto.openai_api import MODEL
-from stretto.sandbox import confined, kill
+from stretto.agents.endpoint import Endpoint
+from stretto.agents.openai_api import MODEL
+from stretto.agents.recorder import Episode, Limits
+from stretto.user_code.sandbox import confined, kill
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
 

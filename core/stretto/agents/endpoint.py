@@ -1,0 +1,381 @@
+"""The policy behind OpenAI's HTTP API, for agents that know nothing of stretto.
+
+One server in each process that needs it, on loopback. The key of a request names the episode that it belongs
+to; what is asked becomes the episode's trajectories (`stretto.agents.recorder`). Streams are real: tokens are
+passed on as they come from the engine, as soon as they are whole characters and cannot be the beginning of a
+stop text or a call. A swap of weights only delays them.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+import numpy as np
+from aiohttp import web
+from anyio.streams.memory import MemoryObjectSendStream
+from numpy.typing import NDArray
+
+from stretto.agents.openai_api import (
+    MODEL,
+    ApiError,
+    Call,
+    ChatCall,
+    CompletionCall,
+    Event,
+    Reply,
+    ResponseCall,
+)
+from stretto.agents.recorder import Episode, Line, OverLimit
+from stretto.errors import ConfigError, EngineError, one_error
+from stretto.tools import ParserName, parse_calls
+
+if TYPE_CHECKING:
+    from stretto.models.tokenizer import Message, Tokenizer
+    from stretto.workflow import Answer, Heard
+
+__all__ = ["Endpoint"]
+
+_MAX_BODY = 16 * 2**20
+_News = tuple[int, "str | Reply"]
+_REFUSALS = (ApiError, OverLimit, ConfigError, EngineError)
+# How calls begin: from there on, what the policy says waits until it is known whether they are calls.
+_MARKS: Mapping[ParserName, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "llama3": ("<|python_tag|>", "{"),
+    "mistral": ("[TOOL_CALLS]",),
+}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class _Open:
+    """An episode that has a key."""
+
+    episode: Episode
+    responses: dict[str, list[Message]] = field(default_factory=dict[str, "list[Message]"])
+    """Messages of each response so far."""
+    calls: int = 0
+    """Tool calls made, to number them."""
+
+
+class Endpoint:
+    """The server of one process. Start it once; it serves until it is stopped, or the process ends.
+
+    Args:
+        tool_parser: how the policy writes calls of tools.
+    """
+
+    def __init__(self, tool_parser: ParserName = "hermes") -> None:
+        self._tool_parser: ParserName = tool_parser
+        self._open: dict[str, _Open] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = anyio.Lock()
+        self.base_url = ""
+        """What clients need, `/v1` included; empty before it is started."""
+
+    async def start(self) -> None:
+        """Listen on a free port of loopback. Idempotent.
+
+        Raises:
+            OSError: if there is none.
+        """
+        async with self._starting:
+            if self._runner is not None:
+                return
+            app = web.Application(middlewares=[_in_openai_shape], client_max_size=_MAX_BODY)
+            app.router.add_get("/v1/models", self._models)
+            app.router.add_post("/v1/chat/completions", self._chat)
+            app.router.add_post("/v1/completions", self._completions)
+            app.router.add_post("/v1/responses", self._responses)
+            # A call ends with its connection: an agent that has gone leaves no work to the engines.
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = runner.addresses[0][1]
+            self._runner, self.base_url = runner, f"http://127.0.0.1:{port}/v1"
+
+    async def stop(self) -> None:
+        """Close it, and every connection."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @asynccontextmanager
+    async def serve(self, episode: Episode) -> AsyncGenerator[str]:
+        """Take the episode's calls inside the block; yields the key they must have. Afterwards they are over:
+        those under way end, and the key is unknown."""
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._open[key] = _Open(episode)
+        try:
+            yield key
+        finally:
+            del self._open[key]
+            with anyio.CancelScope(shield=True):
+                await episode.close()
+
+    # ------------------------------------------------------------------------------------ handlers
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._opened(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "stretto"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        opened = self._opened(request)
+        return await self._answer(
+            request, opened, ChatCall(await request.read(), opened.episode.session.tokenizer)
+        )
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        opened = self._opened(request)
+        call = CompletionCall(await request.read(), opened.episode.session.tokenizer)
+        return await self._answer(request, opened, call)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        opened = self._opened(request)
+        return await self._answer(request, opened, ResponseCall(await request.read(), opened.responses))
+
+    def _opened(self, request: web.Request) -> _Open:
+        """The episode that a request's key names."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or (opened := self._open.get(key)) is None:
+            raise ApiError("the key names no episode that is under way", code="invalid_api_key", status=401)
+        return opened
+
+    async def _answer(self, request: web.Request, opened: _Open, call: Call) -> web.StreamResponse:
+        return await opened.episode.doing(
+            self._stream(request, opened, call) if call.stream else self._whole(opened, call)
+        )
+
+    async def _whole(self, opened: _Open, call: Call) -> web.Response:
+        lines = opened.episode.take(call.given, call.tools)
+        replies: dict[int, Reply] = {}
+
+        async def one(choice: int, line: Line) -> None:
+            replies[choice] = await self._reply(opened, call, line)
+
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                for choice, line in enumerate(lines):
+                    tasks.start_soon(one, choice, line)
+        return _json(call.whole([replies[choice] for choice in range(len(lines))]))
+
+    async def _stream(self, request: web.Request, opened: _Open, call: Call) -> web.StreamResponse:
+        """Begun with the first token, so that what is refused before it has a status of its own."""
+        lines = opened.episode.take(call.given, call.tools)
+        send, receive = anyio.create_memory_object_stream[_News](math.inf)
+        replies: dict[int, Reply] = {}
+
+        async def one(choice: int, line: Line, send: MemoryObjectSendStream[_News]) -> None:
+            with send:
+                shown = self._shown(opened, call)
+
+                def heard(_: int, tokens: NDArray[np.int32]) -> None:
+                    send.send_nowait((choice, shown.add(tokens)))
+
+                reply = await self._reply(opened, call, line, heard)
+                send.send_nowait((choice, shown.rest(reply.text)))
+                send.send_nowait((choice, reply))
+
+        stream = _EventStream(request)
+        try:
+            with one_error(), receive:
+                async with anyio.create_task_group() as tasks:
+                    for choice, line in enumerate(lines):
+                        tasks.start_soon(one, choice, line, send.clone())
+                    send.close()
+                    async for choice, news in receive:
+                        if not stream.begun:
+                            await stream.send(call.opening())
+                        if isinstance(news, str):
+                            await stream.send(call.piece(choice, news) if news else ())
+                        else:
+                            replies[choice] = news
+                            await stream.send(call.ended(choice, news))
+            await stream.send(call.closing([replies[choice] for choice in range(len(lines))]))
+        except _REFUSALS as error:
+            if not stream.begun:
+                raise
+            await stream.send([call.failed(_api_error(error).data)])
+        return await stream.end(done=call.ends_with_done)
+
+    # ------------------------------------------------------------------------------------ answers
+
+    async def _reply(self, opened: _Open, call: Call, line: Line, heard: Heard | None = None) -> Reply:
+        answer = await opened.episode.reply(line, max_tokens=call.max_tokens, stop=call.stop, heard=heard)
+        stops = (*opened.episode.session.sampling.stop, *call.stop)
+        message: Message = {"role": "assistant", "content": _before(answer.text, stops)}
+        if call.reads_tools:
+            message = self._with_calls(opened, answer) or message
+        # Mistral's templates refuse what follows a call unless the answer before is said to be one.
+        calls = self._tool_parser == "mistral" and "tool_calls" in message
+        line.shown(message, remembered={**message, "content": ""} if calls else None)
+        return Reply(answer, line.prompt_tokens, message)
+
+    def _with_calls(self, opened: _Open, answer: Answer) -> Message | None:
+        """The message with the calls in it; None if there is none, or one that cannot be read: as with other
+        servers, it is then what the policy said."""
+        text = opened.episode.session.tokenizer.decode(answer.tokens, special=True)
+        calls = parse_calls(text, self._tool_parser)
+        if not calls or any(call.fault for call in calls):
+            return None
+        made: list[dict[str, Any]] = []
+        for call in calls:
+            opened.calls += 1
+            # Nine letters and digits: templates of Mistral models take no other.
+            id = call.id or f"call{opened.calls:05}"
+            function = {"name": call.name, "arguments": call.arguments}
+            made.append({"id": id, "type": "function", "function": function})
+        thought, closing, said = text.rpartition("</think>")
+        content = thought + closing + _before(said, _MARKS[self._tool_parser])
+        return {"role": "assistant", "content": content, "tool_calls": made}
+
+    def _shown(self, opened: _Open, call: Call) -> _Shown:
+        session = opened.episode.session
+        marks = (*session.sampling.stop, *call.stop)
+        if (
+            call.reads_tools
+        ):  # some are special tokens, so these are read; that which ends a turn is not shown
+            marks += (*_MARKS[self._tool_parser], session.tokenizer.end)
+        return _Shown(_Reading(session.tokenizer, special=call.reads_tools), marks)
+
+
+class _Reading:
+    """The text of tokens as they come, in whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._before = self._tokens = np.empty(0, np.int32)
+        """The last that ended with a character, so that those after them read as they do after all; and
+        these."""
+        self._told = 0
+        """Characters of `_tokens` that were given out."""
+
+    def add(self, tokens: NDArray[np.int32]) -> str:
+        """What can be read now. An end that is no character yet waits for the rest of it."""
+        if not len(tokens):
+            return ""
+        self._tokens = np.concatenate([self._tokens, tokens])
+        text = self._read(np.concatenate([self._before, self._tokens]))[len(self._read(self._before)) :]
+        whole = text.rstrip("\ufffd")
+        new = whole[self._told :]
+        self._told += len(new)
+        if whole == text:
+            self._before, self._tokens, self._told = self._tokens, self._tokens[:0], 0
+        return new
+
+    def _read(self, tokens: NDArray[np.int32]) -> str:
+        return self._tokenizer.decode(tokens, special=self._special)
+
+
+class _Shown:
+    """The part of a growing answer that an agent may be shown: up to the first mark, and without an end that
+    may be the beginning of one."""
+
+    def __init__(self, reading: _Reading, marks: Sequence[str]) -> None:
+        self._reading = reading
+        self._marks = [mark for mark in marks if mark]
+        self._text = ""
+        self._told = 0
+
+    def add(self, tokens: NDArray[np.int32]) -> str:
+        """What more of it there is with these tokens."""
+        self._text += self._reading.add(tokens)
+        found = [at for mark in self._marks if (at := self._text.find(mark, self._told)) >= 0]
+        return self._tell(min(found, default=len(self._text) - self._doubtful()))
+
+    def rest(self, whole: str) -> str:
+        """What is missing of the whole answer."""
+        # An engine that was lost may have been replaced by one that says something else.
+        return whole[self._told :] if whole.startswith(self._text[: self._told]) else ""
+
+    def _tell(self, upto: int) -> str:
+        new = self._text[self._told : upto]
+        self._told += len(new)
+        return new
+
+    def _doubtful(self) -> int:
+        """Characters at the end with which a mark begins."""
+        longest = max(map(len, self._marks), default=0)
+        end = self._text[self._told :][-longest:] if longest else ""
+        ends = (end[at:] for at in range(len(end)))
+        return next((len(each) for each in ends if any(m.startswith(each) for m in self._marks)), 0)
+
+
+class _EventStream:
+    """The answer to a request, in server-sent events."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+        self.begun = False
+
+    async def send(self, events: Iterable[Event]) -> None:
+        """Begins the answer with the first of them."""
+        if not self.begun:
+            self.begun = True
+            await self._response.prepare(self._request)
+        lines = b"".join(
+            (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+            for kind, data in events
+        )
+        if lines:
+            await self._response.write(lines)
+
+    async def end(self, *, done: bool) -> web.StreamResponse:
+        """No more will come."""
+        await self._response.write_eof(b"data: [DONE]\n\n" if done else b"")
+        return self._response
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _before(text: str, marks: Iterable[str]) -> str:
+    """What stands before the first mark."""
+    return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
+
+
+@web.middleware
+async def _in_openai_shape(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Whatever is refused, said as OpenAI's server says it."""
+    try:
+        return await handler(request)
+    except _REFUSALS as error:
+        return _refusal(_api_error(error))
+    except web.HTTPException as error:
+        return _refusal(ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status))
+
+
+def _api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case OverLimit():
+            return ApiError(str(error), code=error.code)
+        case EngineError():
+            return ApiError(str(error), code="engine_error", status=500)
+        case _:
+            return ApiError(str(error))
+
+
+def _refusal(error: ApiError) -> web.Response:
+    # None of these is over if one waits: clients need not try again.
+    return _json({"error": error.data}, status=error.status, headers={"x-should-retry": "false"})
+
+
+def _json(data: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(data), status=status, headers=headers, content_type="application/json"
+    )

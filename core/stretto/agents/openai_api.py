@@ -1,0 +1,728 @@
+"""OpenAI's HTTP API as data: what its requests ask of the policy, and how its answers are written.
+
+One class for each kind of call, made from the body of a request: `ChatCall`, `CompletionCall`,
+`ResponseCall`. No network here: `stretto.agents.endpoint` serves them. Unknown fields are ignored, as
+OpenAI's server does. So are those that would change how tokens are drawn (`temperature`, `top_p`, `seed`,
+penalties, `logit_bias`): that is the run's to say. What cannot be kept (other kinds of tools and contents,
+forced calls, formats) is refused.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from stretto.agents.recorder import Input
+from stretto.component import NonNegativeInt, PositiveInt
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.models.tokenizer import Message, Tokenizer
+    from stretto.workflow import Answer
+
+__all__ = ["ApiError", "Call", "ChatCall", "CompletionCall", "Event", "Reply", "ResponseCall"]
+
+T = TypeVar("T")
+MODEL = "policy"
+"""Name of the one model there is. Requests may name any other: it is not looked at."""
+
+Event = tuple[str, Mapping[str, Any]]
+"""An event of a stream: its type, empty where the API gives it none, and its data."""
+
+
+class ApiError(StrettoError):
+    """A request that is refused, in the way OpenAI's server does it.
+
+    Args:
+        param: the field at fault.
+        code: for programs.
+        status: of HTTP.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.status = status
+        self.data: dict[str, Any] = {
+            "message": message,
+            "type": "invalid_request_error" if status < 500 else "server_error",
+            "param": param,
+            "code": code,
+        }
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer as an agent is shown it."""
+
+    answer: Answer
+    prompt_tokens: int
+    message: Message
+    """`role`, `content`, and `tool_calls` if there are any: each with `id`, `type` and `function`, which has
+    `name` and `arguments`."""
+
+    @property
+    def text(self) -> str:
+        """What it says beside its calls."""
+        return self.message["content"]
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Its calls, the arguments as JSON text."""
+        return [_written(call) for call in self.message.get("tool_calls", [])]
+
+    @property
+    def finish_reason(self) -> str:
+        """`tool_calls`, `stop` or `length`."""
+        return "tool_calls" if "tool_calls" in self.message else self.answer.finish
+
+
+class Call(Protocol):
+    """A request that was understood, and how it is answered."""
+
+    given: list[Input]
+    """What the policy is given for each choice."""
+    tools: list[dict[str, Any]]
+    """Shown to the policy."""
+    reads_tools: bool
+    """Whether calls of them are looked for in the answers."""
+    max_tokens: int | None
+    stop: list[str]
+    stream: bool
+    ends_with_done: bool
+    """Whether a stream's last line is `[DONE]`."""
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The answer in one piece."""
+        ...
+
+    def opening(self) -> Iterator[Event]:
+        """Events before the first piece of a stream."""
+        ...
+
+    def piece(self, choice: int, text: str) -> Iterator[Event]:
+        """Some more of a choice's text."""
+        ...
+
+    def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
+        """A choice is complete; its text was sent in pieces."""
+        ...
+
+    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        """All choices are."""
+        ...
+
+    def failed(self, data: Mapping[str, Any]) -> Event:
+        """The stream ends by an error."""
+        ...
+
+
+# --------------------------------------------------------------------------- what requests consist of
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _ToolCall(msgspec.Struct):
+    id: str
+    function: _CalledFunction
+    type: Literal["function"] = "function"
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Kind(msgspec.Struct):
+    type: str = "text"
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+_Stop = str | Annotated[list[str], msgspec.Meta(max_length=16)] | None
+_Choices = Annotated[int, msgspec.Meta(ge=1, le=128)] | None
+
+
+class _ChatBody(msgspec.Struct):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    model: str = MODEL
+    n: _Choices = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stop: _Stop = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NonNegativeInt | None = None
+    response_format: _Kind | None = None
+
+
+class _CompletionBody(msgspec.Struct):
+    prompt: str | list[str | int | list[int]]
+    model: str = MODEL
+    n: _Choices = None
+    max_tokens: PositiveInt | None = None
+    stop: _Stop = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    logprobs: NonNegativeInt | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class _TextOptions(msgspec.Struct):
+    format: _Kind | None = None
+
+
+class _ResponseBody(msgspec.Struct):
+    input: str | list[dict[str, Any]]
+    model: str = MODEL
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: PositiveInt | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: _TextOptions | None = None
+    background: bool | None = None
+    conversation: Any = None
+    metadata: dict[str, str] | None = None
+
+
+class _InputMessage(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part]
+
+
+class _InputCall(msgspec.Struct):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _InputOutput(msgspec.Struct):
+    call_id: str
+    output: str | list[_Part]
+
+
+# -------------------------------------------------------------------------------- chat completions
+
+
+class ChatCall:
+    """`POST /v1/chat/completions`."""
+
+    ends_with_done = True
+
+    def __init__(self, body: bytes, tokenizer: Tokenizer) -> None:
+        ask = _read(body, _ChatBody)
+        if ask.functions:
+            raise ApiError("'functions' is not served; give the functions as 'tools'", param="functions")
+        if ask.top_logprobs:
+            raise ApiError("only the sampled tokens' own logprobs are known", param="top_logprobs")
+        _refuse_format(ask.response_format, "response_format")
+        messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(ask.messages)]
+        self.given: list[Input] = [messages] * (ask.n or 1)
+        self.tools = [_function(tool, tool.get("function"), i) for i, tool in enumerate(ask.tools or [])]
+        self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
+        self.max_tokens = ask.max_completion_tokens or ask.max_tokens
+        self.stop = _stops(ask.stop)
+        self.stream = bool(ask.stream)
+        self._ask = ask
+        self._tokenizer = tokenizer
+        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._usage_too = ask.stream_options is not None and bool(ask.stream_options.include_usage)
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """A `chat.completion`."""
+        choices: list[dict[str, Any]] = []
+        for index, reply in enumerate(replies):
+            calls = reply.tool_calls
+            message = {"role": "assistant", "content": reply.text or (None if calls else ""), "refusal": None}
+            choices.append(
+                {
+                    "index": index,
+                    "message": {**message, **({"tool_calls": calls} if calls else {})},
+                    "logprobs": self._logprobs(reply),
+                    "finish_reason": reply.finish_reason,
+                }
+            )
+        return {**self._head("chat.completion"), "choices": choices, "usage": _usage(replies, self._ask.n)}
+
+    def opening(self) -> Iterator[Event]:
+        """Whose turn it is."""
+        for index in range(len(self.given)):
+            yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+
+    def piece(self, choice: int, text: str) -> Iterator[Event]:
+        """A chunk of text."""
+        yield self._chunk(choice, {"content": text})
+
+    def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
+        """The calls, then why it ended. Logprobs come last, all at once."""
+        for index, call in enumerate(reply.tool_calls):
+            yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
+        yield self._chunk(choice, {}, reply.finish_reason, self._logprobs(reply))
+
+    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        """What was used, if that was asked for."""
+        if self._usage_too:
+            yield (
+                "",
+                {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(replies, self._ask.n)},
+            )
+
+    def failed(self, data: Mapping[str, Any]) -> Event:
+        """The error as a chunk."""
+        return "", {"error": data}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._ask.model}
+
+    def _chunk(
+        self, choice: int, delta: Mapping[str, Any], finish_reason: str | None = None, logprobs: Any = None
+    ) -> Event:
+        choices = [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}]
+        return "", {**self._head("chat.completion.chunk"), "choices": choices}
+
+    def _logprobs(self, reply: Reply) -> dict[str, Any] | None:
+        if not self._ask.logprobs:
+            return None
+        texts = _token_texts(reply.answer, self._tokenizer)
+        logprobs = reply.answer.logprobs.tolist()
+        content = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+# ------------------------------------------------------------------------------------- completions
+
+
+class CompletionCall:
+    """`POST /v1/completions`."""
+
+    ends_with_done = True
+    reads_tools = False
+
+    def __init__(self, body: bytes, tokenizer: Tokenizer) -> None:
+        ask = _read(body, _CompletionBody)
+        for name in ("echo", "suffix"):
+            if getattr(ask, name):
+                raise ApiError(f"{name!r} is not served", param=name)
+        if (ask.best_of or 1) > (ask.n or 1):
+            raise ApiError("every answer that is sampled is given: 'best_of' is not served", param="best_of")
+        if ask.logprobs:
+            raise ApiError("only 0: the sampled tokens' own logprobs are known", param="logprobs")
+        self.tools: list[dict[str, Any]] = []
+        self.given: list[Input] = [each for each in _prompts(ask.prompt) for _ in range(ask.n or 1)]
+        self.max_tokens = ask.max_tokens
+        self.stop = _stops(ask.stop)
+        self.stream = bool(ask.stream)
+        self._ask = ask
+        self._tokenizer = tokenizer
+        self._id = f"cmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._usage_too = ask.stream_options is not None and bool(ask.stream_options.include_usage)
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """A `text_completion`."""
+        choices = [self._choice(i, reply.text, reply) for i, reply in enumerate(replies)]
+        return {**self._head(), "choices": choices, "usage": _usage(replies, self._ask.n)}
+
+    def opening(self) -> Iterator[Event]:
+        """Nothing."""
+        yield from ()
+
+    def piece(self, choice: int, text: str) -> Iterator[Event]:
+        """A chunk of text."""
+        yield "", {**self._head(), "choices": [self._choice(choice, text)]}
+
+    def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
+        """Why it ended. Logprobs come last, all at once."""
+        yield "", {**self._head(), "choices": [self._choice(choice, "", reply)]}
+
+    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        """What was used, if that was asked for."""
+        if self._usage_too:
+            yield "", {**self._head(), "choices": [], "usage": _usage(replies, self._ask.n)}
+
+    def failed(self, data: Mapping[str, Any]) -> Event:
+        """The error as a chunk."""
+        return "", {"error": data}
+
+    def _head(self) -> dict[str, Any]:
+        model = self._ask.model
+        return {"id": self._id, "object": "text_completion", "created": self._created, "model": model}
+
+    def _choice(self, index: int, text: str, reply: Reply | None = None) -> dict[str, Any]:
+        """Of a whole answer, or of a chunk; with `reply`, the last of it."""
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if reply is None else self._logprobs(reply),
+            "finish_reason": None if reply is None else reply.answer.finish,
+        }
+
+    def _logprobs(self, reply: Reply) -> dict[str, Any] | None:
+        if self._ask.logprobs is None:
+            return None
+        texts = _token_texts(reply.answer, self._tokenizer)
+        offsets = np.cumsum([0, *map(len, texts)])[:-1]
+        return {
+            "tokens": texts,
+            "token_logprobs": reply.answer.logprobs.tolist(),
+            "top_logprobs": None,
+            "text_offset": offsets.tolist(),
+        }
+
+
+# --------------------------------------------------------------------------------------- responses
+
+
+class ResponseCall:
+    """`POST /v1/responses`.
+
+    Args:
+        earlier: messages of former responses, by their id; this one's are put in when it is complete.
+    """
+
+    ends_with_done = False
+
+    def __init__(self, body: bytes, earlier: dict[str, list[Message]]) -> None:
+        ask = _read(body, _ResponseBody)
+        for name in ("background", "conversation"):
+            if getattr(ask, name):
+                raise ApiError(f"{name!r} is not served", param=name)
+        _refuse_format(ask.text and ask.text.format, "text.format")
+        before: list[Message] = []
+        if ask.previous_response_id is not None:
+            if ask.previous_response_id not in earlier:
+                message = f"there is no response {ask.previous_response_id!r} in this episode"
+                raise ApiError(message, param="previous_response_id", code="previous_response_not_found")
+            before = earlier[ask.previous_response_id]
+        self._messages = _merged([*before, *_items(ask.input)])
+        said = [] if ask.instructions is None else [{"role": "system", "content": ask.instructions}]
+        self.given: list[Input] = [[*said, *self._messages]]
+        self.tools = [_function(tool, tool, i) for i, tool in enumerate(ask.tools or [])]
+        self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
+        self.max_tokens = ask.max_output_tokens
+        self.stop: list[str] = []
+        self.stream = bool(ask.stream)
+        self._ask = ask
+        self._earlier = earlier
+        self._id = f"resp_{secrets.token_hex(12)}"
+        self._message_id = f"msg_{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._events = 0
+        self._begun = False
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """A `response`."""
+        [reply] = replies
+        self._earlier[self._id] = [*self._messages, reply.message]
+        cut = reply.answer.finish == "length" and "tool_calls" not in reply.message
+        used = _usage(replies)
+        return {
+            **self._head("incomplete" if cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": [
+                *([self._message(reply.text, "completed")] if self._has_message(reply) else []),
+                *map(_output_call, reply.tool_calls),
+            ],
+            "usage": {
+                "input_tokens": used["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": used["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": used["total_tokens"],
+            },
+        }
+
+    def opening(self) -> Iterator[Event]:
+        """It is under way."""
+        head = {**self._head("in_progress"), "output": [], "usage": None}
+        yield self._event("response.created", response=head)
+        yield self._event("response.in_progress", response=head)
+
+    def piece(self, choice: int, text: str) -> Iterator[Event]:
+        """Text, after the message that holds it is opened."""
+        del choice
+        yield from self._open_message()
+        yield self._of_message("response.output_text.delta", delta=text, logprobs=[])
+
+    def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
+        """The message is closed, and each call sent as an item of its own."""
+        del choice
+        at = 0
+        if self._begun or self._has_message(reply):
+            yield from self._open_message()
+            part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+            yield self._of_message("response.output_text.done", text=reply.text, logprobs=[])
+            yield self._of_message("response.content_part.done", part=part)
+            item = self._message(reply.text, "completed")
+            yield self._event("response.output_item.done", output_index=0, item=item)
+            at = 1
+        for index, call in enumerate(reply.tool_calls, at):
+            item = _output_call(call)
+            place = {"item_id": item["id"], "output_index": index}
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            arguments = item["arguments"]
+            yield self._event("response.output_item.added", output_index=index, item=begun)
+            yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+            name = item["name"]
+            yield self._event(
+                "response.function_call_arguments.done", **place, name=name, arguments=arguments
+            )
+            yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        """The whole response."""
+        response = self.whole(replies)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, data: Mapping[str, Any]) -> Event:
+        """An `error` event."""
+        return self._event("error", code=data["code"], message=data["message"], param=data["param"])
+
+    def _head(self, status: str) -> dict[str, Any]:
+        ask = self._ask
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "model": ask.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": ask.instructions,
+            "max_output_tokens": ask.max_output_tokens,
+            "metadata": ask.metadata or {},
+            "parallel_tool_calls": True,
+            "previous_response_id": ask.previous_response_id,
+            "temperature": None,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": ask.tool_choice or "auto",
+            "tools": ask.tools or [],
+            "top_p": None,
+        }
+
+    def _has_message(self, reply: Reply) -> bool:
+        return bool(reply.text) or "tool_calls" not in reply.message
+
+    def _message(self, text: str, status: str) -> dict[str, Any]:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        content = [part] if status == "completed" else []
+        head = {"id": self._message_id, "type": "message", "role": "assistant"}
+        return {**head, "status": status, "content": content}
+
+    def _open_message(self) -> Iterator[Event]:
+        if not self._begun:
+            self._begun = True
+            item = self._message("", "in_progress")
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._of_message("response.content_part.added", part=part)
+
+    def _of_message(self, kind: str, **data: Any) -> Event:
+        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **data)
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        self._events += 1
+        return kind, {"type": kind, "sequence_number": self._events - 1, **data}
+
+
+# ------------------------------------------------------------------------------- reading requests
+
+
+def _read(body: bytes, kind: type[T]) -> T:
+    """The body as a struct."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at ")
+        param = path.strip("`").removeprefix("$").removeprefix(".") or None
+        where = f"{param}: " if param else ""
+        raise ApiError(f"{where}{what[:1].lower()}{what[1:]}", param=param) from error
+    except msgspec.DecodeError as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
+
+
+def _plain(message: _Message, where: str) -> Message:
+    """A chat message as chat templates read it, and as two of them can be compared."""
+    # What templates know as the system's is OpenAI's `developer` in newer models.
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _text(message.content, f"{where}.content")}
+    if message.tool_calls:
+        plain["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        plain["name"] = message.name
+    if role == "tool" and message.tool_call_id is None:
+        raise ApiError(f"{where}: a tool's message needs 'tool_call_id'", param=f"{where}.tool_call_id")
+    return plain
+
+
+def _text(content: str | list[_Part] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text", "refusal"):
+            raise ApiError(f"{where}: only text is served, not {part.type!r}", param=where)
+    return "".join(part.text or part.refusal for part in content)
+
+
+def _call(call: _ToolCall) -> dict[str, Any]:
+    """With the arguments as data, as templates want them; text that is no JSON object stays text."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        arguments = call.function.arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _function(tool: Mapping[str, Any], function: Any, index: int) -> dict[str, Any]:
+    """A tool as chat templates read it."""
+    if tool.get("type") != "function":
+        found = tool.get("type")
+        raise ApiError(
+            f"tools[{index}]: only functions are served, not {found!r}", param=f"tools[{index}].type"
+        )
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(f"tools[{index}]: a function needs a name", param=f"tools[{index}].name")
+    names = ("name", "description", "parameters")
+    return {"type": "function", "function": {name: function[name] for name in names if function.get(name)}}
+
+
+def _reads_tools(tools: Sequence[Any], choice: str | Mapping[str, Any] | None) -> bool:
+    if choice not in (None, "auto", "none"):
+        raise ApiError("a call cannot be forced: 'auto' or 'none' is served", param="tool_choice")
+    return bool(tools) and choice != "none"
+
+
+def _refuse_format(kind: _Kind | None, param: str) -> None:
+    if kind is not None and kind.type != "text":
+        raise ApiError(f"answers are not held to a format: {kind.type!r} is not served", param=param)
+
+
+def _stops(stop: str | list[str] | None) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not all(stops):
+        raise ApiError("an empty text would end every answer", param="stop")
+    return stops
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:
+    """One or several of them, as text or as token ids."""
+    prompts: list[Any] = [prompt]
+    if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
+        prompts = prompt
+    if not prompts or not all(prompts):
+        raise ApiError("a prompt needs at least one token", param="prompt")
+    if any(isinstance(each, int) for each in prompts):
+        raise ApiError("expected text, token ids, or a list of either", param="prompt")
+    return [each if isinstance(each, str) else np.asarray(each, np.int32) for each in prompts]
+
+
+def _items(given: str | list[dict[str, Any]]) -> list[Message]:
+    """Input items of a response as chat messages, each call as one of its own."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return [message for i, item in enumerate(given) for message in _item(item, f"input[{i}]")]
+
+
+def _item(item: dict[str, Any], where: str) -> list[Message]:
+    match item.get("type", "message"):
+        case "message":
+            message = _item_as(item, _InputMessage, where)
+            return [_plain(_Message(role=message.role, content=message.content), where)]
+        case "function_call":
+            call = _item_as(item, _InputCall, where)
+            called = _ToolCall(call.call_id, _CalledFunction(call.name, call.arguments))
+            return [{"role": "assistant", "content": "", "tool_calls": [_call(called)]}]
+        case "function_call_output":
+            output = _item_as(item, _InputOutput, where)
+            text = _text(output.output, f"{where}.output")
+            return [{"role": "tool", "content": text, "tool_call_id": output.call_id}]
+        case "reasoning":  # of other models: this one's is part of its text
+            return []
+        case other:
+            raise ApiError(f"{where}: {other!r} is not served", param=f"{where}.type")
+
+
+def _item_as(item: dict[str, Any], kind: type[T], where: str) -> T:
+    try:
+        return msgspec.convert(item, kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(f"{where}: {error}", param=where) from error
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """Calls put into the assistant's message that they follow: items of one answer are one message."""
+    merged: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls and not message["content"] and merged and merged[-1]["role"] == "assistant":
+            merged[-1] = {**merged[-1], "tool_calls": [*merged[-1].get("tool_calls", []), *calls]}
+        else:
+            merged.append(message)
+    return merged
+
+
+# --------------------------------------------------------------------------------- writing answers
+
+
+def _written(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as JSON text."""
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return {**call, "function": {"name": call["function"]["name"], "arguments": text}}
+
+
+def _output_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as an output item of a response."""
+    return {
+        "id": f"fc_{call['id']}",
+        "type": "function_call",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": call["function"]["arguments"],
+        "status": "completed",
+    }
+
+
+def _usage(replies: Sequence[Reply], n: int | None = None) -> dict[str, int]:
+    """Tokens of all choices; the prompt that n of them share counts once."""
+    prompt = sum(reply.prompt_tokens for reply in replies[:: n or 1])
+    sampled = sum(len(reply.answer.tokens) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _token_texts(answer: Answer, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(answer.tokens[i : i + 1], special=True) for i in range(len(answer.tokens))]

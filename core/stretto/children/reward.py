@@ -1,0 +1,231 @@
+"""The scoring process: one reward, called for one group at a time. Child of a verifier worker.
+
+It is told the run and is ready when the reward is made (see `pipes`); then a `Task` in, an `Answer` out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from stretto.children.limits import LIMIT_METRICS, Limits, score_within
+from stretto.children.protocol import serve, try_to_ask
+from stretto.component import Context
+from stretto.config import compose_mapping
+from stretto.errors import ConfigError, RewardError
+from stretto.reward import RewardValue, is_number
+
+__all__ = ["COMMAND", "Answer", "Task", "accepted", "score_group", "told", "try_to_score"]
+
+COMMAND = (sys.executable, "-m", "stretto.children.reward")
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """Answers to one prompt."""
+
+    row: bytes
+    completions: tuple[str, ...]
+    columns: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """(reward, metrics) of each completion, or why there are none."""
+
+    scores: tuple[tuple[float, dict[str, float]], ...] = ()
+    error: str = ""
+    over: dict[int, str] = {}
+    """Completions that scored 0 because they passed a limit of one answer, by index, and which limit."""
+
+
+def score_group(
+    reward: Callable[..., Any],
+    row: Mapping[str, Any],
+    completions: tuple[str, ...],
+    each: Mapping[str, Sequence[Any]],
+) -> list[tuple[float, dict[str, float]]]:
+    """Call a reward in whichever form it has (see `stretto.reward`).
+
+    Args:
+        completions: none, to see only whether the reward can be called with these columns.
+        each: columns with a value for each completion.
+
+    Raises:
+        RewardError: if it asks for a column that is not there.
+        ValueError: if it gives no number for one of the completions.
+    """
+    parameters = inspect.signature(reward).parameters
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    _refuse_misfit(reward, parameters, [*columns, *each])
+    if not completions:
+        return []
+    if "completions" in parameters:
+        values = _call_on_group(reward, parameters, row["prompt"], columns, completions, each)
+    else:
+        of_each = [{name: values[i] for name, values in each.items()} for i in range(len(completions))]
+        values = _settled(
+            [
+                _call_on_one(reward, parameters, row["prompt"], columns | more, text)
+                for text, more in zip(completions, of_each, strict=True)
+            ]
+        )
+    if len(values) != len(completions):
+        raise ValueError(f"the reward gave {len(values)} values for {len(completions)} completions")
+    return [_number(value, index) for index, value in enumerate(values)]
+
+
+def _refuse_misfit(
+    reward: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
+) -> None:
+    """Say which column a reward asks for in vain, before Python says that an argument is missing."""
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        each.name for each in parameters.values() if each.kind not in free and each.default is each.empty
+    ]
+    by_name = {"completions", "prompts"} if "completions" in parameters else {"completion", "prompt"}
+    if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by place
+        needed = needed[2:]
+    missing = [name for name in needed if name not in by_name and name not in columns]
+    if missing:
+        code = getattr(inspect.unwrap(reward), "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        raise RewardError(
+            f"the reward asks for {', '.join(map(repr, missing))}{where}, and the row has no such column; "
+            f"its columns: {', '.join(columns) or 'none'}"
+        )
+
+
+def _call_on_one(
+    reward: Callable[..., Any],
+    parameters: Mapping[str, inspect.Parameter],
+    prompt: Any,
+    columns: Mapping[str, Any],
+    completion: str,
+) -> Any:
+    """The plain form: by name, or (prompt, completion) by place where the parameters are named otherwise."""
+    if "completion" in parameters:
+        offered = {**columns, "prompt": prompt, "completion": completion}
+        return reward(**accepted(parameters, offered))
+    return reward(prompt, completion, **accepted(parameters, columns))
+
+
+def _call_on_group(
+    reward: Callable[..., Any],
+    parameters: Mapping[str, inspect.Parameter],
+    prompt: Any,
+    columns: Mapping[str, Any],
+    completions: tuple[str, ...],
+    each: Mapping[str, Sequence[Any]],
+) -> list[RewardValue]:
+    """TRL's form: lists in, one entry a completion; chat completions as messages."""
+    n = len(completions)
+    chat = not isinstance(prompt, str)
+    texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)
+    given = {name: [value] * n for name, value in columns.items() if name != "completions"}
+    offered = {**given, **each, "prompts": [prompt] * n}
+    result = reward(completions=texts, **accepted(parameters, offered))
+    [values] = _settled([result])
+    return list(cast("list[RewardValue]", values))
+
+
+def accepted(parameters: Mapping[str, inspect.Parameter], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `offered` a function takes by name."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def _settled(values: list[Any]) -> list[Any]:
+    """Values with the awaitable ones awaited, all at once."""
+    if not any(inspect.isawaitable(value) for value in values):
+        return values
+
+    async def value_of(value: Any) -> Any:
+        return await value if inspect.isawaitable(value) else value
+
+    async def all_of() -> list[Any]:
+        return list(await asyncio.gather(*(value_of(value) for value in values)))
+
+    return asyncio.run(all_of())
+
+
+def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
+    metrics: dict[str, float] = {}
+    if isinstance(value, Mapping):
+        if "reward" not in value:
+            raise ValueError(f"the reward of completion {index} is a dict without 'reward': {value!r}")
+        metrics = {name: float(number) for name, number in value.items() if name != "reward"}
+        value = value["reward"]
+    if value is None or not is_number(number := float(value)):
+        raise ValueError(f"the reward of completion {index} is {value!r}, not a finite number")
+    for name, metric in metrics.items():
+        if not is_number(metric):
+            raise ValueError(f"{name!r} of completion {index} is {metric!r}, not a finite number")
+    return number, metrics
+
+
+def told(document: Mapping[str, Any], context: Context) -> bytes:
+    """What a scoring process is told at its start: the composed run, and what its component is told."""
+    return msgspec.msgpack.encode((document, context))
+
+
+def try_to_score(
+    document: Mapping[str, Any], context: Context, tasks: Sequence[Task], timeout_s: float
+) -> tuple[str, list[str]]:
+    """Why the reward of a run cannot be made, and why it cannot do each task, found by a process of its own;
+    empty where it can.
+
+    Raises:
+        TimeoutError: if that is not known in time.
+    """
+    started, answers = try_to_ask(COMMAND, told(document, context), tasks, timeout_s)
+    return started.error, [msgspec.msgpack.decode(answer, type=Answer).error for answer in answers]
+
+
+class _Scorer:
+    """The reward, and the limits that each answer has."""
+
+    def __init__(self, data: bytes) -> None:
+        document, context = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], Context])
+        composed = compose_mapping(document)
+        self._reward = composed.make("reward", context)
+        config = composed.config.reward
+        assert config is not None, "a run without a reward has no scoring process"
+        self._limits = Limits(config.answer_cpu_s, config.answer_memory_mb)
+        if self._limits and "completions" in inspect.signature(self._reward).parameters:
+            raise ConfigError(
+                "reward.answer_cpu_s and reward.answer_memory_mb are limits of one answer, but this reward "
+                "scores all answers of a group in one call; leave them out, or give the reward the "
+                "form `score(prompt, completion, **columns)`"
+            )
+
+    def answer(self, data: bytes) -> Answer:
+        """The scores of one group."""
+        task = msgspec.msgpack.decode(data, type=Task)
+        row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
+        each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
+        if not self._limits or not task.completions:
+            return Answer(tuple(score_group(self._reward, row, task.completions, each)))
+
+        def score(index: int) -> tuple[float, dict[str, float]]:
+            of_one = {name: values[index : index + 1] for name, values in each.items()}
+            [(reward, metrics)] = score_group(self._reward, row, task.completions[index : index + 1], of_one)
+            return reward, {**dict.fromkeys(LIMIT_METRICS, 0.0), **metrics}
+
+        scores = score_within(self._limits, score, len(task.completions))
+        over = {index: scored.over for index, scored in enumerate(scores) if scored.over}
+        return Answer(tuple(scored.value for scored in scores if scored.value), over=over)
+
+
+def main() -> None:
+    """Body of the process."""
+    cannot = "the reward cannot be made"
+    serve(_Scorer, _Scorer.answer, lambda why: Answer(error=why), cannot=cannot, name="reward")
+
+
+if __name__ == "__main__":
+    main()

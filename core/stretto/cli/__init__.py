@@ -1,0 +1,4 @@
+"""The command line.
+
+Private to the core: plugins import nothing from here.
+"""

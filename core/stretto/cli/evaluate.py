@@ -1,0 +1,315 @@
+"""`stretto evaluate`: one evaluation of a model, or of a run's checkpoint, by the system that trains.
+
+The run file is composed here: no step is taken, the weights are published as they are, and what remains is
+the evaluation of version 0. From its answers follow, over R rows with n answers each, of which c pass:
+
+- avg@n, the mean score (`accuracy` where the reward gives one, else the reward);
+- pass@k = the mean over rows of 1 - C(n - c, k) / C(n, k), the unbiased estimate of the chance that one of k
+  answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1);
+- 95 % intervals, mean ± 1.96 s / √R with s the standard deviation of the rows' values: answers to one row
+  depend on each other, rows do not (Miller 2024, arXiv 2411.00640, sections 2 and 3).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, cast
+
+import msgspec
+import yaml
+
+from stretto.assembly.plugins import Plugins
+from stretto.config import Composed, compose
+from stretto.errors import ConfigError, offer
+from stretto.kernel.checkpoint import damage_of, newest_intact
+from stretto.workers.answers import KeptAnswer
+
+__all__ = ["Estimate", "Result", "Wanted", "compose_evaluation", "pass_at_k", "result_of", "run_evaluation"]
+
+# Of the run whose checkpoint it is of, an evaluation takes over all but what trains, and where it wrote.
+_LEFT_OUT = {"algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out"}
+_Z = 1.959964
+"""97.5 % quantile of the normal distribution."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line says; None leaves it to the run, or to the defaults."""
+
+    version: str | None = None
+    """Of a run: a version, or the name of a checkpoint."""
+    dataset: str | None = None
+    """A file with one JSON object a line, or the name of a dataset component."""
+    reward: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    rows: int | None = None
+    inference: str | None = None
+    out: str | None = None
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over rows."""
+
+    mean: float
+    ci95: float | None
+    """Half the width of its 95 % interval; None of a single row."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What an evaluation found."""
+
+    source: str
+    """The model: a folder, or a hub id."""
+    rows: int
+    """With a result."""
+    failed: int
+    """Rows without one."""
+    n: int
+    """Answers to each row; the smallest number of them where rows differ."""
+    samples: int
+    avg: Estimate
+    """Score of an answer: its `accuracy`, or its reward."""
+    reward: Estimate
+    pass_at: dict[int, Estimate]
+    """k -> pass@k, for the powers of two up to n."""
+    threshold: float
+    """An answer of at least this score passes."""
+    length: float
+    """Sampled tokens of an answer, mean."""
+    truncated: float
+    """Share of answers that ended by their length."""
+    tokens_per_s: float
+    """Of all engines together, while they were busy."""
+
+
+# ------------------------------------------------------------------------------------- composing
+
+
+def compose_evaluation(source: str, wanted: Wanted, overrides: Sequence[str] = ()) -> Composed:
+    """The run that evaluates a run's checkpoint, or a model.
+
+    Args:
+        source: a run's folder, a model folder, or a hub id.
+
+    Raises:
+        ConfigError: if there is nothing to evaluate, or nothing to evaluate it by.
+        PluginError: for a component that is not to be had.
+    """
+    if misplaced := next(
+        (item for item in overrides if item.partition("=")[0].split(".")[0] == "dataset"), None
+    ):
+        raise ConfigError(
+            f"override {misplaced!r}: an evaluation reads `evaluation.dataset`; say evaluation.{misplaced}"
+        )
+    folder = Path(source).expanduser()
+    if (folder / "config.yaml").is_file():
+        file, document = folder / "config.yaml", _of_run(folder.absolute(), wanted.version)
+    elif wanted.version is not None:
+        raise ConfigError(
+            f"--version {wanted.version}: {source!r} is not a run's folder, with versions to choose from"
+        )
+    elif folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{source!r} is neither a run (no config.yaml) nor a model (no config.json)")
+    else:
+        file, document = Path("evaluate"), {"name": _name_of(source), "model": source, "evaluation": {}}
+    _put_wishes(document, wanted)
+    _refuse_without(document, overrides)
+    document |= {
+        "steps": 0,
+        "algorithm": "grpo",  # any that samples from one model: nothing is trained
+        "dataset": "${evaluation.dataset}",
+    }
+    chosen = [f"inference.use={wanted.inference}"] if wanted.inference else []
+    composed = compose(file, [*chosen, *overrides], document=document)
+    evaluation = composed.config.evaluation
+    assert evaluation is not None
+    greedy = evaluation.sampling is not None and evaluation.sampling.temperature == 0
+    if greedy and evaluation.samples > 1:
+        note = f"at temperature 0 the {evaluation.samples} answers to a row are all the same"
+        composed = replace(composed, notices=(*composed.notices, note))
+    return composed
+
+
+def _of_run(folder: Path, version: str | None) -> dict[str, Any]:
+    """The document for a run's checkpoint, before the wishes of the command line."""
+    # As it is written: what it takes from the environment stays so.
+    run: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+    evaluation: dict[str, Any] = run.get("evaluation") or {}
+    return {
+        **{key: value for key, value in run.items() if key not in _LEFT_OUT and value is not None},
+        "name": f"evaluate-{run['name']}",
+        "model": _model_of(folder, run, version),
+        "training": {"use": "frozen", "dtype": run["training"].get("dtype", "auto")},
+        "sampling": evaluation.get("sampling") or run["sampling"],
+        "evaluation": {
+            key: evaluation[key] for key in ("dataset", "rows", "samples") if evaluation.get(key) is not None
+        },
+    }
+
+
+def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
+    """Where the weights of a version lie; of the newest checkpoint if none is given."""
+    root = folder / "checkpoints"
+    if version is None:
+        found = newest_intact(root)
+        if found is None:
+            raise ConfigError(
+                f"the run in {folder} has no checkpoint; `--version 0` evaluates the model it starts from"
+            )
+        checkpoint = found[0]
+    else:
+        name = f"step-{int(version):06d}" if version.isdecimal() else version
+        checkpoint = root / name
+        if not checkpoint.is_dir():
+            if name == "step-000000" and run.get("model"):
+                return run["model"]
+            there = ", ".join(sorted(path.name for path in root.glob("step-*"))) or "none"
+            raise ConfigError(f"--version {version}: no checkpoint {name!r} in {folder}; there are: {there}")
+        if damage := damage_of(checkpoint):
+            raise ConfigError(f"checkpoint {checkpoint} is damaged: {damage}")
+    if not (checkpoint / "model").is_dir():
+        raise ConfigError(f"{checkpoint} holds no model: engine {run['training']['use']!r} saves none")
+    return str(checkpoint / "model")
+
+
+def _name_of(source: str) -> str:
+    """A run's name for the evaluation of a model."""
+    last = Path(source).absolute().name
+    return "evaluate-" + "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in last)
+
+
+def _put_wishes(document: dict[str, Any], wanted: Wanted) -> None:
+    """What the command line says goes before what the run says."""
+    evaluation: dict[str, Any] = document["evaluation"]
+    evaluation |= {"sampling": "${sampling}", "every": 0, "keep_answers": True}
+    if wanted.dataset is not None:
+        evaluation["dataset"] = _dataset_of(wanted.dataset)
+        evaluation.pop("rows", None)
+    wishes = {"samples": wanted.n, "rows": wanted.rows}
+    evaluation |= {key: value for key, value in wishes.items() if value is not None}
+    sampling = {"temperature": wanted.temperature, "max_tokens": wanted.max_tokens}
+    document["sampling"] = {
+        **document.get("sampling", {}),
+        **{key: value for key, value in sampling.items() if value is not None},
+    }
+    document.setdefault("training", {"use": "frozen"})
+    if wanted.reward is not None:
+        document["reward"] = {"use": wanted.reward}
+    if wanted.out is not None:
+        document["out"] = wanted.out
+
+
+def _dataset_of(name: str) -> dict[str, Any]:
+    """The section that `--dataset` stands for."""
+    if Path(name).expanduser().is_file():
+        return {"use": "jsonl", "path": str(Path(name).expanduser().absolute())}
+    installed = Plugins().names("dataset")
+    if name not in installed:
+        hint = offer(name, installed, "installed")
+        raise ConfigError(f"--dataset {name!r} is neither a file nor a dataset component{hint}")
+    return {"use": name}
+
+
+def _refuse_without(document: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuse an evaluation of nothing, or by nothing."""
+    keys = [item.partition("=")[0] for item in overrides]
+    if "dataset" not in document["evaluation"] and not any(
+        key.startswith("evaluation.dataset") for key in keys
+    ):
+        raise ConfigError(
+            "no held-out rows: give `--dataset FILE.jsonl`, or the name of a dataset component and its keys, "
+            "such as `--dataset hf evaluation.dataset.path=openai/gsm8k`"
+        )
+    told = any(key.split(".")[0] in ("reward", "workflow") for key in keys)  # some workflows judge themselves
+    if not told and not {"reward", "workflow"} & document.keys():
+        raise ConfigError("no reward to score the answers by: give `--reward NAME`, such as `--reward math`")
+
+
+# --------------------------------------------------------------------------------------- running
+
+
+def run_evaluation(composed: Composed, threshold: float) -> tuple[Result | None, dict[str, Any], Path]:
+    """Run it to its end; returns what it found, if it was completed, the run's summary, and its folder. The
+    result is written into `summary.json` too."""
+    from stretto.kernel.kernel import run_through
+
+    summary, folder = run_through(composed)
+    file = folder / "answers" / "step-000000.jsonl"
+    if summary["status"] != "completed" or not file.exists():
+        return None, summary, folder
+    decode = msgspec.json.Decoder(KeptAnswer).decode
+    answers = [decode(line) for line in file.read_bytes().splitlines()]
+    if not answers:
+        return None, summary, folder
+    busy_s = summary["busy_s"]["generate"] / composed.config.inference.replicas
+    result = result_of(
+        answers,
+        source=cast("str", composed.config.model),
+        failed=summary["evaluation"][-1]["failed"],
+        threshold=threshold,
+        tokens_per_s=summary["tokens"]["generated"] / busy_s if busy_s else 0.0,
+    )
+    whole = {**summary, "result": msgspec.to_builtins(result, str_keys=True)}
+    aside = folder / ".summary.json"
+    aside.write_text(json.dumps(whole, indent=1) + "\n")
+    aside.rename(folder / "summary.json")
+    return result, whole, folder
+
+
+# -------------------------------------------------------------------------------------- counting
+
+
+def result_of(
+    answers: Sequence[KeptAnswer], *, source: str, failed: int, threshold: float, tokens_per_s: float
+) -> Result:
+    """The figures of at least one answer. Of a sample with several lines the last one says how it ended."""
+    tokens = sum(answer.tokens for answer in answers)
+    answers = list({(answer.row, answer.sample): answer for answer in answers}.values())
+    rows: defaultdict[int, list[KeptAnswer]] = defaultdict(list)
+    for answer in answers:
+        rows[answer.row].append(answer)
+    scores = {row: [_score(answer) for answer in of_row] for row, of_row in rows.items()}
+    n = min(map(len, scores.values()))
+    passed = [(len(of_row), sum(score >= threshold for score in of_row)) for of_row in scores.values()]
+    finishes = Counter(answer.finish for answer in answers)
+    return Result(
+        source=source,
+        rows=len(rows),
+        failed=failed,
+        n=n,
+        samples=len(answers),
+        avg=_estimate([fmean(of_row) for of_row in scores.values()]),
+        reward=_estimate([fmean(answer.reward for answer in of_row) for of_row in rows.values()]),
+        pass_at={
+            k: _estimate([pass_at_k(of_row, correct, k) for of_row, correct in passed])
+            for k in (2**power for power in range(n.bit_length()))
+        },
+        threshold=threshold,
+        length=tokens / len(answers),
+        truncated=finishes["length"] / len(answers),
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that k of n answers, drawn without putting back, hold one of the
+    c that pass (Chen et al. 2021, eq. 1). 1 <= k <= n."""
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _score(answer: KeptAnswer) -> float:
+    return answer.metrics.get("accuracy", answer.reward)
+
+
+def _estimate(values: Sequence[float]) -> Estimate:
+    """The mean of the rows' values, with its interval."""
+    ci95 = _Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Estimate(fmean(values), ci95)

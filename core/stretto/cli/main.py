@@ -1,0 +1,302 @@
+"""The command line: `stretto run | resume | evaluate | check | plugins | schema | worker`.
+
+Exit status: 0 done; 1 a run failed; 2 refused before anything was started; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from stretto.errors import ConfigError, PluginError, StrettoError
+
+if TYPE_CHECKING:
+    from stretto.cli.evaluate import Estimate, Result
+    from stretto.component import Kind
+    from stretto.config import Composed
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as queue.max_staleness=0."),
+]
+EvaluationOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as inference.slots=64."),
+]
+
+
+def main() -> None:
+    """Entry point of the `stretto` command."""
+    signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run takes it over
+    try:
+        app()
+    except (ConfigError, PluginError) as error:
+        _fail(error, 2)
+    except StrettoError as error:
+        _fail(error, 1)
+
+
+class _WithOverrides(TyperCommand):
+    """A command that takes `key=value`. `--steps=3` is refused with what to write instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from stretto.config import RunConfig
+
+        options = {name for parameter in self.params for name in parameter.opts}
+        for item, after in pairwise([*args, "VALUE"]):
+            option, equals, value = item.partition("=")
+            key = option.removeprefix("--")
+            is_key = key.split(".")[0] in RunConfig.__struct_fields__
+            if option.startswith("--") and option not in options and is_key:
+                raise ConfigError(
+                    f"no option {option!r}: keys of the run file are written without dashes; "
+                    f"write {key}={value if equals else after}"
+                )
+        return super().parse_args(ctx, args)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stretto {version('stretto')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement learning of language models, composed from plugins."""
+
+
+@app.command(cls=_WithOverrides)
+def run(file: RunFile, overrides: Overrides = None) -> None:
+    """Train: compose the run, start its processes, and follow it to the end."""
+    from stretto.config import compose
+
+    composed = _accepted(compose(file, overrides or ()), starting=True)
+    from stretto.kernel.kernel import run_to_end
+
+    raise typer.Exit(run_to_end(composed))
+
+
+@app.command(cls=_WithOverrides)
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    overrides: Overrides = None,
+) -> None:
+    """Go on with a run from its newest checkpoint and its journal, perhaps with changed values."""
+    from stretto.kernel.changes import compose_changes, put_into_force
+    from stretto.kernel.kernel import resume_to_end
+
+    if overrides:
+        changed = _accepted(compose_changes(folder.absolute(), overrides), starting=True, resumed=True)
+        put_into_force(folder.absolute(), changed)
+
+    raise typer.Exit(resume_to_end(folder))
+
+
+@app.command(cls=_WithOverrides)
+def evaluate(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model folder, or a hub id.")
+    ],
+    overrides: EvaluationOverrides = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Held-out rows: a .jsonl file, or a dataset component.", metavar="FILE_OR_NAME"),
+    ] = None,
+    reward: Annotated[str | None, typer.Option(help="What scores the answers.", metavar="NAME")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Answers to each row.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Use the first so many rows.")] = None,
+    inference: Annotated[str | None, typer.Option(help="The engine that samples.", metavar="NAME")] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Of a run: a version or checkpoint; default its newest.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Score from which on an answer passes.")] = 1.0,
+    out: Annotated[str | None, typer.Option(help="Folder to write to.", metavar="FOLDER")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file too.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Evaluate a model or a run's checkpoint: avg@n and pass@k with 95 % intervals."""
+    from stretto.cli.evaluate import Wanted, compose_evaluation, run_evaluation
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_file}: there is no folder {str(json_file.absolute().parent)!r}")
+    wanted = Wanted(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
+    composed = _accepted(compose_evaluation(source, wanted, overrides or ()), starting=True)
+    result, summary, folder = run_evaluation(composed, threshold)
+    if result is None:
+        from stretto.kernel.kernel import exit_status
+        from stretto.kernel.report import final_lines
+
+        typer.echo(final_lines(summary, folder), err=True)
+        raise typer.Exit(exit_status(summary) or 1)
+    if json_file is not None:
+        json_file.write_text(json.dumps(summary["result"], indent=1) + "\n")
+    _show_result(result, summary["reasons"], folder)
+
+
+@app.command(cls=_WithOverrides)
+def check(
+    file: RunFile,
+    overrides: Overrides = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Draw the algorithm's dataflow instead.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="The same as a Mermaid flowchart.")] = False,
+) -> None:
+    """Validate a run and print what it would be, without starting anything."""
+    from stretto.assembly import plan
+    from stretto.config import compose
+
+    composed = _accepted(compose(file, overrides or ()), starting=False)
+    if mermaid:
+        typer.echo(plan.graph(composed).mermaid())
+    elif graph:
+        typer.echo(plan.graph(composed).text())
+    else:
+        typer.echo(plan.describe(composed))
+
+
+@app.command()
+def plugins(
+    kind: Annotated[str | None, typer.Argument(help="Show only this kind.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show the config of this component.")] = None,
+    path: Annotated[list[Path] | None, typer.Option(help="Also load this plugin file.")] = None,
+) -> None:
+    """List components, or show the config of one with types, defaults and meanings."""
+    from stretto.assembly.plugins import KINDS, Plugins
+    from stretto.errors import nearest
+
+    installed = Plugins()
+    for file in path or []:
+        installed.add_path(file.resolve())
+    if kind is not None and kind not in KINDS:
+        raise PluginError(f"no kind {kind!r}{nearest(kind, KINDS)}; kinds: {', '.join(KINDS)}")
+    if kind is not None and name is not None:
+        _show_component(installed, kind, name)
+    else:
+        _list_components(installed, kind)
+
+
+@app.command()
+def schema() -> None:
+    """Print one JSON schema of run files, with every installed component, for an editor to use."""
+    from stretto.assembly.plugins import Plugins
+    from stretto.cli.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(Plugins()), indent=2))
+
+
+@app.command(hidden=True)
+def worker(
+    bootstrap: Annotated[Path, typer.Argument(help="File with the bus address and credentials of a role.")],
+    id: Annotated[str, typer.Option(help="Id of the worker, unique in the run.")],
+) -> None:
+    """Run one worker process; launchers start it, and it can be started by hand."""
+    from stretto.workers.worker import main as work
+
+    raise typer.Exit(work(bootstrap, id))
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> Composed:
+    """The composed run, once nothing stands against it. Warnings are printed."""
+    from stretto.assembly.plan import problems
+
+    for notice in composed.notices:
+        typer.echo(f"note: {notice}", err=True)
+    fatal: list[str] = []
+    for problem in problems(composed, starting=starting, resumed=resumed):
+        if problem.severity == "error" or (problem.severity == "machine" and starting):
+            fatal.append(f"{composed.place(problem.path)}: {problem.message}")
+        else:
+            typer.echo(f"warning: {composed.place(problem.path)}: {problem.message}", err=True)
+    if fatal:
+        raise ConfigError("\n".join(fatal))
+    return composed
+
+
+def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_row(f"avg@{result.n}", _interval(result.avg))
+    if result.reward != result.avg:
+        table.add_row("reward", _interval(result.reward))
+    for k, estimated in result.pass_at.items():
+        table.add_row(f"pass@{k}", _interval(estimated))
+    failed = f", {result.failed} rows failed" if result.failed else ""
+    table.add_row("rows", f"{result.rows}, {result.samples} samples{failed}")
+    table.add_row("length", f"{result.length:.1f} tokens, {100 * result.truncated:.1f} % truncated")
+    table.add_row("speed", f"{result.tokens_per_s:,.0f} tokens/s")
+    table.add_row("model", result.source)
+    table.add_row("answers", str(folder / "answers" / "step-000000.jsonl"))
+    for reason, count in reasons.items():
+        table.add_row(f"{count} x", reason)
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+def _interval(estimated: Estimate) -> str:
+    width = "" if estimated.ci95 is None else f" ± {estimated.ci95:.4f}"
+    return f"{estimated.mean:.4f}{width}"
+
+
+def _list_components(installed: Any, kind: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    lines = [line for line in installed.listing() if kind in (None, line.kind)]
+    if not lines:
+        typer.echo(f"no {kind} is installed")
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("kind", "name", "distribution", "version", "summary"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("kind", "name"))
+    for line in lines:
+        summary = f"[red]unusable: {line.error}[/red]" if line.error else line.summary
+        table.add_row(line.kind, line.name, line.distribution, line.version, summary)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _show_component(installed: Any, kind: Kind, name: str) -> None:
+    from stretto.cli.schema import fields_of
+
+    component = installed.get(kind, name)
+    typer.echo(f"{kind} {component.name}: {component.summary}\n")
+    for field in fields_of(component.config):
+        typer.echo(f"{field.name}: {field.type} = {field.default}")
+        if field.meaning:
+            typer.echo(f"    {field.meaning}")
+
+
+def _fail(error: Exception, status: int) -> None:
+    lines = str(error).splitlines() or [type(error).__name__]
+    for line in lines:
+        typer.echo(f"error: {line}", err=True)
+    sys.exit(status)

@@ -1,0 +1,257 @@
+"""What config structs look like from outside: fields with types and meanings, and one JSON schema.
+
+A field's meaning is the string literal under it in the class body. Private to the core.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, cast
+
+import msgspec
+from msgspec import inspect as types
+
+from stretto.assembly.plugins import KINDS, Plugins, missing_extra
+from stretto.component import Component, Kind
+from stretto.config import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS, EvaluationConfig, RunConfig
+from stretto.errors import PluginError
+
+__all__ = ["Field", "fields_of", "json_schema"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key of a config struct, for people."""
+
+    name: str
+    type: str
+    default: str
+    """As it would be written in a run file; `required` without one."""
+    meaning: str
+
+
+def fields_of(struct: type[msgspec.Struct]) -> list[Field]:
+    """The fields of a config struct, base classes' first; those of a struct within it after it, dotted."""
+    meanings = _meanings(struct)
+    hints = {field.name: field.type for field in _info(struct).fields}
+    found: list[Field] = []
+    for field in msgspec.structs.fields(struct):
+        name, info = field.encode_name, hints[field.name]
+        found.append(Field(name, _type_text(info), _default(field), meanings.get(field.name, "")))
+        if isinstance(info, types.StructType) and not field.required:
+            for inner in fields_of(info.cls):
+                found.append(dataclasses.replace(inner, name=f"{name}.{inner.name}"))
+    return found
+
+
+def json_schema(plugins: Plugins) -> dict[str, Any]:
+    """JSON schema (2020-12) of run files, with every usable component installed."""
+    structs: list[type[msgspec.Struct]] = [RunConfig, EvaluationConfig]
+    choices: dict[Kind, list[type[msgspec.Struct]]] = {}
+    for kind in KINDS:
+        choices[kind] = [_choice(kind, component) for component in _usable(plugins, kind)]
+        structs += choices[kind]
+    refs, definitions = msgspec.json.schema_components(structs, ref_template="#/$defs/{name}")
+    for struct in _all_structs(structs):
+        if struct.__name__ in definitions:
+            _describe(definitions[struct.__name__], struct)
+    run = definitions["RunConfig"]
+    for key, kind in SECTIONS.items():
+        owner, _, name = key.rpartition(".")
+        properties = definitions["EvaluationConfig" if owner else "RunConfig"]["properties"]
+        properties[name] = _section_schema(choices[kind], plugins.names(kind), properties[name])
+    for key, kind in LIST_SECTIONS.items():
+        run["properties"][key]["items"] = _section_schema(choices[kind], plugins.names(kind), {})
+    for key, kind in NAMED_SECTIONS.items():
+        section = _section_schema(choices[kind], plugins.names(kind), {})
+        described = run["properties"][key]["description"]
+        run["properties"][key] = {
+            "type": "object",
+            "additionalProperties": section,
+            "description": described,
+        }
+    assert refs
+    for struct in _all_structs(structs):
+        for field in _info(struct).fields:
+            if names := _names_of(field.type):
+                properties = definitions[struct.__name__]["properties"]
+                properties[field.encode_name] = _or_name(properties[field.encode_name], names)
+    for definition in definitions.values():
+        for name, schema in definition.get("properties", {}).items():
+            definition["properties"][name] = _or_interpolated(schema)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "stretto run file",
+        "$ref": "#/$defs/RunConfig",
+        "$defs": definitions,
+    }
+
+
+# --------------------------------------------------------------------------------------- private
+
+
+def _usable(plugins: Plugins, kind: Kind) -> Iterator[Component[Any]]:
+    for name in plugins.names(kind):
+        try:
+            component = plugins.get(kind, name)
+        except PluginError:
+            continue  # `stretto plugins` says why; a schema can only hold what loads
+        if not missing_extra(component):
+            yield component
+
+
+def _choice(kind: Kind, component: Component[Any]) -> type[msgspec.Struct]:
+    """The component's struct with `use` narrowed to its name."""
+    return msgspec.defstruct(
+        f"{kind}_{component.name}",
+        [("use", cast("Any", Literal[component.name]))],
+        bases=(component.config,),
+        kw_only=True,
+        namespace={"__doc__": component.summary},
+    )
+
+
+def _section_schema(
+    choices: list[type[msgspec.Struct]], names: list[str], plain: dict[str, Any]
+) -> dict[str, Any]:
+    """A section is a component's name, or an object of that component's keys."""
+    kept = {key: plain[key] for key in ("description", "default") if key in plain}
+    variants: list[dict[str, Any]] = [{"$ref": f"#/$defs/{struct.__name__}"} for struct in choices]
+    if "default" in plain and plain["default"] is None:
+        variants.append({"type": "null"})
+    return {"anyOf": [{"enum": names}, *variants], **kept}
+
+
+def _names_of(info: types.Type) -> list[str]:
+    """What the key `use` of a struct takes, where it is one of a few names."""
+    for part in _parts(info):
+        for field in _info(part.cls).fields if isinstance(part, types.StructType) else ():
+            if field.encode_name == "use" and isinstance(field.type, types.LiteralType):
+                return [str(value) for value in field.type.values]
+    return []
+
+
+def _or_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """`correction: none` is short for `correction: {use: none}`."""
+    kept = {key: schema.pop(key) for key in ("description", "default") if key in schema}
+    return {"anyOf": [{"enum": names}, *schema.pop("anyOf", [schema])], **kept}
+
+
+def _or_interpolated(schema: dict[str, Any]) -> dict[str, Any]:
+    """A number or a switch may also be written as `${key}`."""
+    kinds = {part.get("type") for part in schema.get("anyOf", [schema])}
+    if not kinds & {"integer", "number", "boolean"}:
+        return schema
+    kept = {key: schema.pop(key) for key in ("description", "default") if key in schema}
+    variants = schema.get("anyOf", [schema])
+    return {"anyOf": [*variants, {"type": "string", "pattern": r"\$\{.+\}"}], **kept}
+
+
+def _describe(definition: dict[str, Any], struct: type[msgspec.Struct]) -> None:
+    meanings = _meanings(struct)
+    for name, schema in definition.get("properties", {}).items():
+        if meaning := meanings.get(name):
+            if "$ref" in schema:
+                schema: dict[str, Any] = {"allOf": [schema]}
+                definition["properties"][name] = schema
+            schema["description"] = meaning
+
+
+def _all_structs(roots: list[type[msgspec.Struct]]) -> Iterator[type[msgspec.Struct]]:
+    """The structs and, through their fields, those they hold."""
+    seen: set[type[msgspec.Struct]] = set()
+    stack = list(roots)
+    while stack:
+        struct = stack.pop()
+        if struct in seen:
+            continue
+        seen.add(struct)
+        yield struct
+        for field in _info(struct).fields:
+            stack += [info.cls for info in _parts(field.type) if isinstance(info, types.StructType)]
+
+
+def _parts(info: types.Type) -> Iterator[types.Type]:
+    """A type and the types it is made of."""
+    if isinstance(info, types.Metadata):
+        yield from _parts(info.type)
+    elif isinstance(info, types.UnionType):
+        for part in info.types:
+            yield from _parts(part)
+    else:
+        yield info
+
+
+def _info(struct: type[msgspec.Struct]) -> types.StructType:
+    info = types.type_info(struct)
+    assert isinstance(info, types.StructType)
+    return info
+
+
+def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Field name -> the string literal under it, of the class and its bases."""
+    found: dict[str, str] = {}
+    for cls in reversed(struct.__mro__):
+        if cls in (object, msgspec.Struct):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        except (OSError, TypeError):
+            continue  # made by `defstruct`: its meanings are its bases'
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, below in pairwise(body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                found[field.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    value = field.default
+    if value is msgspec.NODEFAULT:
+        value = field.default_factory()
+    return msgspec.json.encode(value).decode()
+
+
+_PLAIN: dict[type[types.Type], str] = {
+    types.NoneType: "null",
+    types.AnyType: "any",
+    types.BoolType: "bool",
+    types.StrType: "str",
+}
+
+
+def _type_text(info: types.Type) -> str:
+    """A type as a person would write it: `int >= 1`, `str | null`, `one of wait, drop`."""
+    match info:
+        case types.Metadata(type=inner, extra=extra):
+            return "path" if (extra or {}).get("stretto") == "local_path" else _type_text(inner)
+        case types.UnionType(types=parts):
+            return " | ".join(_type_text(part) for part in parts)
+        case types.LiteralType(values=values):
+            return "one of " + ", ".join(str(value) for value in values)
+        case types.IntType() | types.FloatType():
+            name = "int" if isinstance(info, types.IntType) else "float"
+            bounds = [(">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt)]
+            return name + "".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        case types.StructType(cls=cls):
+            return cls.__name__
+        case types.ListType(item_type=item) | types.VarTupleType(item_type=item):
+            return f"list of {_type_text(item)}"
+        case types.DictType(key_type=key, value_type=value):
+            return f"map of {_type_text(key)} to {_type_text(value)}"
+        case _:
+            return _PLAIN.get(type(info), type(info).__name__.removesuffix("Type").lower())

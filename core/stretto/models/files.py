@@ -1,0 +1,104 @@
+"""A model's own files, in a folder or the hub's cache, as far as they are read without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import ConfigError
+from stretto.models.safetensors import Place, places_in
+
+__all__ = [
+    "end_tokens_in",
+    "fetched_config",
+    "folder_of_model",
+    "known_config",
+    "shapes_in",
+    "tensors_of_model",
+    "text_config",
+]
+
+
+def known_config(model: str | None) -> Mapping[str, Any]:
+    """A model's `config.json` where it is on this machine, in a folder or the hub's cache; else empty."""
+    if model is None:
+        return {}
+    path: Path | None = Path(model, "config.json")
+    if not Path(model).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:  # no name of a model at all; `check` says so
+            cached = None
+        path = Path(cached) if isinstance(cached, str) else None
+    return _read(path) if path is not None and path.is_file() else {}
+
+
+def fetched_config(model: str | None) -> Mapping[str, Any]:
+    """A model's `config.json`, from the hub if it is not here; empty without a model.
+
+    Raises:
+        ConfigError: if it cannot be had.
+    """
+    known = known_config(model)
+    if known or model is None:
+        return known
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return _read(Path(hf_hub_download(model, "config.json")))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(f"model {model!r} has no config.json that can be read: {error}") from error
+
+
+def text_config(model: str | None) -> Mapping[str, Any]:
+    """The text model's part of what `known_config` finds."""
+    known = known_config(model)
+    return known.get("text_config") or known
+
+
+def folder_of_model(model: str | None) -> str | None:
+    """Where the files of a model are on this machine: its folder, or the hub's cache; None if they are
+    not."""
+    if model is None or Path(model).is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(model, local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def end_tokens_in(folder: str) -> frozenset[int]:
+    """Tokens with which the answers of the model in a folder end."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = Path(folder, name)
+        if file.is_file():
+            ends: int | list[int] | None = json.loads(file.read_text()).get("eos_token_id")
+            found |= {ends} if isinstance(ends, int) else set(ends or ())
+    return frozenset(found)
+
+
+def shapes_in(folder: str) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, of the safetensors files in a folder; empty without any."""
+    return {name: place.shape for name, place in places_in(Path(folder)).items()}
+
+
+def tensors_of_model(folder: Path) -> dict[str, Place]:
+    """Tensor name -> its place, of a model in the files that Hugging Face gives it."""
+    return places_in(folder, "model*.safetensors")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}", path="model") from error

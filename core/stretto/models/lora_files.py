@@ -1,0 +1,139 @@
+"""Versions that are an adapter alone, and the whole models that they make of the one they were trained on.
+
+For each matrix W that a training engine adapts it publishes two factors: `<name>.lora_A.weight` A and
+`<name>.lora_B.weight` B, oriented and scaled so that the matrix is now W + B A. What it does not publish is
+as it was. A version travels so, by whichever transport, and is made whole beside each engine, of the model's
+own files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import WeightsError
+from stretto.models.files import tensors_of_model
+from stretto.models.safetensors import Place, places_in, write_header
+from stretto.models.version_files import FolderUpdate, Manifest
+
+if TYPE_CHECKING:
+    from stretto.weights import WeightUpdate
+
+__all__ = ["FACTOR_A", "FACTOR_B", "is_adapter", "made_whole", "matrix_of"]
+
+FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
+
+_TYPES: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether a version with tensors of these names is an adapter alone."""
+    return any(name.endswith(FACTOR_A) for name in names)
+
+
+def matrix_of(factor: str) -> str:
+    """Name of the matrix that a tensor is a factor for."""
+    return f"{factor.removesuffix(FACTOR_A).removesuffix(FACTOR_B)}.weight"
+
+
+def made_whole(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
+    """The model that an adapter makes.
+
+    A matrix that is adapted is worked out in float32 and kept in the type of its factors; every other tensor
+    is the model's own, to the byte.
+
+    Args:
+        update: the adapter.
+        model: folder of the model that it was trained on.
+        folder: where the whole is written; it goes with the returned update.
+
+    Raises:
+        WeightsError: if the adapter does not fit the model, naming the tensor, or a file cannot be read or
+            written.
+    """
+    note = update.note
+    assert update.folder is not None
+    try:
+        own, given = tensors_of_model(model), places_in(update.folder)
+        _see_fitting(given, own, model)
+        folder.mkdir(mode=0o700, parents=True)
+        files = {
+            file.name: _write(folder / file.name, [each for each in own.values() if each.file == file], given)
+            for file in sorted({place.file for place in own.values()})
+        }
+        manifest = Manifest.write(folder, note.version, files)
+    except (OSError, ValueError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        reason = f"version {note.version} is an adapter, and cannot be put into {model}: {error}"
+        raise WeightsError(reason, version=note.version) from error
+    note = msgspec.structs.replace(note, digest=manifest.digest)
+    return FolderUpdate(note, folder, manifest, temporary=True)
+
+
+def _see_fitting(given: Mapping[str, Place], own: Mapping[str, Place], model: Path) -> None:
+    for name, place in given.items():
+        owner = matrix_of(name)
+        factors, matrix = _factors(owner, given), own.get(owner)
+        if factors is None:
+            raise ValueError(f"{name!r} is one factor of two, and the other one is missing")
+        if matrix is None:
+            raise ValueError(f"{model} has no tensor {owner!r}; set training.lora.send: merged")
+        b, a = factors
+        if (b.shape[0], a.shape[1]) != matrix.shape or b.shape[1] != a.shape[0]:
+            raise ValueError(f"{owner!r} has shape {matrix.shape}; its factors have {b.shape} and {a.shape}")
+        if strange := {place.dtype, matrix.dtype} - _TYPES.keys():
+            raise ValueError(f"{name!r} or its matrix is {strange.pop()}; expected {', '.join(_TYPES)}")
+
+
+def _factors(matrix: str, given: Mapping[str, Place]) -> tuple[Place, Place] | None:
+    """B and A of a matrix, if it is adapted."""
+    owner = matrix.removesuffix(".weight")
+    b, a = given.get(owner + FACTOR_B), given.get(owner + FACTOR_A)
+    return (b, a) if b is not None and a is not None else None
+
+
+def _write(file: Path, own: list[Place], given: Mapping[str, Place]) -> dict[str, str]:
+    """Write one file of the whole; tensor name -> SHA-256."""
+    hashes: dict[str, str] = {}
+    with file.open("wb") as opened:
+        write_header(opened, [_outline(place, given) for place in own])
+        for place in own:
+            data = _data(place, given)
+            hashes[place.name] = hashlib.sha256(data).hexdigest()
+            opened.write(data)
+    return hashes
+
+
+def _outline(place: Place, given: Mapping[str, Place]) -> Place:
+    """What a tensor of the model becomes: its matrix is of the type of its factors."""
+    factors = _factors(place.name, given)
+    if factors is None:
+        return place
+    dtype = factors[0].dtype
+    return replace(place, dtype=dtype, size=math.prod(place.shape) * _TYPES[dtype].itemsize)
+
+
+def _data(place: Place, given: Mapping[str, Place]) -> bytes:
+    factors = _factors(place.name, given)
+    if factors is None:
+        return place.read()
+    b, a = factors
+    return (_float32(place) + _float32(b) @ _float32(a)).astype(_TYPES[b.dtype]).tobytes()
+
+
+def _float32(place: Place) -> NDArray[np.float32]:
+    return np.frombuffer(place.read(), _TYPES[place.dtype]).reshape(place.shape).astype(np.float32)

@@ -1,0 +1,330 @@
+"""A version of the weights as a folder of safetensors: written whole or not at all, opened and checked.
+
+What weight transports have in common whose versions lie in folders at one end or both. A folder holds the
+files `model-00000.safetensors` and so on, and `manifest.json`, written last, with the hash of every tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stretto.errors import WeightsError
+from stretto.models.safetensors import places
+from stretto.weights import WeightsNote, differing, digest_of, tensor_hash
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.component import Context
+
+__all__ = [
+    "FolderUpdate",
+    "Manifest",
+    "Outline",
+    "RunFolders",
+    "Stored",
+    "VersionFolders",
+    "lay_out",
+    "open_version",
+]
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
+
+
+class RunFolders:
+    """Where the processes of a run put versions on a machine, each into a folder of its own.
+
+    Args:
+        folder: for all of them. Default: shared memory where this machine has some, else `otherwise`, or the
+            machine's folder for temporary files.
+    """
+
+    def __init__(self, context: Context, folder: str | None, otherwise: Path | None = None) -> None:
+        self._prefix = f"stretto-{context.run}-"
+        self._worker = context.worker
+        if folder is not None:
+            self._parent = Path(folder)
+        elif os.access(_SHARED_MEMORY, os.W_OK):
+            self._parent = _SHARED_MEMORY
+        else:
+            self._parent = otherwise or Path(tempfile.gettempdir())
+
+    def own(self, purpose: str = "") -> Path:
+        """This process's, named after it: one that is going must not take away what its successor has. What
+        a former life of the worker left behind here is removed.
+
+        Args:
+            purpose: where a worker has several. The one without is to be made first: all that a former life
+                had is removed then.
+        """
+        mine = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
+        self._remove(mine)
+        return self._parent / f"{mine}{os.getpid()}"
+
+    def clean(self) -> None:
+        """Remove those of all processes on this machine."""
+        self._remove(self._prefix)
+
+    def _remove(self, prefix: str) -> None:
+        for folder in self._parent.glob(f"{prefix}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a version's folder holds."""
+
+    version: int
+    digest: str
+    files: dict[str, dict[str, str]]
+    """File name -> tensor name -> SHA-256 of its bytes."""
+
+    @classmethod
+    def write(cls, folder: Path, version: int, files: dict[str, dict[str, str]]) -> Manifest:
+        """Complete a folder that has its files."""
+        digest = digest_of((name, value) for hashes in files.values() for name, value in hashes.items())
+        manifest = cls(version, digest, files)
+        (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+        return manifest
+
+    def hashes(self) -> dict[str, str]:
+        """Tensor name -> SHA-256 of its bytes, over all files."""
+        return {name: value for tensors in self.files.values() for name, value in tensors.items()}
+
+
+class Outline(msgspec.Struct, frozen=True, array_like=True):
+    """A version, as the end that has it describes it to one that is to have it: what it must come to."""
+
+    manifest: bytes
+    """JSON of the `Manifest`."""
+    sizes: tuple[int, ...]
+    """Bytes of its files, in the manifest's order."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A version in its folder."""
+
+    folder: Path
+    files: list[Path]
+    """In the manifest's order."""
+    outline: Outline
+
+    @classmethod
+    def of(cls, folder: Path) -> Stored:
+        """Of a folder that is complete."""
+        data = (folder / "manifest.json").read_bytes()
+        files = [folder / name for name in msgspec.json.decode(data, type=Manifest).files]
+        return cls(folder, files, Outline(data, tuple(file.stat().st_size for file in files)))
+
+
+class VersionFolders:
+    """The newest versions of one publisher, each in a folder of its own below `root`, which it owns.
+
+    Args:
+        keep: versions that are kept, beside those that are needed.
+        shard_gb: largest file in GiB; no more than this is held in memory besides the model.
+    """
+
+    def __init__(self, root: Path, keep: int, shard_gb: float) -> None:
+        self._root = root
+        self._keep = keep
+        self._shard_bytes = int(shard_gb * 2**30)
+        self._stored: dict[int, Stored] = {}
+
+    def write(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
+        """Write a version aside, rename it, and remove the oldest, but for `needed` ones. The note's address
+        is its folder.
+
+        Raises:
+            WeightsError: if it cannot be written.
+        """
+        final = self._root / f"v{version:08d}"
+        aside = self._root / f".v{version:08d}-{os.getpid()}"
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            aside.mkdir(mode=0o700)
+            digest = self._write(aside, version, tensors)
+            shutil.rmtree(final, ignore_errors=True)  # a repeated step publishes its version again
+            aside.rename(final)
+            stored = {**self._stored, version: Stored.of(final)}
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            reason = f"version {version} cannot be written to {self._root}: {error}"
+            raise WeightsError(reason, version=version) from error
+        for old in sorted(stored)[: -self._keep]:
+            if old not in needed:
+                shutil.rmtree(stored.pop(old).folder, ignore_errors=True)
+        self._stored = stored
+        return WeightsNote(version, str(final), digest)
+
+    def find(self, version: int) -> Stored:
+        """A version that is there; it may be gone by the time its files are opened. From any thread.
+
+        Raises:
+            WeightsError: if it is not there, or not any more.
+        """
+        found = self._stored.get(version)
+        if found is None:
+            newest = max(self._stored, default="none")
+            reason = f"version {version} is not here (any more); the newest is {newest}"
+            raise WeightsError(reason, version=version)
+        return found
+
+    def copy(self, version: int, folder: Path) -> None:
+        """Write a version into a folder that is not there yet.
+
+        Raises:
+            WeightsError: if it is not here, or not any more.
+            OSError: if the folder cannot be written.
+        """
+        shutil.copytree(self.find(version).folder, folder)
+
+    def close(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        from safetensors.torch import save_file
+
+        files: dict[str, dict[str, str]] = {}
+        for index, shard in enumerate(_shards(tensors, self._shard_bytes)):
+            name = f"model-{index:05d}.safetensors"
+            save_file(shard, folder / name)
+            files[name] = {key: tensor_hash(tensor) for key, tensor in shard.items()}
+        return Manifest.write(folder, version, files).digest
+
+
+class FolderUpdate:
+    """One checked version.
+
+    Args:
+        temporary: the folder is this update's own, and goes with it.
+    """
+
+    def __init__(self, note: WeightsNote, folder: Path, manifest: Manifest, *, temporary: bool) -> None:
+        self.note = note
+        self._temporary = temporary
+        self.folder: Path | None = folder
+        self._files = [folder / name for name in manifest.files]
+        self._hashes = manifest.hashes()
+
+    def hashes(self) -> Mapping[str, str]:
+        """As the manifest has them, which was found to be the announced one."""
+        return self._hashes
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every tensor, mapped from its file."""
+        from safetensors import safe_open
+
+        tensors: dict[str, Tensor] = {}
+        for file in self._files:
+            with safe_open(file, framework="pt") as opened:
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return tensors
+
+    def close(self) -> None:
+        """The maps go with their tensors."""
+        if self._temporary and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def lay_out(outline: Outline, note: WeightsNote, folder: Path) -> dict[Path, int]:
+    """Make the folder of a version that is to be received. Returns its files, which are to be filled, with
+    the bytes of each.
+
+    Raises:
+        WeightsError: if the outline is not that of the announced version, or the folder cannot be written.
+    """
+    files = [*_read_manifest(outline.manifest, note).files]
+    if len(files) != len(outline.sizes):
+        raise WeightsError(
+            f"version {note.version} at {note.address} has {len(files)} files and {len(outline.sizes)} sizes "
+            "of files",
+            version=note.version,
+        )
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700, parents=True)
+        (folder / "manifest.json").write_bytes(outline.manifest)
+    except OSError as error:
+        raise WeightsError(f"{folder} cannot be written: {error}", version=note.version) from error
+    return {folder / name: size for name, size in zip(files, outline.sizes, strict=True)}
+
+
+def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) -> FolderUpdate:
+    """A version's folder, every tensor of which is what was announced.
+
+    Args:
+        temporary: remove the folder when the update is closed.
+
+    Raises:
+        WeightsError: if it is gone, damaged, or not the announced one, naming the tensors.
+    """
+    where = f"version {note.version} at {note.address}"
+    try:
+        manifest = _read_manifest((folder / "manifest.json").read_bytes(), note)
+        found = dict(pair for name in manifest.files for pair in _file_hashes(folder / name))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{where} cannot be read: {error}", version=note.version) from error
+    if wrong := differing(found, manifest.hashes()):
+        raise WeightsError(f"{where} is not the announced one: {wrong[:3]} differ", version=note.version)
+    return FolderUpdate(note, folder, manifest, temporary=temporary)
+
+
+def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
+    """The manifest of a version.
+
+    Raises:
+        WeightsError: if it is not that of the announced one.
+    """
+    where = f"version {note.version} at {note.address}"
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise WeightsError(f"{where} cannot be read: {error}", version=note.version) from error
+    if strange := [name for name in manifest.files if Path(name).name != name]:
+        raise WeightsError(f"{where} has a file {strange[0]!r}; expected plain names", version=note.version)
+    if digest_of(manifest.hashes().items()) != note.digest:
+        raise WeightsError(
+            f"{where} is not the announced one: its manifest is of other tensors", version=note.version
+        )
+    return manifest
+
+
+def _file_hashes(path: Path) -> Iterator[tuple[str, str]]:
+    """(tensor name, SHA-256 of its bytes) of a safetensors file."""
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+    ):
+        for place in places(path):
+            with view[place.start : place.start + place.size] as data:
+                yield place.name, hashlib.sha256(data).hexdigest()
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in groups of at most `limit` bytes; a larger one stands alone."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        tensor = tensor.detach().contiguous()
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard

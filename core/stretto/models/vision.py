@@ -1,0 +1,314 @@
+"""Rows with images, and what a vision-language model is given of them.
+
+A row's images are its column `images`, a list, or `image`, a single one: paths, `{"bytes": ..., "path": ...}`
+as the `datasets` library has them undecoded, or what it decodes. The model's own processor says by how many
+tokens each image is stood for in the prompt, and what arrays the model reads beside the ids. It runs in its
+form for Pillow and NumPy, so that every process makes the same of an image.
+
+Pixels do not travel: rollout workers make the ids, and trainers the arrays, each from the dataset.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import ConfigError, column_error
+from stretto.models.files import fetched_config
+from stretto.models.tokenizer import Message, Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from stretto.dataset import Row
+
+__all__ = [
+    "IMAGE_COLUMNS",
+    "PROCESSOR_FILES",
+    "RowTokenizer",
+    "Seen",
+    "Vision",
+    "has_images",
+    "images_of",
+    "is_vision_language",
+    "keep_torch_out",
+]
+
+IMAGE_COLUMNS = ("images", "image")
+
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""What a model's folder holds for its processor, besides the tokenizer's files. Not each model has all."""
+
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+# What a processor gives for each token; all else is of the images.
+_OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def is_vision_language(config: Mapping[str, Any]) -> bool:
+    """Whether a model's `config.json` is of one that reads images."""
+    return "vision_config" in config
+
+
+# ------------------------------------------------------------------------------------------ images
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Whether a row has an image column with something in it."""
+    return any(row.get(column) for column in IMAGE_COLUMNS)
+
+
+def images_of(row: Mapping[str, Any]) -> list[Image]:
+    """The images of a row, in RGB, turned as their EXIF data says.
+
+    Raises:
+        ConfigError: if the columns hold anything else, or an image cannot be read; Pillow is missing.
+    """
+    found = [column for column in IMAGE_COLUMNS if row.get(column)]
+    if len(found) > 1:
+        raise column_error(row, found[0], "and the column 'image' both hold images; expected one of them")
+    if not found:
+        return []
+    [column] = found
+    value = row[column]
+    if column == "image":
+        return [_opened(row, column, value)]
+    if not isinstance(value, list | tuple):
+        raise column_error(row, column, f"expected a list of images, found {_shown(value)}")
+    return [_opened(row, column, each) for each in cast("Sequence[Any]", value)]
+
+
+def _opened(row: Mapping[str, Any], column: str, value: Any) -> Image:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ConfigError("rows with images need Pillow: pip install 'stretto[vision]'") from error
+    if isinstance(value, Image.Image):
+        return ImageOps.exif_transpose(value).convert("RGB")
+    source: Any = value
+    if isinstance(value, Mapping):  # the library's form; the bytes are there unless it only has a path
+        held = cast("Mapping[str, Any]", value)
+        source = io.BytesIO(held["bytes"]) if held.get("bytes") else held.get("path")
+    if not isinstance(source, str | io.BytesIO):
+        raise column_error(
+            row, column, f"expected a path, or {{'bytes': …, 'path': …}}, found {_shown(value)}"
+        )
+    try:
+        with Image.open(source) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        what = repr(source) if isinstance(source, str) else "what its bytes hold"
+        if isinstance(error, FileNotFoundError):
+            raise column_error(row, column, f"no such file: {what}") from error
+        raise column_error(row, column, f"{what} is no image that can be read: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+# --------------------------------------------------------------------------------------- processors
+
+
+def keep_torch_out() -> None:
+    """Import transformers as if torch were not installed, in a process that is to stay without it.
+
+    Its image processors do without torch where there is none, and import it where there is. transformers
+    remembers what it found when it was imported, so this has to come first, and what needs torch of it is
+    not to be had in this process any more. Where torch is imported already, nothing changes.
+    """
+    if "torch" in sys.modules:
+        return
+    modules, advice = cast("dict[str, Any]", sys.modules), os.environ.get(_ADVICE)
+    modules["torch"], os.environ[_ADVICE] = None, "1"  # it would tell the user that torch is not found
+    try:
+        importlib.import_module("transformers.models.auto.processing_auto")
+    finally:
+        del modules["torch"], os.environ[_ADVICE]
+        if advice is not None:
+            os.environ[_ADVICE] = advice
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A prompt with its images, as the model reads it."""
+
+    ids: NDArray[np.int32]
+    """(P,) with as many image tokens as the model has features of the images."""
+    media: Mapping[str, NDArray[Any]]
+    """Arguments of the model, such as `pixel_values`; the first dimension counts images, or their patches.
+    Empty without an image."""
+
+
+class Vision:
+    """The processor of a vision-language model: tokenizer, image processor, and how they go together.
+
+    Methods may be called from any thread, by one at a time.
+
+    Raises:
+        ConfigError: if the model has none that can be loaded.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.tokenizer: Tokenizer = load_tokenizer(model)
+        """For text without images."""
+        self._processor = _loaded(model)
+        config = fetched_config(model)
+        token = config.get("image_token_id", config.get("image_token_index"))
+        if not isinstance(token, int):
+            raise ConfigError(f"model {model!r} names no image token: its config.json has no image_token_id")
+        self.image_token: int = token
+        """Id of the token that stands for a part of an image."""
+
+    def blank(self) -> Seen:
+        """The smallest prompt with an image: one that is black."""
+        from PIL import Image
+
+        # Where one token stands for the whole image in the text, it is another than the one it becomes.
+        place = getattr(self._processor, "boi_token", None) or self._processor.image_token
+        return self.see(place, [Image.new("RGB", (32, 32))])
+
+    def of(self, row: Row) -> RowTokenizer:
+        """The tokenizer for the texts of one row.
+
+        Raises:
+            ConfigError: as `images_of`.
+        """
+        return RowTokenizer(self, images_of(row))
+
+    def media(self, row: Row) -> Mapping[str, NDArray[Any]]:
+        """What the model reads of a row's images; see `Seen`.
+
+        Raises:
+            ConfigError: as `images_of` and `see`.
+        """
+        images = images_of(row)
+        return self.see(row["prompt"], images).media if images else {}
+
+    def see(self, prompt: str | Sequence[Message], images: Sequence[Image]) -> Seen:
+        """A prompt with its images. Each has its place: in text the model's own placeholder; in chat messages
+        a part `{"type": "image"}`, or `<image>` in a text.
+
+        Raises:
+            ConfigError: if there are not as many places as images, or the images do not suit the model.
+        """
+        plain = isinstance(prompt, str)
+        text = prompt if plain else self._rendered(prompt, wanted=bool(images))
+        try:
+            found: Mapping[str, Any] = self._processor(
+                images=list(images) or None,
+                text=[text],
+                add_special_tokens=plain,  # the template has them
+                return_tensors="np",
+            )
+        except (ValueError, TypeError, IndexError, StopIteration) as error:
+            raise ConfigError(
+                f"the prompt does not go with its {len(images)} images: {error}", path="dataset"
+            ) from error
+        media = {name: np.asarray(value) for name, value in found.items() if name not in _OF_TOKENS}
+        return Seen(np.asarray(found["input_ids"][0], np.int32), media)
+
+    def _rendered(self, messages: Sequence[Message], *, wanted: bool) -> str:
+        if self._processor.chat_template is None:
+            raise ConfigError(f"the prompt is chat messages, and model {self._model!r} has no chat template")
+        turns = [{**turn, "content": _parts(turn["content"], wanted=wanted)} for turn in messages]
+        return self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+
+class RowTokenizer:
+    """`stretto.models.tokenizer.Tokenizer` for one row: its prompts have the row's images in their places."""
+
+    def __init__(self, vision: Vision, images: Sequence[Image]) -> None:
+        self._vision = vision
+        self._images = images
+
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
+        """See `Vision.see`."""
+        return self._vision.see(prompt, self._images).ids
+
+    def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
+        """As of a row without images."""
+        return self._vision.tokenizer.encode_answer(answer)
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """As of a row without images."""
+        return self._vision.tokenizer.render(messages, tools=tools)
+
+    def encode_text(self, text: str) -> NDArray[np.int32]:
+        """As of a row without images."""
+        return self._vision.tokenizer.encode_text(text)
+
+    @property
+    def end(self) -> str:
+        """As of a row without images."""
+        return self._vision.tokenizer.end
+
+    def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
+        """As of a row without images."""
+        return self._vision.tokenizer.decode(ids, special=special)
+
+
+def _parts(content: Any, *, wanted: bool) -> Any:
+    """A message's content as parts, the only form that all templates of such models read."""
+    if not isinstance(content, str):
+        return content
+    texts = content.split("<image>") if wanted else [content]
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
+def _loaded(model: str) -> Any:
+    """The model's processor, with Pillow's form of its image processor.
+
+    AutoProcessor would take torchvision's form where that is installed, and wants torchvision for a part
+    that reads videos, which rows have not: that part is left out.
+    """
+    from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerFast
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    try:
+        kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(model))]
+        parts = [name for name in kind.get_attributes() if name != "video_processor"]
+
+        class WithoutVideo(kind):
+            @classmethod
+            def get_attributes(cls) -> list[str]:
+                return parts
+
+        given = {
+            "image_processor": AutoImageProcessor.from_pretrained(model, backend="pil"),
+            "tokenizer": PreTrainedTokenizerFast.from_pretrained(model),
+        }
+        if left := set(parts) - given.keys():
+            raise ConfigError(
+                f"model {model!r} has a processor with {', '.join(sorted(left))}: not supported"
+            )
+        settings, _ = kind.get_processor_dict(model)
+        no_video = {"video_processor": None} if "video_processor" in kind.get_attributes() else {}
+        settings = {key: value for key, value in settings.items() if key not in (*given, "video_processor")}
+        processor = WithoutVideo.from_args_and_dict([], {**settings, **no_video}, **given)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"model {model!r} has no processor of images that can be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if processor.chat_template is None:
+        processor.chat_template = processor.tokenizer.chat_template
+    return processor

@@ -1,0 +1,4 @@
+"""The arithmetic of reinforcement learning on packed batches.
+
+Public: for authors of algorithms.
+"""

@@ -1,0 +1,405 @@
+"""The frame of inference engines that are HTTP servers: everything but the words that one kind of server
+speaks.
+
+What becomes of samples is in `stretto.serving.requests`; here are the weights, and the server itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import anyio
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from stretto.component import Context
+from stretto.engine import Emit, GenerateRequest, Load, Sampling, SwapReport
+from stretto.errors import EngineError, WeightsError
+from stretto.models.files import end_tokens_in, folder_of_model, shapes_in, text_config
+from stretto.models.version_files import open_version
+from stretto.serving.config import SidecarConfig, context_of_model
+from stretto.serving.requests import Ask, Piece, Samples
+from stretto.serving.server import Server, ServerCommand, ServerLost
+from stretto.weights import WeightsNote, digest_of
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+    from stretto.weights import WeightUpdate
+
+__all__ = ["SidecarEngine"]
+
+log = structlog.get_logger(__name__)
+
+_LOOK_EVERY_S = 0.1
+_RESTARTS_WITHIN_S = 600.0
+_LOADS = 2
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Files of a version, for a server that is started again."""
+
+    note: WeightsNote
+    folder: Path
+    own: bool
+    """Whether the folder is the engine's to remove."""
+
+    def drop(self) -> None:
+        if self.own:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class SidecarEngine(ABC):
+    """Keeps `stretto.engine.InferenceEngine`; a subclass says what its kind of server is asked, and how.
+
+    A server that ends, breaks off or falls silent is started again with the weights that it served; when that
+    has happened too often, or the server was only attached to, the task group given to `start` is broken with
+    the end of the server's log.
+    """
+
+    health: ClassVar[str]
+    """Path that answers 200 once the server can serve."""
+
+    def __init__(self, config: SidecarConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self._model = context.model or ""
+        self._config_of_model: Mapping[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """Of the model's own tensors; empty while they are not on this machine."""
+        self._room = context_of_model(config, context.model)
+        self._samples = Samples(self, slots=config.slots, room=self._room, model=self._model)
+        self._server: Server | None = None
+        self._replaced = anyio.Event()
+        self._restarted: deque[float] = deque()
+        self._control = anyio.Lock()
+        """Held by whoever swaps weights, scores, or replaces the server."""
+        self._version = -1
+        """What the server serves."""
+        self._kept: _Kept | None = None
+        """The weights served, for a server that is started again."""
+        self._pauses: list[float] = []
+
+    # ------------------------------------------------------------- what a kind of server differs in
+
+    @abstractmethod
+    def command(self, port: int, key: str) -> ServerCommand:
+        """How it is started, to listen on 127.0.0.1 and serve who shows the key."""
+
+    @abstractmethod
+    async def greet(self, server: Server) -> None:
+        """See that a healthy server is what it must be, before anything else is asked of it.
+
+        Raises:
+            EngineError: if it is not.
+        """
+
+    def unfit(self, sampling: Sampling) -> str:
+        """See `Streams`."""
+        del sampling
+        return ""
+
+    @abstractmethod
+    def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+        """See `Streams`."""
+
+    @abstractmethod
+    async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
+        """See `Streams`."""
+
+    @abstractmethod
+    async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
+        """What can be done of `load_weights` while the server goes on sampling."""
+
+    @abstractmethod
+    async def load_weights(
+        self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
+    ) -> Mapping[str, str]:
+        """Have the server, which is at rest, load a folder of safetensors and call it by its version.
+
+        Args:
+            forget: whether to empty its prefix cache.
+
+        Returns:
+            For each tensor of the update, the SHA-256 in hex of what was really loaded.
+
+        Raises:
+            WeightsError: if they do not fit; the old ones are untouched.
+            ServerLost: if it is not known what it serves now.
+        """
+        ...
+
+    @abstractmethod
+    async def score(self, server: Server, tokens: list[int]) -> list[float]:
+        """Logprobs at temperature 1 of the tokens after the first."""
+
+    # -------------------------------------------------------------------------------- the contract
+
+    async def start(self, emit: Emit, tasks: TaskGroup) -> None:
+        """See `InferenceEngine`."""
+        self._samples.start(emit, tasks)
+        self._server = await self._launch()
+        await anyio.to_thread.run_sync(self._learn_model)
+        tasks.start_soon(self._watch, name="server")
+
+    async def stop(self) -> None:
+        """See `InferenceEngine`."""
+        self._samples.stop()
+        if self._kept is not None:
+            self._kept.drop()
+        if self._server is not None:
+            await self._server.stop()
+
+    def generate(self, request: GenerateRequest) -> None:
+        """See `InferenceEngine`."""
+        self._samples.take(request)
+
+    def abort(self, request: str) -> None:
+        """See `InferenceEngine`."""
+        self._samples.abort(request)
+
+    async def swap(self, update: WeightUpdate) -> SwapReport:
+        """See `InferenceEngine`.
+
+        Raises:
+            WeightsError: if the server refuses them, or they lie in no folder.
+        """
+        reason = ""
+        for _ in range(_LOADS):
+            async with self._control:
+                server, replaced = self._the_server(), self._replaced
+                try:
+                    return await self._swap_on(server, update)
+                except ServerLost as error:
+                    reason = str(error)
+                    server.distrust(f"at the swap to version {update.note.version}: {reason}")
+            await replaced.wait()
+        version = update.note.version
+        raise WeightsError(
+            f"version {version} was given to {_LOADS} servers, and each was lost: {reason}", version=version
+        )
+
+    async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """See `InferenceEngine`."""
+        found: list[NDArray[np.float32]] = []
+        async with self._control:
+            server = self._the_server()
+            for sequence in sequences:
+                try:
+                    scored = await self.score(server, sequence.tolist())
+                except ServerLost as error:
+                    server.distrust(str(error))
+                    raise
+                if len(scored) != len(sequence) - 1:
+                    raise EngineError(f"the server scored {len(scored)} tokens of a text of {len(sequence)}")
+                found.append(np.array(scored, np.float32))
+        return found
+
+    def load(self) -> Load:
+        """See `InferenceEngine`."""
+        samples = self._samples
+        return Load(
+            version=self._version,
+            running=samples.running,
+            waiting=samples.waiting,
+            slots=self._config.slots,
+            generated_tokens=samples.generated,
+            busy_s=samples.busy_s,
+            swaps=len(self._pauses),
+            pause_s=sum(self._pauses),
+            pause_max_s=max(self._pauses, default=0.0),
+        )
+
+    # -------------------------------------------------------------------------------- weights
+
+    async def _swap_on(self, server: Server, update: WeightUpdate) -> SwapReport:
+        note = update.note
+        if update.folder is None:
+            raise WeightsError(
+                f"version {note.version} came without a folder of files, which {self._config.use!r} loads;"
+                " set weights.use: file, or bus",
+                version=note.version,
+            )
+        await anyio.to_thread.run_sync(self._see_fitting, note, update.folder)
+        await self.prepare_weights(server, update, update.folder)
+        began = time.monotonic()
+        self._samples.hold()
+        try:
+            await self._samples.drain(server)
+            hashes = await self._load_on(server, update, update.folder)
+        except ServerLost as error:
+            server.distrust(str(error))
+            raise
+        finally:
+            self._samples.send_to(server, self._version)
+        self._pauses.append(time.monotonic() - began)
+        former, self._kept = self._kept, await anyio.to_thread.run_sync(self._keep, note, update.folder)
+        if former is not None:
+            await anyio.to_thread.run_sync(former.drop)
+        return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
+
+    def _see_fitting(self, note: WeightsNote, folder: Path) -> None:
+        """Compare a version with the model's own files, if these are on this machine: servers find out in the
+        midst of a load that a tensor does not fit, or not at all.
+
+        Raises:
+            WeightsError: naming the first tensor that is not the model's.
+        """
+        if not self._shapes:
+            return
+        given = self._untied(shapes_in(str(folder)))
+        for name in sorted(self._shapes.keys() | given.keys()):
+            if given.get(name) != self._shapes.get(name):
+                raise WeightsError(
+                    f"tensor {name!r} of version {note.version} has shape {given.get(name)}; the model's has"
+                    f" {self._shapes.get(name)}",
+                    version=note.version,
+                )
+
+    async def _load_on(self, server: Server, update: WeightUpdate, folder: Path) -> Mapping[str, str]:
+        hashes = await self.load_weights(server, update, folder, forget=self._config.on_swap == "recompute")
+        self._version = update.note.version
+        return hashes
+
+    def _keep(self, note: WeightsNote, folder: Path) -> _Kept:
+        """Hold on to the files of the weights served, which their publisher removes at its own time. Links
+        cost nothing; where there can be none, the files are used for as long as they are there."""
+        links = folder.with_name(f".{self._context.worker}-{note.version:08d}")
+        try:
+            shutil.rmtree(links, ignore_errors=True)
+            links.mkdir(mode=0o700)
+            for file in folder.iterdir():
+                os.link(file, links / file.name)
+        except OSError as error:
+            log.warning("weights cannot be kept for a restart", folder=str(folder), error=str(error))
+            return _Kept(note, folder, own=False)
+        return _Kept(note, links, own=True)
+
+    # -------------------------------------------------------------------------------- the server
+
+    def _the_server(self) -> Server:
+        assert self._server is not None, "start comes first"
+        return self._server
+
+    async def _launch(self) -> Server:
+        """A server that is ready for weights.
+
+        Raises:
+            EngineError: if there is none to be had, with the end of its log.
+        """
+        config, began = self._config, time.monotonic()
+        if config.urls:
+            server = Server(self._url(), config.api_key)
+        else:
+            port, key = Server.draw_address()
+            log_file = self._context.path("logs", f"{self._context.worker}-server.log")
+            server = await Server.start(self.command(port, key), port, key, log_file)
+        try:
+            await server.until_healthy(self.health, config.start_timeout_s)
+            await self.greet(server)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await server.stop()
+            raise
+        log.info("server ready", url=server.url, after_s=round(time.monotonic() - began, 1))
+        return server
+
+    def _learn_model(self) -> None:
+        """Read what must be known of the model; a server has fetched it by now."""
+        folder = folder_of_model(self._context.model)
+        if folder is None:
+            return
+        self._config_of_model = text_config(folder)
+        self._shapes = self._untied(shapes_in(folder))
+        self._samples.learn(self._config_of_model.get("vocab_size"), end_tokens_in(folder))
+
+    def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Without the head of a model that has none of its own: files may hold it or not."""
+        tied = self._config_of_model.get("tie_word_embeddings", False)
+        return {name: shape for name, shape in shapes.items() if not tied or name != "lm_head.weight"}
+
+    def _url(self) -> str:
+        """Of the running server that is this worker's."""
+        number, urls = self._context.worker.rpartition("-")[2], self._config.urls
+        if not number.isdigit() or int(number) >= len(urls):
+            raise EngineError(
+                f"inference.urls names {len(urls)} server(s), none of them for {self._context.worker}"
+            )
+        return urls[int(number)]
+
+    async def _watch(self) -> None:
+        """Look after the server and the deadlines of samples, until cancelled."""
+        while True:
+            await anyio.sleep(_LOOK_EVERY_S)
+            server, silence_s = self._the_server(), self._config.silence_s
+            self._samples.expire()
+            if server.status is not None:
+                server.distrust(f"it ended with status {server.status}")
+            elif self._samples.expecting and time.monotonic() - server.heard > silence_s:
+                server.distrust(f"it sent nothing for {silence_s:g} s (inference.silence_s)")
+            if server.broken:
+                await self._replace(server)
+
+    async def _replace(self, server: Server) -> None:
+        """Another server in the place of a broken one, with the weights that were served.
+
+        Raises:
+            EngineError: if there has been one too often, or it does not start.
+        """
+        log.warning("server lost", url=server.url, reason=server.broken)
+        tail = server.tail()
+        await self._samples.leave()
+        await server.stop()  # which ends what a swap may be waiting for
+        async with self._control:
+            while server.broken:
+                self._account(server, tail)
+                self._version = -1
+                self._server = server = await self._launch()
+                try:
+                    await self._reload(server)
+                except ServerLost as error:
+                    server.distrust(str(error))
+                    tail = server.tail()
+                    await server.stop()
+            self._samples.send_to(server, self._version)
+            self._replaced.set()
+            self._replaced = anyio.Event()
+
+    def _account(self, server: Server, tail: str) -> None:
+        now, config = time.monotonic(), self._config
+        while self._restarted and now - self._restarted[0] > _RESTARTS_WITHIN_S:
+            self._restarted.popleft()
+        said = f"; its log ends:\n{tail}" if tail else ""
+        if server.attached:
+            raise EngineError(
+                f"the server at {server.url} is lost: {server.broken}; start it again, and resume the run"
+            )
+        if len(self._restarted) >= config.restarts:
+            times, minutes = len(self._restarted) + 1, _RESTARTS_WITHIN_S / 60
+            raise EngineError(
+                f"the server was lost {times} times within {minutes:g} minutes"
+                f" (inference.restarts: {config.restarts}): {server.broken}{said}"
+            )
+        self._restarted.append(now)
+
+    async def _reload(self, server: Server) -> None:
+        """Have a fresh server serve what the lost one did; where that is gone, the next swap will."""
+        if self._kept is None:
+            return
+        note, folder = self._kept.note, self._kept.folder
+        try:
+            update = await anyio.to_thread.run_sync(open_version, note, folder)
+            await self.prepare_weights(server, update, folder)
+            await self._load_on(server, update, folder)
+        except WeightsError as error:
+            log.warning("weights are gone; waiting for the next swap", version=note.version, error=str(error))

@@ -1,0 +1,96 @@
+"""A small process between an inference worker and its server: no process of the server outlives the worker.
+
+Run as a file, with nothing but the standard library: `guard.py GRACE_S COMMAND…`. The worker holds
+the other end of its standard input for as long as it lives, however it ends. Servers start processes of their
+own, which live on when the server is killed; the guard adopts them, since it is their subreaper, and kills
+them all when the server has ended or is no longer wanted. Its exit status is the server's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _children() -> list[int]:
+    """Processes whose parent is this one: the server, and whatever its own dead parents left."""
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        return []
+    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+
+def _tracks(pid: int) -> bool:
+    """Whether a process is one that Python starts to remove the shared memory of others after their end."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _kill_all() -> None:
+    """Kill the children and, as they are adopted, theirs, until there is none. Those that only clean up after
+    them have a second for it."""
+    deadline = time.monotonic() + 1
+    while True:
+        for pid in _children():
+            if time.monotonic() > deadline or not _tracks(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        try:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not ended:
+            time.sleep(_POLL_S / 4)
+
+
+def main(grace_s: float, command: list[str]) -> int:
+    """Keep the server until it ends by itself or standard input is closed."""
+    # The worker closes standard input to stop the server; signals meant for it go to the session otherwise.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=prepare)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}", flush=True)
+        return 127
+    wanted = True
+    while wanted and server.poll() is None:
+        readable, _, _ = select.select([sys.stdin], [], [], _POLL_S)
+        wanted = not (readable and not os.read(sys.stdin.fileno(), 4096))
+    if server.poll() is None:
+        server.terminate()
+        deadline = time.monotonic() + grace_s
+        while server.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    status = server.poll()
+    _kill_all()
+    return 128 + signal.SIGKILL if status is None else status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,519 @@
+"""The samples of an engine that is a server: their line, the streams that they are in, and what is to be
+emitted of them.
+
+A request's samples wait here and are sent to the server one by one, at most `slots` at a time, as streams.
+Before new weights are loaded, and after a server has ended, every stream is ended and its sample goes back to
+the head of the line; later it is sent again as its prompt and the tokens so far. So one stream lies within
+one version, and the version of a token is never a guess; a server that names the versions of a stream is held
+to it. What this costs is one more prefill, which the server's prefix cache makes a short one where the keys
+and values are to be kept: its entries are salted with the version that a sample was begun under, so only
+samples that were in flight at a swap ever read those of older weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Sampling
+from stretto.errors import EngineError, RequestError
+from stretto.serving.server import Server, ServerLost, ServerRefused
+from stretto.serving.stop_strings import StopStrings, stop_tokenizer
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+__all__ = ["Ask", "Piece", "Samples", "Streams"]
+
+_EMIT_EVERY_S = 0.02
+_LOOK_EVERY_S = 0.1
+_DRAIN_S = 30.0
+_UNASKED_ABORTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One stream, as a server is asked for it."""
+
+    id: str
+    """Unique among the server's requests, and no prefix of another's."""
+    tokens: list[int]
+    """The prompt, and the answer so far."""
+    max_tokens: int
+    """Tokens still to come at most, at least 1."""
+    seed: int
+    """0 <= seed < 2**63."""
+    sampling: Sampling
+    salt: str
+    """Of the prefix cache: the version that the sample was begun under."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """New tokens of a stream."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    finish: Finish = ""
+    """`abort` where the stream was ended before its end; its tokens then do not end the answer."""
+    error: str = ""
+    versions: Sequence[str] = ()
+    """With the last piece, if the server tells it: the versions whose weights gave the stream's tokens."""
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One answer in the making."""
+
+    request: GenerateRequest
+    index: int
+    prompt: list[int]
+    answer: list[int]
+    """What it had when it came, and all that the server has given since."""
+    begun: int
+    """Tokens of the answer that it had when it came."""
+    sent: int
+    """Tokens of the answer that the asker has."""
+    place: int
+    """In the line; the same when it waits again."""
+    expires: float
+    salt: str = ""
+    """Of the prefix cache: the version that the server's first token of it was sampled by, or will be."""
+    version: int = -1
+    """Of the stream it is in, or was in last."""
+    logprobs: deque[float] = field(default_factory=deque[float])
+    """Of the tokens that are to be emitted; so are the versions."""
+    versions: deque[int] = field(default_factory=deque[int])
+    finish: Finish = ""
+    error: str = ""
+    aborts: int = 0
+    """Streams that the server ended unasked."""
+    scope: anyio.CancelScope | None = None
+    """Of the stream it is in."""
+    asked: str = ""
+    """Id of the stream it is in."""
+
+
+class Streams(Protocol):
+    """What one kind of server is asked of streams."""
+
+    def unfit(self, sampling: Sampling) -> str:
+        """Why tokens cannot be drawn in this way; empty if they can."""
+        ...
+
+    def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+        """Ask for one stream. Its last piece has a `finish`."""
+        ...
+
+    async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
+        """End streams, each with a piece that says `abort`. Ids that the server does not know are passed
+        over."""
+        ...
+
+
+class Samples:
+    """The samples of one worker.
+
+    Args:
+        slots: samples in streams at once.
+        room: tokens that a sample can have.
+        model: folder or hub id of the model, for stop strings.
+    """
+
+    def __init__(self, streams: Streams, *, slots: int, room: int, model: str) -> None:
+        self._streams = streams
+        self._slots = slots
+        self._room = room
+        self._model = model
+        self._tokenizer: Any = None
+        self._loading = anyio.Lock()
+        self._vocabulary = 2**31
+        self._ends: frozenset[int] = frozenset()
+        self._tasks: TaskGroup | None = None
+        self._emit: Emit | None = None
+        self._server: Server | None = None
+        """Where samples may be sent; None while they may not."""
+        self._version = -1
+        """What it serves."""
+        self._requests: dict[str, list[_Sample]] = {}
+        self._line: list[tuple[int, _Sample]] = []
+        self._aside: list[_Sample] = []
+        """Samples that need newer weights than there are."""
+        self._running: set[_Sample] = set()
+        self._idle = anyio.Event()
+        self._news = anyio.Event()
+        self._fresh: dict[_Sample, None] = {}
+        """Samples with something to emit, in the order in which it came."""
+        self._numbers = count()
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+        self.generated = 0
+        """Tokens, since the start."""
+
+    @property
+    def running(self) -> int:
+        """Samples in streams."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Samples not in streams."""
+        return max(0, sum(map(len, self._requests.values())) - len(self._running))
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one sample was in a stream."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether the server should be sending something."""
+        return bool(self._running) and self._sending_to is not None
+
+    @property
+    def _sending_to(self) -> Server | None:
+        """The server, if samples may be sent to it."""
+        server = self._server
+        return server if server is not None and not server.broken and self._emit is not None else None
+
+    # ------------------------------------------------------------------------- what the engine tells
+
+    def start(self, emit: Emit, tasks: TaskGroup) -> None:
+        """From now on chunks are emitted."""
+        self._emit, self._tasks = emit, tasks
+        tasks.start_soon(self._flush, name="chunks")
+
+    def stop(self) -> None:
+        """Emit nothing more, and ask for nothing."""
+        self._emit = self._server = None
+
+    def learn(self, vocabulary: int | None, ends: frozenset[int]) -> None:
+        """What is known of the model: the size of its vocabulary, and the tokens that end its answers."""
+        self._vocabulary = vocabulary or self._vocabulary
+        self._ends = ends
+
+    def take(self, request: GenerateRequest) -> None:
+        """See `InferenceEngine.generate`."""
+        if request.id in self._requests:
+            return
+        try:
+            samples = self._wanted(request)
+        except RequestError as error:
+            self._refuse(request, str(error))
+            return
+        if samples:
+            self._requests[request.id] = samples
+        for sample in samples.copy():
+            if sample.answer and self._is_end(sample.answer[-1], request.sampling):
+                self._end(sample, "stop")
+            elif len(sample.answer) >= request.sampling.max_tokens:
+                self._end(sample, "length")
+            else:
+                self._place(sample)
+        self._admit()
+
+    def abort(self, request: str) -> None:
+        """See `InferenceEngine.abort`."""
+        for sample in self._requests.get(request, []).copy():
+            self._cut(sample, "abort")
+
+    def expire(self) -> None:
+        """End the samples whose deadline has passed."""
+        now = time.monotonic()
+        for samples in list(self._requests.values()):
+            for sample in samples.copy():
+                if sample.expires < now:
+                    self._cut(sample, "error", "deadline passed")
+
+    def send_to(self, server: Server, version: int) -> None:
+        """Send samples to a server that serves a version."""
+        self._server, self._version = server, version
+        aside, self._aside = self._aside, []
+        for sample in aside:
+            if not sample.finish:
+                self._place(sample)
+        self._admit()
+
+    def hold(self) -> None:
+        """Send none for now; streams go on."""
+        self._server = None
+
+    async def drain(self, server: Server) -> None:
+        """End every stream at a server. One that it has only just been asked for it may not know yet, so it
+        is told again.
+
+        Raises:
+            ServerLost: if some do not end.
+        """
+        deadline = time.monotonic() + _DRAIN_S
+        while self._running:
+            if time.monotonic() > deadline:
+                raise ServerLost(f"{len(self._running)} streams did not end within {_DRAIN_S:g} s")
+            await self._streams.abort_streams(
+                server, [sample.asked for sample in self._running if sample.asked]
+            )
+            with anyio.move_on_after(_LOOK_EVERY_S):
+                await self._idle.wait()
+
+    async def leave(self) -> None:
+        """Let go of every stream of a server that is lost, and of the keys and values that it had."""
+        for sample in self._running:
+            if sample.scope is not None:
+                sample.scope.cancel()
+        if self._running:
+            await self._idle.wait()
+        for samples in self._requests.values():
+            for sample in samples:
+                sample.salt = ""
+
+    # -------------------------------------------------------------------------------- the line
+
+    def _wanted(self, request: GenerateRequest) -> list[_Sample]:
+        """The samples that are wanted of a request; or `RequestError`."""
+        prompt = request.prompt_ids.numpy().tolist()
+        number, longest = len(request.seeds), request.sampling.max_tokens
+        if not prompt or not number:
+            raise RequestError(f"{len(prompt)} prompt tokens and {number} seeds; each must be at least 1")
+        if len(prompt) + longest > self._room:
+            raise RequestError(
+                f"a prompt of {len(prompt)} tokens and max_tokens {longest} need {len(prompt) + longest};"
+                f" a sample can have {self._room} (inference.context_length)"
+            )
+        if not all(request.sampling.stop):
+            raise RequestError("an empty stop string would end every answer")
+        if fault := self._streams.unfit(request.sampling):
+            raise RequestError(fault)
+        begun: list[list[int]] = [part.numpy().tolist() for part in request.begun] or [[]] * number
+        have = request.have or (0,) * number
+        if len(begun) != number or len(have) != number:
+            raise RequestError(f"'begun' and 'have' are for {len(begun)} and {len(have)} samples of {number}")
+        for tokens in (prompt, *begun):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+                raise RequestError(f"tokens outside the vocabulary of {self._vocabulary}")
+        now = time.monotonic()
+        return [
+            _Sample(
+                request=request,
+                index=i,
+                prompt=prompt,
+                answer=begun[i].copy(),
+                begun=len(begun[i]),
+                sent=max(have[i], len(begun[i])),
+                place=next(self._numbers),
+                expires=now + request.deadline_s,
+            )
+            for i in range(number)
+            if have[i] >= 0
+        ]
+
+    def _is_end(self, token: int, sampling: Sampling) -> bool:
+        return token in sampling.stop_token_ids or (token in self._ends and not sampling.ignore_eos)
+
+    def _place(self, sample: _Sample) -> None:
+        """Let a sample wait for its turn."""
+        heapq.heappush(self._line, (sample.place, sample))
+
+    def _admit(self) -> None:
+        """Send samples to the server while there are slots."""
+        while (server := self._sending_to) is not None and self._line and len(self._running) < self._slots:
+            sample = heapq.heappop(self._line)[1]
+            if sample.finish:
+                continue
+            if max(sample.request.min_version, 0) > self._version:
+                self._aside.append(sample)
+                continue
+            if not self._running:
+                self._busy_since, self._idle = time.monotonic(), anyio.Event()
+                server.heard = self._busy_since
+            self._running.add(sample)
+            sample.version = self._version
+            if len(sample.answer) == sample.begun or not sample.salt:
+                sample.salt = f"v{self._version}"
+            sample.scope = anyio.CancelScope()
+            sample.asked = f"{next(self._numbers):016d}"
+            assert self._tasks is not None, "start comes first"
+            self._tasks.start_soon(self._decode, server, sample)
+
+    async def _decode(self, server: Server, sample: _Sample) -> None:
+        """One stream, from its question to its end; a sample that is unfinished then waits again."""
+        assert sample.scope is not None
+        ended = False
+        try:
+            with sample.scope:
+                ended = await self._receive(server, sample)
+        except RequestError as error:
+            ended = True  # it was not even asked for
+            self._end(sample, "error", str(error))
+        except ServerRefused as error:
+            ended = True
+            if error.status < 500:
+                self._end(sample, "error", str(error))
+            else:
+                server.distrust(str(error))
+        except ServerLost as error:
+            server.distrust(str(error))
+        if not ended and not server.broken:
+            await self._abort_at(server, sample.asked)
+        self._running.remove(sample)
+        if not self._running:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._idle.set()
+        sample.scope = None
+        if not sample.finish:
+            self._place(sample)
+        self._admit()
+
+    async def _abort_at(self, server: Server, id: str) -> None:
+        """Have the server free the slot of a sample that is not wanted any more."""
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._streams.abort_streams(server, [id])
+            except (ServerLost, ServerRefused) as error:
+                server.distrust(str(error))
+
+    async def _receive(self, server: Server, sample: _Sample) -> bool:
+        """Take the pieces of a stream until it or the sample ends; whether the stream did."""
+        sampling, done = sample.request.sampling, len(sample.answer)
+        ask = Ask(
+            id=sample.asked,
+            tokens=sample.prompt + sample.answer,
+            max_tokens=sampling.max_tokens - done,
+            seed=_seed(sample.request.seeds[sample.index], done),
+            sampling=sampling,
+            salt=sample.salt,
+        )
+        stops = await self._stop_strings(sampling)
+        if stops is not None and sample.answer and stops.end(sample.answer):
+            self._end(sample, "stop")  # it came so
+            return True
+        ended = False
+        async with aclosing(self._streams.stream(server, ask)) as pieces:
+            async for piece in pieces:
+                ended = ended or bool(piece.finish)
+                self._take(sample, piece, stops)
+                if sample.finish and not ended:
+                    return False
+        if not ended:
+            raise ServerLost("a stream ended without a finish")
+        return True
+
+    def _take(self, sample: _Sample, piece: Piece, stops: StopStrings | None) -> None:
+        for version in piece.versions:
+            if version != str(sample.version):
+                raise EngineError(
+                    f"the server says that version {version!r} gave what was asked of {sample.version};"
+                    " does another program swap its weights?"
+                )
+        sampling = sample.request.sampling
+        for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
+            sample.answer.append(token)
+            self.generated += 1
+            if len(sample.answer) > sample.sent:
+                sample.logprobs.append(logprob)
+                sample.versions.append(sample.version)
+            # SGLang passes over stop tokens together with the model's own ends.
+            if token in sampling.stop_token_ids or (stops is not None and stops.end(sample.answer)):
+                self._cut(sample, "stop")
+                return
+        self._note(sample)
+        if piece.finish == "abort":
+            # Ended for a swap, or because the server had no room: it goes on later.
+            sample.aborts += self._sending_to is not None
+            if sample.aborts > _UNASKED_ABORTS:
+                self._end(sample, "error", f"the server ended the sample unasked, {sample.aborts} times")
+        elif piece.finish == "length" and len(sample.answer) < sampling.max_tokens:
+            got, of = len(sample.answer), sampling.max_tokens
+            self._end(sample, "error", f"the server cut the answer to {got} of {of} tokens: it has less room")
+        elif piece.finish:
+            self._end(sample, piece.finish, piece.error)
+
+    async def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
+        """What recognises the stop strings of a request. That is done here, since a server sees only its own
+        part of an answer that goes on after a swap."""
+        if not sampling.stop:
+            return None
+        async with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = await anyio.to_thread.run_sync(stop_tokenizer, self._model)
+        return StopStrings(sampling.stop, self._tokenizer)
+
+    # -------------------------------------------------------------------------------- chunks
+
+    def _end(self, sample: _Sample, finish: Finish, error: str = "") -> None:
+        """A sample has ended: nothing more is taken of it."""
+        if sample.finish:
+            return
+        sample.finish, sample.error = finish, error
+        self._requests[sample.request.id].remove(sample)
+        if not self._requests[sample.request.id]:
+            del self._requests[sample.request.id]
+        self._note(sample)
+
+    def _cut(self, sample: _Sample, finish: Finish, error: str = "") -> None:
+        """End a sample whose stream, if it is in one, would go on."""
+        self._end(sample, finish, error)
+        if sample.scope is not None:
+            sample.scope.cancel()
+
+    def _refuse(self, request: GenerateRequest, why: str) -> None:
+        """Answer a request that cannot be served."""
+        for index in range(len(request.seeds)):
+            if not request.have or (index < len(request.have) and request.have[index] >= 0):
+                sent = request.have[index] if request.have else 0
+                self._note(_Sample(request, index, [], [], 0, sent, 0, 0, finish="error", error=why))
+
+    def _note(self, sample: _Sample) -> None:
+        """There is something to emit of a sample."""
+        self._fresh[sample] = None
+        self._news.set()
+
+    async def _flush(self) -> None:
+        """Emit what is new, the first of it at once."""
+        while True:
+            await self._news.wait()
+            self._news = anyio.Event()
+            fresh, self._fresh = self._fresh, {}
+            chunks = [_chunk(sample) for sample in fresh if sample.logprobs or sample.finish]
+            if self._emit is not None and chunks:
+                self._emit(chunks)
+            await anyio.sleep(_EMIT_EVERY_S)
+
+
+def _chunk(sample: _Sample) -> Chunk:
+    """All that is new of a sample."""
+    number = len(sample.logprobs)
+    tokens = sample.answer[sample.sent : sample.sent + number]
+    chunk = Chunk(
+        request=sample.request.id,
+        sample=sample.index,
+        position=sample.sent,
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(sample.logprobs, np.float32),
+        versions=np.array(sample.versions, np.int32),
+        finish=sample.finish,
+        error=sample.error,
+    )
+    sample.sent += number
+    sample.logprobs.clear()
+    sample.versions.clear()
+    return chunk
+
+
+def _seed(seed: int, position: int) -> int:
+    """The seed of a stream that begins at a position of the answer. A stream begun again must not draw with
+    the random numbers that its earlier tokens were drawn with."""
+    if position == 0:
+        return seed % 2**63
+    drawn = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(drawn) % 2**63

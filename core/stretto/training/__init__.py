@@ -1,0 +1,4 @@
+"""Training engines for Hugging Face models: what their layouts have in common.
+
+Public: for authors of training engines.
+"""

@@ -1,0 +1,209 @@
+"""(torch) What a Hugging Face model in training leaves in a checkpoint, whatever its layout.
+
+    model/              Hugging Face format: config, weights in safetensors, tokenizer
+    adapter/            peft format, with LoRA: model/ then holds the merged weights
+    optimizer*.safetensors   full tensors named `<parameter>.<key>`
+    random.safetensors  states of the generators
+    engine.json         optimizer steps
+
+Full tensors come by one after the other in every rank; rank 0 writes them, about a GiB at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from stretto.errors import EngineError
+from stretto.training.layout import Layout
+
+__all__ = [
+    "optimizer_tensors",
+    "random_tensors",
+    "read_random",
+    "restore_optimizer",
+    "restore_parameters",
+    "tried",
+    "write_tensors",
+]
+
+_FILE_BYTES = 2**30
+
+
+def write_tensors(
+    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, writes: bool, limit: int = _FILE_BYTES
+) -> str:
+    """Go through all tensors; where this rank `writes`, put them into `<stem>.safetensors`, or into several
+    such files with an index, as Hugging Face names them.
+
+    Returns:
+        What went wrong, empty if nothing: the other ranks must not be left alone amid the tensors.
+    """
+    files = _Files(folder, stem, limit)
+    problem = tried(lambda: folder.mkdir(parents=True, exist_ok=True)) if writes else ""
+    for name, tensor in tensors:
+        if writes and not problem:
+            problem = tried(files.add, name, tensor.detach().cpu().contiguous())
+    return problem or (tried(files.close) if writes else "")
+
+
+def tried(act: Callable[..., object], *arguments: Any) -> str:
+    """Do something to files; returns what went wrong, empty if nothing."""
+    try:
+        act(*arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Files:
+    """Numbered files; what they are called is known when their number is."""
+
+    def __init__(self, folder: Path, stem: str, limit: int) -> None:
+        self._folder = folder
+        self._stem = stem
+        self._limit = limit
+        self._held: dict[str, Tensor] = {}
+        self._held_bytes = self._bytes = 0
+        self._written: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._held and self._held_bytes + size > self._limit:
+            self._flush()
+        self._held[name] = tensor
+        self._held_bytes += size
+        self._bytes += size
+
+    def close(self) -> None:
+        self._flush()
+        count = len(self._written)
+        if count == 1:
+            self._part(0).rename(self._folder / f"{self._stem}.safetensors")
+            return
+        places: dict[str, str] = {}
+        for index, names in enumerate(self._written):
+            file = f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+            self._part(index).rename(self._folder / file)
+            places |= dict.fromkeys(names, file)
+        index_file = self._folder / f"{self._stem}.safetensors.index.json"
+        index_file.write_text(json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}))
+
+    def _flush(self) -> None:
+        part = self._part(len(self._written))
+        save_file(self._held, part, metadata={"format": "pt"})
+        part.chmod(self._folder.stat().st_mode & 0o666)  # else nobody but the owner could read it
+        self._written.append(list(self._held))
+        self._held, self._held_bytes = {}, 0
+
+    def _part(self, index: int) -> Path:
+        return self._folder / f"{self._stem}-{index + 1:05d}.part"
+
+
+class _Stored:
+    """The tensors of `write_tensors`, read one by one.
+
+    Raises:
+        EngineError: if there are none.
+    """
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self._files: dict[str, Any] = {}
+        files = sorted(folder.glob(f"{stem}*.safetensors"))
+        if not files:
+            raise EngineError(f"{folder} has no file {stem}.safetensors")
+        for path in files:
+            opened: Any = safe_open(path, framework="pt")
+            self._files |= dict.fromkeys(opened.keys(), opened)
+
+    def keys_of(self, name: str) -> list[str]:
+        """What is stored of a parameter: the last parts of the names."""
+        return [key.rpartition(".")[2] for key in self._files if key.rpartition(".")[0] == name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+
+# --------------------------------------------------------------------------------------- parameters
+
+
+@torch.no_grad()
+def restore_parameters(
+    folder: Path, stem: str, parameters: Mapping[str, nn.Parameter], layout: Layout, prefix: str
+) -> None:
+    """Fill parameters from full tensors named `<prefix><name>`.
+
+    Raises:
+        EngineError: if one is not there, or has another shape.
+    """
+    stored = _Stored(folder, stem)
+    for name, parameter in parameters.items():
+        if f"{prefix}{name}" not in stored:
+            raise EngineError(
+                f"{folder} has no tensor {prefix}{name!r}; was it saved with other lora.targets?"
+            )
+        _take(layout, parameter.data, stored[f"{prefix}{name}"], name)
+
+
+def _take(layout: Layout, into: Tensor, full: Tensor, name: str) -> None:
+    if full.shape != into.shape:
+        raise EngineError(f"{name!r} was saved with shape {tuple(full.shape)}; expected {tuple(into.shape)}")
+    layout.take(into, full)
+
+
+# ---------------------------------------------------------------------------------------- optimizer
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors of the optimizer's state; plain numbers are none."""
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{name}.{key}", value
+
+
+@torch.no_grad()
+def restore_optimizer(
+    folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout
+) -> None:
+    """Read back what `optimizer_tensors` gave, whatever the layout was."""
+    stored = _Stored(folder, "optimizer")
+    for name, parameter in parameters.items():
+        for key in stored.keys_of(name):
+            full = stored[f"{name}.{key}"]
+            if full.ndim == 0:
+                optimizer.state[parameter][key] = full.to(parameter.device)
+                continue
+            state = torch.zeros_like(parameter, requires_grad=False)
+            _take(layout, state, full, f"{name}.{key}")
+            optimizer.state[parameter][key] = state
+
+
+# ---------------------------------------------------------------------------------------- generators
+
+
+def random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """States of the generators."""
+    yield "cpu", torch.get_rng_state()
+    if device.type == "cuda":
+        yield "cuda", torch.cuda.get_rng_state()
+
+
+def read_random(folder: Path, device: torch.device) -> None:
+    """Set the generators to the states that were saved."""
+    states = load_file(folder / "random.safetensors")
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,163 @@
+"""(torch) What distributed layouts have in common: the process group, exchanges of figures, the norm.
+
+Nothing is pickled: figures travel as JSON, ranks meet by a file. Gloo listens on one interface only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stretto.errors import EngineError
+from stretto.training.layout import Layout
+
+if TYPE_CHECKING:
+    from stretto.component import Context
+    from stretto.training.config import GroupTrainingConfig
+
+__all__ = ["RankLayout"]
+
+# Engines in this process that use its process group.
+_users = 0
+
+
+class RankLayout(Layout):
+    """A model over `processes` ranks: `parts` rows of `width` ranks that follow each other.
+
+    Args:
+        width: ranks that compute a part together.
+        inner: what their dimension of the mesh is called.
+    """
+
+    def __init__(self, config: GroupTrainingConfig, context: Context, *, width: int, inner: str) -> None:
+        super().__init__(config, context)
+        self._config = config
+        self._context = context
+        self._inner = inner
+        self.rank = context.rank
+        self.width = width
+        self.parts = config.processes // width
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def staging(self) -> torch.device:
+        """The host's memory: on a device the whole model may have no room."""
+        return torch.device("cpu")
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """(parts, width), named `dp` and `inner`."""
+        assert self._mesh is not None, "connect comes first"
+        return self._mesh
+
+    def connect(self) -> None:
+        """Join the process group, or begin it; engines of one process share it."""
+        global _users
+        if self._mesh is not None:
+            return
+        if not dist.is_initialized():
+            self._begin()
+        elif dist.get_world_size() != self._config.processes:
+            raise EngineError(
+                f"training.processes is {self._config.processes}; another engine of this process has a group "
+                f"of {dist.get_world_size()}"
+            )
+        _users += 1
+        names = ("dp", self._inner)
+        self._mesh = init_device_mesh(self.device.type, (self.parts, self.width), mesh_dim_names=names)
+
+    def _begin(self) -> None:
+        config, context = self._config, self._context
+        if config.interface or "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = config.interface or "lo"
+        # Figures, and parameters kept in the host's memory, go by gloo in any case.
+        backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if context.rendezvous:
+            # Not by `init_method`: in a URL, `#` and `%` of a path mean something else.
+            store: Any = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+                context.rendezvous, config.processes
+            )
+        elif config.processes == 1:
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            raise EngineError(f"{config.processes} ranks need a file to meet by; Context.rendezvous is empty")
+        dist.init_process_group(
+            backend,
+            rank=context.rank,
+            world_size=config.processes,
+            timeout=timedelta(seconds=config.timeout_s),
+            store=store,
+        )
+
+    def close(self) -> None:
+        """Leave the process group, if no other engine uses it."""
+        global _users
+        if self._mesh is None:
+            return
+        self._mesh = None
+        _users -= 1
+        if not _users:
+            dist.destroy_process_group()
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank says, in order; the same list in all ranks."""
+        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        ranks = self._config.processes
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ranks)]
+        dist.all_gather(sizes, torch.tensor([len(said)]))
+        longest = int(max(sizes))
+        padded = torch.cat([said, torch.zeros(longest - len(said), dtype=torch.uint8)])
+        gathered = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
+        dist.all_gather(gathered, padded)
+        return [
+            json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(gathered, sizes, strict=True)
+        ]
+
+    @abstractmethod
+    def local(self, tensor: Tensor) -> Tensor:
+        """The memory in which this rank holds its shard of a tensor."""
+
+    @abstractmethod
+    def counts(self, name: str, parameter: Tensor) -> bool:
+        """Whether this rank's shard of a parameter is to be counted, where all ranks' are added up: not if
+        another rank counts the same numbers."""
+
+    def add_up(
+        self, tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Sums over a group's ranks, in place, in one flat reduction.
+
+        Args:
+            dtype: in which they travel.
+        """
+        flat = torch.cat([tensor.flatten().to(dtype) for tensor in tensors])
+        dist.all_reduce(flat, group=group)
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor))
+
+    def clip(self, model: nn.Module, limit: float | None) -> float:
+        """By the norm over all ranks' shards, each number counted once."""
+        squares = torch.zeros((), dtype=torch.float64)
+        gradients: list[Tensor] = []
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients.append(self.local(parameter.grad))
+                if self.counts(name, parameter):
+                    squares += gradients[-1].float().pow(2).sum(dtype=torch.float64).cpu()
+        norm = math.sqrt(sum(self.everyone(float(squares))))
+        if limit is not None and math.isfinite(norm):
+            factor = min(1.0, limit / (norm + 1e-6))
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm

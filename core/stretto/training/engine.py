@@ -1,0 +1,451 @@
+"""(torch) A Hugging Face model in training: the frame of every engine that trains one.
+
+Parameters and optimizer are float32. A batch is split into micro-batches of a token budget; the loss of each
+token is weighted by what it counts in the whole batch, over all ranks, so the gradient is that of the unsplit
+batch. Where the model lies and who adds up what is the layout's business; see `stretto.training.layout`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
+
+from stretto.errors import EngineError
+from stretto.models.files import folder_of_model, tensors_of_model
+from stretto.models.lora_files import matrix_of
+from stretto.models.vision import PROCESSOR_FILES, Vision
+from stretto.rl.batch import Batch
+from stretto.rl.functional import entropy_of, logprobs_of, loss_count, loss_weights
+from stretto.training.checkpoint import (
+    optimizer_tensors,
+    random_tensors,
+    read_random,
+    restore_optimizer,
+    restore_parameters,
+    tried,
+    write_tensors,
+)
+from stretto.training.layout import Layout
+from stretto.training.model import (
+    adapter_config,
+    add_adapters,
+    checkpoint_activations,
+    compile_layers,
+    factors,
+    file_name,
+    load_model,
+    merged,
+    published,
+    reads_images,
+)
+
+if TYPE_CHECKING:
+    from stretto.algorithm import Head, Loss
+    from stretto.component import Context
+    from stretto.training.config import LoraConfig, ModelTrainingConfig
+    from stretto.training.packing import Rows
+
+__all__ = ["HFTraining"]
+
+# How peft names what is in a model it has wrapped.
+_ADAPTED = "base_model.model."
+
+
+class HFTraining:
+    """A training engine: a model, its optimizer and its schedule, over a layout."""
+
+    def __init__(self, config: ModelTrainingConfig, context: Context, layout: Layout) -> None:
+        self._config = config
+        self._layout = layout
+        self._initial = context.model
+        self._seed = context.seed
+        self._head: Head = context.head
+        self._trainable = context.trainable
+        self._blank: Batch | None = None
+        transformers_logging.disable_progress_bar()  # logs are files
+
+    # ------------------------------------------------------------------------ loading and saving
+
+    def load(self, folder: Path | None) -> None:
+        """Load the initial model, or a checkpoint's model, optimizer, schedule and random states."""
+        self._layout.connect()
+        self._forget()
+        torch.manual_seed(self._seed)
+        self._model = self._built(folder)
+        self._trained = {
+            self._layout.name(file_name(name)): parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+        if self._sent_alone is not None:
+            self._see_sendable()
+        self._steps = 0
+        if self._trainable:
+            self._optimizer = self._made_optimizer()
+        if folder is not None:
+            self._restore(folder)
+
+    def save(self, folder: Path) -> None:
+        """See `stretto.training.checkpoint` for what is written."""
+        self._check_trainable("saved")
+        writes, layout = self._layout.rank == 0, self._layout
+        problem = write_tensors(folder / "model", "model", self._full_weights(), writes=writes)
+        if self._config.lora is not None:
+            adapter = ((f"{_ADAPTED}{name}", tensor) for name, tensor in layout.stream(self._trained.items()))
+            problem += write_tensors(folder / "adapter", "adapter_model", adapter, writes=writes)
+        state = layout.stream(optimizer_tensors(self._optimizer, self._trained))
+        problem += write_tensors(folder, "optimizer", state, writes=writes)
+        problem += write_tensors(folder, "random", random_tensors(layout.device), writes=writes)
+        if writes and not problem:
+            problem = tried(self._describe, folder)
+        [problem, *_] = layout.everyone(problem)
+        if problem:
+            raise OSError(f"checkpoint {folder} cannot be written: {problem}")
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, tied ones once, and buffers that the model's files hold, on CPU; adapters merged, or
+        alone as `stretto.models.lora_files` wants them."""
+        dtype = getattr(torch, self._config.dtype)
+        if (lora := self._sent_alone) is not None:
+            own = ((name, tensor.detach()) for name, tensor in self._trained.items())
+            tensors = factors(self._layout.stream(own), self._model, lora)
+        else:
+            tensors = self._full_weights()
+        for name, tensor in tensors:
+            yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
+
+    def stop(self) -> None:
+        """The model goes with the process; the other ranks are left."""
+        self._layout.close()
+
+    def _built(self, folder: Path | None) -> PreTrainedModel:
+        """The model as this rank holds it; with adapters, the one they were put into."""
+        config, adapted = self._config, self._trainable and self._config.lora is not None
+        source = str(folder / "model") if folder is not None and not adapted else self._initial
+        if source is None:
+            raise EngineError(f"the {config.use} engine needs a model: give `model` in the run file")
+        model, self._make_rows = load_model(source, config, self._head, self._layout.staging)
+        self._reads_images = reads_images(model.config)
+        if self._reads_images and self._layout.parts > 1:
+            self._blank = _blank_image(self._initial or source)
+        if adapted and config.lora is not None:
+            add_adapters(model, config.lora, self._head)
+        if not self._trainable:
+            model.requires_grad_(False)
+        elif config.gradient_checkpointing:
+            checkpoint_activations(model)
+        self._layout.distribute(model)
+        if config.compile:
+            compile_layers(model)
+        return model
+
+    def _forget(self) -> None:
+        """Let go of the model held so far, before there is another."""
+        if "_model" in self.__dict__:
+            for name in ("_model", "_trained", "_optimizer"):
+                self.__dict__.pop(name, None)
+            gc.collect()
+
+    def _made_optimizer(self) -> torch.optim.Optimizer:
+        config = self._config
+        # The fused step takes parameters of one mesh at a time.
+        groups: dict[Any, list[nn.Parameter]] = {}
+        for parameter in self._trained.values():
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        listed = [{"params": group} for group in groups.values()]
+        if config.optimizer == "sgd":
+            return torch.optim.SGD(listed, lr=config.lr, weight_decay=config.weight_decay)
+        return torch.optim.AdamW(
+            listed,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def _restore(self, folder: Path) -> None:
+        if not self._trainable:
+            return
+        if self._config.lora is not None:
+            restore_parameters(folder / "adapter", "adapter_model", self._trained, self._layout, _ADAPTED)
+        restore_optimizer(folder, self._optimizer, self._trained, self._layout)
+        self._steps = json.loads((folder / "engine.json").read_text())["optimizer_steps"]
+        read_random(folder, self._layout.device)
+
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        own = ((self._layout.name(name), tensor) for name, tensor in published(self._model))
+        return merged(self._layout.stream(own), self._model, self._config.lora)
+
+    @property
+    def _sent_alone(self) -> LoraConfig | None:
+        """The adapters, if these are all that is published."""
+        lora, policy = self._config.lora, self._trainable and self._head == "policy"
+        return lora if lora is not None and lora.send == "adapter" and policy else None
+
+    def _see_sendable(self) -> None:
+        """Raise EngineError where the model's files do not have what is adapted: nobody could merge it."""
+        folder = folder_of_model(self._initial)
+        own = tensors_of_model(Path(folder)) if folder is not None else {}
+        for name in self._trained:
+            if (matrix := matrix_of(name)) not in own:
+                raise EngineError(
+                    f"training.lora.send is 'adapter', but the files of {self._initial!r} have no tensor "
+                    f"{matrix!r} that workers could put it into; set it to 'merged'"
+                )
+
+    def _describe(self, folder: Path) -> None:
+        """What stands beside the tensors."""
+        model, config = self._model, self._config
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.dtype = "float32"
+        model.config.save_pretrained(folder / "model")
+        if model.can_generate():
+            # Not by its `save_pretrained`, which refuses files that models of the hub come with.
+            text = model.generation_config.to_json_string()
+            (folder / "model" / "generation_config.json").write_text(text)
+        if self._initial is not None:
+            AutoTokenizer.from_pretrained(self._initial).save_pretrained(folder / "model")
+            if self._reads_images:
+                _copy_processor(self._initial, folder / "model")
+            if config.lora is not None:
+                adapter_config(model, config.lora, self._head, self._initial).save_pretrained(
+                    folder / "adapter"
+                )
+        (folder / "engine.json").write_text(json.dumps({"optimizer_steps": self._steps}))
+
+    def _check_trainable(self, done: str) -> None:
+        if not self._trainable:
+            raise EngineError(
+                f"a model that is only asked cannot be {done}; it was made with trainable=False"
+            )
+
+    # ------------------------------------------------------------------------------- computing
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, *, temperature: float) -> Tensor:
+        """(T,) float32: what the head says of every token."""
+        micro_batches = batch.micro_batches(self._config.micro_batch_tokens)
+        work = [self._work(micro, self._judged(micro)) for micro in micro_batches]
+        result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
+
+        def take(index: int, output: Tensor) -> None:
+            if index < len(work):
+                result[index] = self._said(work[index], work[index].rows.pick(output), temperature).cpu()
+
+        most = max(self._layout.gather(len(work)))
+        self._layout.forward(self._model, self._rows(work, most), take)
+        return self._layout.share(torch.cat(result))
+
+    def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
+        """One optimizer step; with a gradient that is not finite, none, and `skipped` is 1."""
+        self._check_trainable("trained")
+        mask = batch["loss_mask"] & self._judged(batch)
+        micro_batches = batch.with_columns({"loss_mask": mask}).micro_batches(
+            self._config.micro_batch_tokens, whole_groups=loss.unit == "group"
+        )
+        work = [self._work(micro, micro["loss_mask"]) for micro in micro_batches if micro["loss_mask"].any()]
+        own = (
+            int(mask.sum()),
+            loss_count(mask, batch.sequence_index(), len(batch), loss.reduction),
+            len(work),
+        )
+        tokens, counts, numbers = zip(*self._layout.gather(own), strict=True)
+        statistics = _Statistics(sum(tokens))
+
+        def loss_of(index: int, output: Tensor) -> Tensor:
+            if index >= len(work):
+                return output.float().sum() * 0.0  # another rank has one more
+            return self._loss(work[index], output, loss, sum(counts), temperature, statistics)
+
+        self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
+        norm = self._layout.clip(self._model, self._config.clip_norm)
+        figures = statistics.together(self._layout)
+        lr = self._config.lr * _lr_factor(self._config, self._steps)
+        if loss.lr_scale is not None:
+            lr *= loss.lr_scale(figures)
+        self._step(lr, skipped=not math.isfinite(norm))
+        return {
+            **figures,
+            "grad_norm": norm,
+            "lr": lr,
+            "micro_batches": float(max(numbers)),
+            "skipped": float(not math.isfinite(norm)),
+        }
+
+    def _step(self, lr: float, *, skipped: bool) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if not skipped:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+
+    def _loss(
+        self, work: _Work, output: Tensor, loss: Loss, count: int, temperature: float, statistics: _Statistics
+    ) -> Tensor:
+        """One micro-batch's part of the loss, a scalar with gradient.
+
+        Args:
+            count: the denominator, of the whole batch.
+        """
+        picked = work.rows.pick(output)
+        said = self._said(work, picked, temperature)
+        batch = work.batch
+        mask = batch["loss_mask"]
+        losses, figures = loss.function(said, batch)
+        if losses.shape != said.shape:
+            raise EngineError(
+                f"the loss has shape {tuple(losses.shape)}; expected a number a token, "
+                f"{tuple(said.shape)}, of which the engine takes the mean"
+            )
+        own = self._own_figures(work, picked, temperature, with_gradient=loss.entropy_coef > 0)
+        if loss.entropy_coef:
+            losses = losses - loss.entropy_coef * own["entropy"]
+        index = batch.sequence_index().to(mask.device)
+        weights = loss_weights(mask, index, len(batch), loss.reduction, count=count)
+        # Not a product alone: 0 x inf of a token that does not count would be NaN.
+        total = (torch.where(mask, losses, 0.0) * weights).sum()
+        statistics.add(mask, float(total.detach()), {**own, **figures})
+        return total
+
+    def _judged(self, batch: Batch) -> Tensor:
+        """(T,) bool: tokens that the head can say something of."""
+        if self._head == "reward":
+            return torch.ones(batch.num_tokens, dtype=torch.bool)
+        return batch.positions() > 0
+
+    def _work(self, micro: Batch, wanted: Tensor) -> _Work:
+        device = self._layout.device
+        micro, places = micro.to(device), wanted.nonzero().squeeze(1).to(device)
+        # What comes before a token says how likely it is, and what that state is worth.
+        at = places if self._head == "reward" else places - 1
+        rows = self._make_rows(self._looked_at(micro), at, keep=self._head == "policy")
+        return _Work(micro, places, rows)
+
+    def _looked_at(self, micro: Batch) -> Batch:
+        """The micro-batch, where it must with a blank image at its end that nothing is asked of: all ranks
+        have to go through the vision tower alike, or they would wait for each other for ever."""
+        if any(micro.media):
+            if not self._reads_images:
+                raise EngineError(f"the batch carries images, and model {self._initial!r} reads none")
+            return micro
+        if self._blank is None:
+            return micro
+        plain = Batch(micro.lengths, {"tokens": micro["tokens"]}, {})
+        return Batch.concat([plain, self._blank.to(self._layout.device)])
+
+    def _rows(self, work: list[_Work], most: int) -> list[Rows]:
+        """The rows of each micro-batch, filled up to as many as the other ranks have."""
+        blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
+        filling = self._work(blank, torch.tensor([False, True])).rows
+        return [item.rows for item in work] + [filling] * (most - len(work))
+
+    def _said(self, work: _Work, picked: Tensor, temperature: float) -> Tensor:
+        """What the head says of the wanted tokens, 0 elsewhere: (T,) float32.
+
+        Args:
+            picked: (N, V) or (N, 1), the head's output for them.
+        """
+        if self._head == "policy":
+            said = logprobs_of(picked, work.batch["tokens"][work.places], temperature)
+        else:
+            said = picked.squeeze(-1).float()
+        return _spread(said, work)
+
+    def _own_figures(
+        self, work: _Work, picked: Tensor, temperature: float, *, with_gradient: bool
+    ) -> dict[str, Tensor]:
+        """(T,) figures of the engine's own, beside the loss's."""
+        if self._head != "policy":
+            return {}
+        with torch.set_grad_enabled(with_gradient):
+            return {"entropy": _spread(entropy_of(picked, temperature), work)}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One micro-batch on its way through the model."""
+
+    batch: Batch
+    places: Tensor
+    """(N,) int64, indices of the tokens that the head is to say something of."""
+    rows: Rows
+
+
+def _spread(values: Tensor, work: _Work) -> Tensor:
+    """(N,) figures of the wanted tokens as (T,), 0 elsewhere."""
+    return torch.zeros(work.batch.num_tokens, device=values.device).index_put((work.places,), values)
+
+
+class _Statistics:
+    """Means over the trained tokens of a whole batch, and maxima, gathered micro-batch by micro-batch.
+
+    Args:
+        tokens: trained tokens of all parts.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = max(1, tokens)
+        self._sums: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+
+    def add(self, mask: Tensor, loss: float, figures: Mapping[str, Tensor]) -> None:
+        """Take in (T,) figures; `loss` is already a part of the whole's."""
+        self._sums["loss"] = self._sums.get("loss", 0.0) + loss
+        for name, values in figures.items():
+            values = values.detach()[mask]
+            if name.endswith("_max"):
+                self._maxima[name] = max(float(values.max()), self._maxima.get(name, -math.inf))
+            else:
+                self._sums[name] = self._sums.get(name, 0.0) + float(values.sum()) / self._tokens
+
+    def together(self, layout: Layout) -> dict[str, float]:
+        """Over all parts, the same in all ranks."""
+        result: dict[str, float] = {}
+        for sums, maxima in layout.gather((self._sums, self._maxima)):
+            for name, value in sums.items():
+                result[name] = result.get(name, 0.0) + value
+            for name, value in maxima.items():
+                result[name] = max(value, result.get(name, -math.inf))
+        return result
+
+
+def _blank_image(model: str) -> Batch:
+    """One sequence, of a blank image."""
+    seen = Vision(model).blank()
+    tokens = torch.from_numpy(seen.ids.astype("int64"))
+    media = {name: torch.from_numpy(array) for name, array in seen.media.items()}
+    return Batch([len(tokens)], {"tokens": tokens}, {}, [media])
+
+
+def _copy_processor(source: str, folder: Path) -> None:
+    """Put what a model has for its processor beside its weights, as it is."""
+    for name in PROCESSOR_FILES:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
+
+
+def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
+    """Warm-up to 1, then constant, or down to `final_lr_ratio` at `decay_steps`."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant" or config.decay_steps is None:
+        return 1.0
+    length = max(1, config.decay_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / length)
+    shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.final_lr_ratio + (1 - config.final_lr_ratio) * shape

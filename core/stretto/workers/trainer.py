@@ -1,0 +1,491 @@
+"""The trainer: one rank of a worker group. It runs the calls of the dataflow on the models of its group.
+
+The kernel speaks to rank 0, which passes every request on to the other ranks. Each reads the rows it works on
+itself and keeps what it computes; the kernel gets names, statistics and digests.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+import structlog
+
+from stretto.algorithm import Algorithm, Call, Loss, Stateful
+from stretto.assembly.contracts import expect_contract
+from stretto.assembly.dataflow import graph_of
+from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_rows
+from stretto.bus import messages
+from stretto.bus.messages import (
+    AskSharedRows,
+    CallDone,
+    EndStep,
+    Heartbeat,
+    LoadCheckpoint,
+    Loaded,
+    Message,
+    Prefetch,
+    Save,
+    Saved,
+    SharedRows,
+    StepEnded,
+)
+from stretto.engine import TrainingEngine
+from stretto.errors import EngineError, Refused, WeightsError, one_error
+from stretto.models.version_files import open_version
+from stretto.weights import Canary, Publisher, WeightsNote, digest_of, tensor_hash
+from stretto.workers.batch_store import Rows
+from stretto.workers.canary import Probe, probe_of
+from stretto.workers.context import ComputeThread, Setting
+from stretto.workers.shared_rows import choose_rows, score_rows
+from stretto.workers.weights_wire import BusWire
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.rl.batch import Batch
+
+__all__ = ["TrainerWork"]
+
+log = structlog.get_logger()
+
+M = TypeVar("M", bound=Message)
+A = TypeVar("A", bound=Message)
+
+_STATE = "algorithm.json"
+"""In a checkpoint: what a `Stateful` algorithm has learned."""
+_START = "start_logprobs"
+_SHARED_VERSIONS = 8
+"""Newest versions whose shared rows are kept: an engine's swap may take longer than a train step."""
+_TOGETHER_S = 24 * 3600.0
+"""Deadline of what other ranks are told to do. One that dies is noticed by other means."""
+
+
+class TrainerWork:
+    """One rank of a worker group."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._thread = ComputeThread()
+        self._engines: dict[str, TrainingEngine] = {}
+        self._publisher: Publisher | None = None
+        self._probe: Probe | str = ""
+        """The canary's text, or why there is none; the same in all ranks."""
+        self._shared_rows: dict[int, SharedRows] = {}
+        """By version, of the newest ones."""
+        self._version = -1
+        self._worked_s = 0.0
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Make the engines, then serve the kernel."""
+        setting = self._setting
+        algorithm: Algorithm = setting.make("algorithm")
+        self._algorithm = algorithm
+        self._graph = graph_of(algorithm.calls(), algorithm.models)
+        self._calls = {call.name: call for call in self._graph.calls}
+        self._placement = Placement(setting.composed.config, self._graph)
+        name, self._rank = group_of_worker(setting.worker)
+        self._group = self._placement.groups[name]
+        self._part = self._group.part_of(self._rank)
+        self._leads = self._group is self._placement.lead
+        self._rows = Rows(setting, self._placement)
+        for model in self._group.models:
+            self._engines[model] = await self._thread.run(self._make_engine, model)
+        config, wire = setting.composed.config, BusWire(setting)
+        read = self._graph.samples or config.evaluation is not None
+        if self._leads and read:
+            self._probe = await anyio.to_thread.run_sync(probe_of, config)
+        if self._leads and self._rank == 0:
+            self._publisher = setting.make("weights").publisher(wire) if read else _Unread()
+            expect_contract(self._publisher, Publisher, setting.composed.origin("weights").label)
+        try:
+            await wire.open()
+            await self._rows.open()
+            await self._serve("load", LoadCheckpoint, Loaded, self._load)
+            await self._serve("call", messages.Call, CallDone, self._call)
+            await self._serve("end", EndStep, StepEnded, self._end_step)
+            await self._serve("save", Save, Saved, self._save)
+            await setting.bus.subscribe(setting.subject("prefetch"), Prefetch, self._prefetch)
+            if self._publisher is not None:
+                await setting.bus.serve(setting.names.shared_rows, AskSharedRows, self._tell_shared_rows)
+            ready()
+            await anyio.sleep_forever()
+        finally:
+            for engine in self._engines.values():
+                engine.stop()
+            if self._publisher is not None:
+                self._publisher.close()
+
+    def beat(self, beat: Heartbeat) -> Heartbeat:
+        """Busy: seconds spent in calls."""
+        return Heartbeat(beat.worker, beat.nonce, beat.ready, self._worked_s, refused=beat.refused)
+
+    def _make_engine(self, name: str) -> TrainingEngine:
+        """The engine of one model of the group, with what the run file says of that model."""
+        setting, group = self._setting, self._group
+        placed, model = setting.composed.config.models.get(name), self._graph.models[name]
+        section = group.section
+        if placed is not None and placed.lr is not None:
+            section = msgspec.structs.replace(section, lr=placed.lr)
+        context = msgspec.structs.replace(
+            setting.context,
+            model=(placed and placed.path) or setting.context.model,
+            head=model.head,
+            trainable=model.trainable,
+            rank=self._rank,
+            rendezvous=str(setting.context.path("bus", f"{group.name}-{setting.fence}.rendezvous")),
+        )
+        return setting.composed.make(group.path, context, section)
+
+    # --------------------------------------------------------------------------- in all ranks together
+
+    async def _serve(
+        self, verb: str, kind: type[M], answer: type[A], own: Callable[[M], Awaitable[A]]
+    ) -> None:
+        """Serve a request; rank 0 has the other ranks do the same at the same time."""
+        others = self._group.workers[1:] if self._rank == 0 else []
+
+        async def together(message: M) -> A:
+            results: list[A] = []
+
+            async def here() -> None:
+                results.append(await own(message))
+
+            with one_error():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(here)
+                    for worker in others if self._is_for_all(message) else ():
+                        tasks.start_soon(self._pass_on, worker, verb, message, answer)
+            return results[0]
+
+        await self._setting.bus.serve(self._setting.subject(verb), kind, together)
+
+    async def _pass_on(self, worker: str, verb: str, message: Message, answer: type[Message]) -> None:
+        subject = self._setting.names.worker("trainer", worker, verb)
+        await self._setting.bus.request(subject, message, answer, who=worker, deadline_s=_TOGETHER_S)
+
+    def _is_for_all(self, message: Message) -> bool:
+        """A pure function runs on rank 0 alone; the others ask for what it wrote."""
+        return not (isinstance(message, messages.Call) and self._calls[message.name].op == "function")
+
+    # ----------------------------------------------------------------------------- kernel's requests
+
+    async def _load(self, message: LoadCheckpoint) -> Loaded:
+        self._setting.obey(message.fence)
+        for name, engine in self._engines.items():
+            kept = bool(message.folder) and self._graph.models[name].trainable
+            folder = model_folder(Path(message.folder), name, self._graph) if kept else None
+            await self._thread.run(engine.load, folder)
+        if isinstance(self._algorithm, Stateful):
+            saved = Path(message.folder, _STATE)
+            known = message.folder and saved.exists()
+            self._algorithm.restore(json.loads(saved.read_bytes()) if known else {})
+        self._rows.end()
+        self._version, self._shared_rows = message.version, {}
+        needed = await self._publish_again(message) if self._publisher is not None else ()
+        return Loaded(await self._publish([note.version for note in needed]), needed)
+
+    async def _save(self, message: Save) -> Saved:
+        self._setting.obey(message.fence)
+        self._expect(message.version)
+        began = time.perf_counter()
+        for name, engine in self._engines.items():
+            if self._graph.models[name].trainable:
+                await self._thread.run(engine.save, model_folder(Path(message.folder), name, self._graph))
+        if self._publisher is not None:
+            if isinstance(self._algorithm, Stateful):
+                Path(message.folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
+            for version in message.needed:
+                await self._thread.run(self._publisher.copy, version, _folder_of(version, message.folder))
+        return Saved(time.perf_counter() - began)
+
+    async def _call(self, message: messages.Call) -> CallDone:
+        self._setting.obey(message.fence)
+        self._expect(message.version)
+        call = self._calls[message.name]
+        await self._rows.begin(message.version, message.rows)
+        log.info("call", call=call.name, version=message.version)
+        began = time.perf_counter()
+        statistics = await self._run_call(call)
+        seconds = time.perf_counter() - began
+        self._worked_s += seconds
+        return CallDone(dict(statistics), seconds)
+
+    async def _end_step(self, message: EndStep) -> StepEnded:
+        self._setting.obey(message.fence)
+        self._expect(message.version)
+        if self._leads and self._gated:
+            self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
+            self._shared_rows[self._version + 1] = await self._score_shared_rows()
+        self._rows.end()
+        self._version += 1
+        return StepEnded(await self._publish(message.needed))
+
+    async def _prefetch(self, message: Prefetch) -> None:
+        await self._rows.prefetch(message.rows)
+
+    @property
+    def _gated(self) -> bool:
+        """Whether the run bounds the divergence of what it trains on."""
+        return self._graph.samples and self._setting.composed.config.queue.max_divergence is not None
+
+    async def _score_shared_rows(self) -> SharedRows:
+        """A few rows of this rank's part of the batch, scored with the weights that it led to."""
+        if self._rows.has_images:
+            return SharedRows((), "the model reads images, and engines score text alone")
+        parts = split_rows(self._rows.lengths, self._group.section.data_parallel)
+        batch = await self._rows.batch(choose_rows(parts[self._part]), (), media=False)
+        engine = self._engines[self._graph.lead]
+        return SharedRows(await self._thread.run(score_rows, engine, batch))
+
+    async def _tell_shared_rows(self, message: AskSharedRows) -> SharedRows:
+        return self._shared_rows.get(message.version, SharedRows(()))
+
+    def _expect(self, version: int) -> None:
+        if version != self._version:
+            worker = self._setting.worker
+            raise Refused(worker, f"holds version {self._version}, and was asked for version {version}")
+
+    async def _publish_again(self, message: LoadCheckpoint) -> tuple[WeightsNote, ...]:
+        """Publish what a checkpoint has for evaluations; returns where it lies now."""
+        assert self._publisher is not None
+        notes: list[WeightsNote] = []
+        for note in message.needed:
+            update = await self._thread.run(open_version, note, _folder_of(note.version, message.folder))
+            again = await self._thread.run(
+                self._publisher.publish,
+                note.version,
+                update.tensors().items(),
+                [each.version for each in notes],
+            )
+            notes.append(msgspec.structs.replace(again, canary=note.canary))
+        return tuple(notes)
+
+    async def _publish(self, needed: Collection[int]) -> WeightsNote | None:
+        if not self._leads:
+            return None
+        engine, publisher = self._engines[self._graph.lead], self._publisher
+        canary: Canary | str = (
+            await self._thread.run(self._probe.score, engine)
+            if isinstance(self._probe, Probe)
+            else self._probe
+        )
+        if publisher is None:  # every rank goes through the weights; rank 0's are published
+            await self._thread.run(_exhaust, engine.weights)
+            return None
+        note = await self._thread.run(publisher.publish, self._version, engine.weights(), needed)
+        return msgspec.structs.replace(note, canary=canary)
+
+    # ----------------------------------------------------------------------------------- the calls
+
+    async def _run_call(self, call: Call) -> Mapping[str, float]:
+        """Run one call on this rank's part of the batch, and keep what it writes."""
+        temperature = self._setting.composed.config.sampling.temperature
+        if call.op == "function":
+            assert call.function is not None
+            everything = range(len(self._rows.lengths))
+            batch = await self._rows.batch(everything, call.reads, media=False)
+            columns = await self._thread.run(call.function, batch)
+            for key, column in _written(call, columns).items():
+                self._rows.put(key, everything, column)
+            return {}
+        assert call.model is not None
+        engine = self._engines[call.model]
+        if call.op == "forward":
+            rows = self._own(split_rows(self._rows.lengths, self._group.section.data_parallel), call)
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            column = await self._thread.run(engine.forward, batch, temperature=temperature)
+            self._rows.put(call.writes[0], rows, column)
+            return {}
+        return await self._train(call, engine, temperature)
+
+    async def _at_start(
+        self, call: Call, engine: TrainingEngine, temperature: float
+    ) -> list[Mapping[str, Tensor]]:
+        """For each optimizer step of the first epoch, the column `_START`: logprobs of the policy at the
+        start of the train step. No column where they are the optimizer step's own, since it is the first."""
+        if call.minibatches == 1:
+            return [{}]
+        writers = self._graph.writers
+        known = [
+            key for key in call.reads if (writers[key].op, writers[key].model) == ("forward", call.model)
+        ]
+        starts: list[Mapping[str, Tensor]] = []
+        for rows in islice(self._steps(call), call.minibatches):
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            if known:
+                starts.append({_START: batch[known[0]]})
+            else:
+                column = await self._thread.run(engine.forward, batch, temperature=temperature)
+                starts.append({_START: column})
+        return starts
+
+    def _steps(self, call: Call) -> Iterator[list[int]]:
+        """This rank's rows of every optimizer step of a train call."""
+        assert call.loss is not None
+        lengths, groups = self._rows.lengths, self._rows.groups
+        seed = abs(self._setting.composed.config.seed)
+        for epoch in range(call.epochs):
+            for rows in minibatches(groups, call.minibatches, [seed, self._version, epoch]):
+                parts = split_rows(
+                    [lengths[row] for row in rows],
+                    self._group.section.data_parallel,
+                    [groups[row] for row in rows] if call.loss.unit == "group" else None,
+                )
+                yield [rows[index] for index in self._own(parts, call)]
+
+    def _own(self, parts: list[list[int]], call: Call) -> list[int]:
+        """This rank's part, which must not be empty."""
+        if not parts[self._part]:
+            raise EngineError(
+                f"call {call.name!r} has {sum(map(len, parts))} sequences for the {len(parts)} data-parallel "
+                f"ranks of {self._group.path!r}: none is left for {self._setting.worker}"
+            )
+        return parts[self._part]
+
+    async def _train(self, call: Call, engine: TrainingEngine, temperature: float) -> Mapping[str, float]:
+        """Its optimizer steps; statistics are means over them, or maxima."""
+        assert call.loss is not None
+        audit = _Audit(call.loss, self._version)
+        audited = self._graph.samples and call.model == self._graph.lead
+        steps: list[Mapping[str, float]] = []
+        found: dict[str, float] = {}
+        divergences: list[float] = []
+        starts = await self._at_start(call, engine, temperature) if audited and self._gated else []
+        for number, rows in enumerate(self._steps(call)):
+            batch = await self._rows.batch(rows, call.reads, media=True)
+            loss = audit.loss if audited and not steps else call.loss
+            if number < len(starts):
+                loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
+            statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
+            if audited and not steps:
+                found = audit.taken_from(statistics)
+            if "divergence" in statistics:
+                divergences.append(statistics.pop("divergence"))
+            steps.append(statistics)
+        means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        if divergences:
+            found["divergence"] = sum(divergences) / len(divergences)
+        if not self._graph.samples:
+            means["tokens"] = float(self._rows.trained_tokens)
+        return {**means, **found}
+
+
+class _Unread:
+    """A publisher where no engine is to read: of a version there is the digest alone."""
+
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
+    ) -> WeightsNote:
+        del needed
+        hashes = [(name, tensor_hash(tensor)) for name, tensor in tensors]
+        return WeightsNote(version, "", digest_of(hashes))
+
+    def copy(self, version: int, folder: Path) -> None:
+        raise WeightsError(f"version {version} was read by nobody and is not kept", version=version)
+
+    def close(self) -> None:
+        """There is nothing to remove."""
+
+
+def _folder_of(version: int, checkpoint: str) -> Path:
+    """Where a checkpoint has the weights of an older version, for its evaluation."""
+    return Path(checkpoint, "evaluation", f"v{version:08d}")
+
+
+def _over_steps(name: str, values: Sequence[float]) -> float:
+    return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+
+def _exhaust(weights: Callable[[], Iterator[tuple[str, Any]]]) -> None:
+    for _ in weights():
+        pass
+
+
+def _written(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a function gave, which must be what its call says it writes."""
+    if sorted(columns) != sorted(call.writes):
+        given, said = ", ".join(columns) or "nothing", ", ".join(call.writes) or "nothing"
+        raise EngineError(f"call {call.name!r} gave the columns {given}; it says that it writes {said}")
+    return columns
+
+
+def minibatches(groups: Sequence[int], count: int, seed: list[int]) -> list[list[int]]:
+    """Rows in `count` parts of equally many groups, groups drawn at random; all rows as they are if 1."""
+    if count == 1:
+        return [list(range(len(groups)))]
+    names = np.random.default_rng(seed).permutation(np.unique(groups))
+    return [np.flatnonzero(np.isin(groups, part)).tolist() for part in np.array_split(names, count)]
+
+
+def _with_divergence(loss: Loss) -> Loss:
+    """The same loss, with one statistic more: `divergence`, KL(behaviour || policy at the start of the train
+    step) of the trained tokens, see `stretto.rl.functional.bounded_kl`."""
+
+    def measured(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        from stretto.rl.functional import bounded_kl
+
+        losses, statistics = loss.function(logprobs, batch)
+        at_start = batch[_START] if _START in batch else logprobs.detach()
+        return losses, {**statistics, "divergence": bounded_kl(at_start, batch["behaviour_logprobs"])}
+
+    return replace(loss, function=measured)
+
+
+class _Audit:
+    """Engine against trainer: logprobs of tokens sampled by the very version that is about to be trained.
+
+    `mismatch_*` is over samples that are wholly of that version: what engine and trainer compute
+    differently. `drift_*` is over tokens of that version in samples begun by an older one: what going on
+    over an old KV cache adds. Both: the share of such tokens, and over them mean and max |Δ|, and a KL
+    estimate (k3).
+    """
+
+    def __init__(self, loss: Loss, version: int) -> None:
+        self.loss = replace(loss, function=self._audited)
+        self._plain = loss.function
+        self._version = version
+
+    def _audited(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        import torch
+
+        from stretto.rl.functional import kl_to_behaviour
+
+        mask, versions = batch["loss_mask"], batch["versions"]
+        index = batch.sequence_index().to(mask.device)
+        older = torch.zeros(len(batch), dtype=torch.bool, device=mask.device)
+        older[index[mask & (versions < self._version)]] = True
+        fresh = mask & (versions == self._version)
+        current, behaviour = logprobs.detach(), batch["behaviour_logprobs"]
+        delta, kl = (current - behaviour).abs(), kl_to_behaviour(current, behaviour)
+        figures: dict[str, Tensor] = {}
+        for name, chosen in (("mismatch", fresh & ~older[index]), ("drift", fresh & older[index])):
+            figures |= {
+                f"{name}_share": chosen.float(),
+                f"{name}_mean": torch.where(chosen, delta, 0.0),
+                f"{name}_max": torch.where(chosen, delta, 0.0),
+                f"{name}_kl": torch.where(chosen, kl, 0.0),
+            }
+        loss, statistics = self._plain(logprobs, batch)
+        return loss, {**statistics, **figures}
+
+    def taken_from(self, statistics: dict[str, float]) -> dict[str, float]:
+        """Take the audit's figures out of a step's statistics; only the share where no token is of a sort."""
+        result: dict[str, float] = {}
+        for name in ("mismatch", "drift"):
+            figures = {key: statistics.pop(f"{name}_{key}", 0.0) for key in ("share", "mean", "max", "kl")}
+            result[f"{name}_share"] = figures["share"]
+            if figures["share"]:
+                result[f"{name}_mean"] = figures["mean"] / figures["share"]
+                result[f"{name}_max"] = figures["max"]
+                result[f"{name}_kl"] = figures["kl"] / figures["share"]
+        return result

@@ -1,0 +1,185 @@
+"""The verifier worker: runs rewards, tools and environments in child processes that can be killed, each call
+with a time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskGroup
+
+from stretto.bus.messages import (
+    AskTools,
+    EnvironmentSaid,
+    Heartbeat,
+    Score,
+    Scored,
+    TellEnvironment,
+    ToolCall,
+    ToolDone,
+    ToolList,
+)
+from stretto.children import environment, reward, tools
+from stretto.environment import EnvironmentConfig
+from stretto.reward import RewardConfig
+from stretto.tools import ToolAnswer, ToolsConfig
+from stretto.workers.child_pool import Children, Ended, Program
+from stretto.workers.context import Setting
+
+__all__ = ["VerifierWork"]
+
+log = structlog.get_logger()
+
+_TOLD = 20
+"""Answers beyond a limit that one verifier worker logs."""
+_END = 200
+"""Characters of such an answer in the log: its end, where its result stands."""
+
+
+class VerifierWork:
+    """One verifier worker with its children."""
+
+    def __init__(self, setting: Setting) -> None:
+        config = setting.composed.config
+        self._services: list[_Service] = []
+        if config.reward is not None:
+            self._services.append(_Rewards(setting, config.reward))
+        if isinstance(config.workflow, ToolsConfig):
+            self._services.append(_Tools(setting, config.workflow))
+        if isinstance(config.workflow, EnvironmentConfig):
+            self._services.append(_Environments(setting, config.workflow))
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Start the children, then serve until cancelled."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                for service in self._services:
+                    await service.open(tasks)
+                ready()
+                await anyio.sleep_forever()
+        finally:
+            for service in self._services:
+                await service.children.close()
+
+    def beat(self, beat: Heartbeat) -> Heartbeat:
+        """Busy: seconds that children spent on calls."""
+        busy_s = sum(service.children.busy_s for service in self._services)
+        return Heartbeat(beat.worker, beat.nonce, beat.ready, busy_s, refused=beat.refused)
+
+
+class _Service(Protocol):
+    """What others may ask of this worker, and the children that do it."""
+
+    children: Children
+
+    async def open(self, tasks: TaskGroup) -> None:
+        """Start the first child, and serve."""
+        ...
+
+
+class _Rewards:
+    """Scores answers. A reward that fails, fails the ticket."""
+
+    def __init__(self, setting: Setting, config: RewardConfig) -> None:
+        self._setting = setting
+        self._timeout_s = config.timeout_s
+        self._answer_s = config.answer_cpu_s or 0.0
+        self._told = 0
+        composed = setting.composed
+        told = reward.told(msgspec.to_builtins(composed.config), setting.context)
+        program = Program("the scoring process", reward.COMMAND, told)
+        self.children = Children(program, composed.config.verifier.children)
+
+    async def open(self, tasks: TaskGroup) -> None:
+        await self.children.open(tasks)
+        await self._setting.bus.serve(self._setting.subject("score"), Score, self._score)
+
+    async def _score(self, message: Score) -> Scored:
+        task = reward.Task(message.row, message.completions, message.columns)
+        timeout_s = self._timeout_s + self._answer_s * len(message.completions)
+        try:
+            answered = await self.children.ask(task, timeout_s)
+        except TimeoutError:
+            return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
+        except Ended as error:
+            return Scored((), f"reward ended its process: {error}")
+        answer = msgspec.msgpack.decode(answered, type=reward.Answer)
+        for index, why in answer.over.items():
+            self._tell(message.completions[index], why)
+        return Scored(answer.scores, answer.error)
+
+    def _tell(self, completion: str, why: str) -> None:
+        """Log why an answer scored 0, for the first of them; the metrics count all."""
+        self._told += 1
+        if self._told <= _TOLD:
+            log.warning(
+                "answer scored 0", reason=f"it {why}", characters=len(completion), end=completion[-_END:]
+            )
+        if self._told == _TOLD:
+            log.warning("further answers that pass a limit are only counted, in the metrics")
+
+
+class _Tools:
+    """Calls tools, in the sandbox. A tool that fails has an answer for the policy all the same."""
+
+    def __init__(self, setting: Setting, config: ToolsConfig) -> None:
+        self._setting = setting
+        self._timeout_s = config.tool_timeout_s
+        self._schemas = b""
+        run = setting.composed.config
+        confined = tools.command(config, run.sandbox, setting.context.folder)
+        program = Program(
+            "the tool process", confined.argv, tools.told(config), confined.env, confined.folder
+        )
+        self.children = Children(program, run.verifier.tool_children)
+
+    async def open(self, tasks: TaskGroup) -> None:
+        self._schemas = await self.children.open(tasks)
+        await self._setting.bus.serve(self._setting.subject("tools"), AskTools, self._list)
+        await self._setting.bus.serve(self._setting.subject("tool"), ToolCall, self._call)
+
+    async def _list(self, _: AskTools) -> ToolList:
+        return ToolList(self._schemas)
+
+    async def _call(self, message: ToolCall) -> ToolDone:
+        invocation = tools.Invocation(message.name, message.arguments)
+        try:
+            answered = await self.children.ask(invocation, self._timeout_s)
+        except TimeoutError:
+            return self._failed(message, f"took longer than {self._timeout_s:g} s")
+        except Ended as error:
+            return self._failed(message, f"ended its process: {error}")
+        return ToolDone(msgspec.msgpack.decode(answered, type=ToolAnswer))
+
+    def _failed(self, message: ToolCall, what: str) -> ToolDone:
+        log.warning("tool failed", tool=message.name, error=what)
+        return ToolDone(ToolAnswer(f"error: {message.name} {what}", failed=True))
+
+
+class _Environments:
+    """Asks the environment what it says of answers. One that fails, fails the ticket."""
+
+    def __init__(self, setting: Setting, config: EnvironmentConfig) -> None:
+        self._setting = setting
+        self._timeout_s = config.environment_timeout_s
+        told = environment.told(config.environment)
+        program = Program("the environment process", environment.COMMAND, told)
+        self.children = Children(program, setting.composed.config.verifier.children)
+
+    async def open(self, tasks: TaskGroup) -> None:
+        await self.children.open(tasks)
+        await self._setting.bus.serve(self._setting.subject("environment"), TellEnvironment, self._tell)
+
+    async def _tell(self, message: TellEnvironment) -> EnvironmentSaid:
+        try:
+            answered = await self.children.ask(environment.Question(message.offered), self._timeout_s)
+        except TimeoutError:
+            limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
+            return EnvironmentSaid(error=f"environment took longer than {limit}")
+        except Ended as error:
+            return EnvironmentSaid(error=f"environment ended its process: {error}")
+        reaction = msgspec.msgpack.decode(answered, type=environment.Reaction)
+        return EnvironmentSaid(reaction.feedback, reaction.error)

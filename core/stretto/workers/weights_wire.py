@@ -1,0 +1,61 @@
+"""A worker's end of the wire that weight transports ask and answer over; see `stretto.weights.Wire`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from stretto.bus.messages import AskWeights, WeightsAnswer
+from stretto.errors import Refused
+from stretto.workers.context import Setting
+
+__all__ = ["BusWire"]
+
+_ENVELOPE = 64
+"""Bytes of a `WeightsAnswer` beside its data, at most."""
+
+
+class BusWire:
+    """Questions and answers of one worker over the run's bus."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._handler: Callable[[bytes], Awaitable[bytes]] | None = None
+
+    @property
+    def address(self) -> str:
+        """The worker, and which of its lives."""
+        return f"{self._setting.worker}/{self._setting.nonce}"
+
+    @property
+    def limit(self) -> int:
+        """What one message carries."""
+        return self._setting.bus.limit - _ENVELOPE
+
+    def answer(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
+        """Have `handler` answer."""
+        self._handler = handler
+
+    async def open(self) -> None:
+        """Listen for questions, if anything answers them. Called once, when the publisher is made."""
+        if self._handler is not None:
+            await self._setting.bus.serve(
+                self._setting.subject("weights"), AskWeights, self._answer, forget=True
+            )
+
+    async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
+        """Put a question to a trainer."""
+        worker, _, nonce = address.partition("/")
+        answer = await self._setting.bus.request(
+            self._setting.names.worker("trainer", worker, "weights"),
+            AskWeights(nonce, question),
+            WeightsAnswer,
+            who=worker,
+            deadline_s=deadline_s,
+        )
+        return answer.data
+
+    async def _answer(self, message: AskWeights) -> WeightsAnswer:
+        if message.nonce != self._setting.nonce:
+            raise Refused(self._setting.worker, "was started again since it published what is asked for")
+        assert self._handler is not None
+        return WeightsAnswer(await self._handler(message.question))

@@ -1,0 +1,143 @@
+"""What every worker process does: get onto the bus, join, beat, obey the kernel, and leave.
+
+A worker leaves when the kernel says the run is over, when it is asked to (SIGTERM), and by itself when
+it has heard nothing from the kernel for the grace time. What it does in between is its role's business.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import structlog
+
+from stretto.assembly.logs import log_to
+from stretto.assembly.plan import resources_of
+from stretto.bus.client import connect
+from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Welcome
+from stretto.bus.server import Bootstrap
+from stretto.bus.silence import oversleep
+from stretto.errors import ConfigError, ContractError, StrettoError, leaves
+from stretto.launcher import Role, thread_variables
+from stretto.workers.context import RoleWork, Setting
+from stretto.workers.inference import InferenceWork
+from stretto.workers.rollout import RolloutWork
+from stretto.workers.trainer import TrainerWork
+from stretto.workers.verifier import VerifierWork
+
+__all__ = ["main"]
+
+log = structlog.get_logger()
+
+_WORK: dict[Role, Callable[[Setting], RoleWork]] = {
+    "trainer": TrainerWork,
+    "inference": InferenceWork,
+    "rollout": RolloutWork,
+    "verifier": VerifierWork,
+}
+_FINAL = (ConfigError, ContractError)
+"""Errors that a worker started again would meet again."""
+BEAT_S = 1.0
+_LEAVE_S = 4.0
+
+
+def main(bootstrap_file: Path, worker: str) -> int:
+    """Body of `stretto worker`; returns the exit status."""
+    bootstrap = Bootstrap.read(bootstrap_file)
+    file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
+    log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
+    try:
+        anyio.run(_work, bootstrap, worker)
+    except BaseExceptionGroup as group:
+        for error in leaves(group):
+            log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+            print(f"{worker}: {type(error).__name__}: {error}", flush=True)
+        return 1
+    except StrettoError as error:
+        log.error("worker failed", error=str(error))
+        print(f"{worker}: {error}", flush=True)
+        return 1
+    return 0
+
+
+async def _work(bootstrap: Bootstrap, worker: str) -> None:
+    names = Subjects(bootstrap.run)
+    role: Role = bootstrap.role  # pyright: ignore[reportAssignmentType] - the kernel's bootstrap is not a worker's
+    async with connect(bootstrap, names.inbox(role), name=worker) as bus:
+        nonce = secrets.token_hex(4)
+        place = f"{socket.gethostname()} pid {os.getpid()}"
+        join = Join(worker, role, place, nonce)
+        welcome = await bus.request(names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=60)
+        setting = Setting(bus, names, worker, role, nonce, welcome)
+        bus.explain = setting.explain
+        try:
+            await _work_in(setting)
+        except Exception as error:
+            first = leaves(error)[0]
+            await _say_leaving(setting, setting.explain(first), final=isinstance(first, _FINAL))
+            raise
+        await _say_leaving(setting, setting.reason)
+
+
+async def _work_in(setting: Setting) -> None:
+    """The role's work, until it is over."""
+    # Before any library reads them: a worker started by hand has its threads too.
+    os.environ |= thread_variables(resources_of(setting.composed.config, setting.worker))
+    await setting.bus.subscribe(setting.names.beacon, Beacon, setting.hear)
+    work = _WORK[setting.role](setting)
+    ready = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_obey_signals, setting)
+        tasks.start_soon(_watch_kernel, setting)
+        tasks.start_soon(_beat, setting, work, ready)
+        tasks.start_soon(work.run, ready.set)
+        await setting.leave.wait()
+        log.info("leaving", reason=setting.reason)
+        _leave_for_certain()
+        tasks.cancel_scope.cancel()
+
+
+async def _say_leaving(setting: Setting, reason: str, *, final: bool = False) -> None:
+    leaving = Leaving(setting.worker, setting.nonce, reason, final)
+    with anyio.move_on_after(1):
+        await setting.bus.publish(setting.names.kernel(setting.role, "leaving"), leaving)
+
+
+def _leave_for_certain() -> None:
+    """End the process even if something in it does not: a compute thread at a step of minutes, say."""
+    watchdog = threading.Timer(_LEAVE_S, os._exit, (0,))
+    watchdog.daemon = True
+    watchdog.start()
+
+
+async def _obey_signals(setting: Setting) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            setting.go(f"asked by {signal.Signals(number).name}")
+
+
+async def _watch_kernel(setting: Setting) -> None:
+    """Leave by oneself when the kernel has been silent for the grace time."""
+    interval = min(0.5, setting.grace_s / 4)
+    while True:
+        late = await oversleep(interval)
+        setting.heard += late  # this process stood still, not the kernel
+        silent = time.monotonic() - setting.heard
+        if silent > setting.grace_s:
+            setting.go(f"no word from the kernel for {silent:.1f} s")
+
+
+async def _beat(setting: Setting, work: RoleWork, ready: anyio.Event) -> None:
+    """A heartbeat every second, and one at once when the role is ready."""
+    while True:
+        plain = Heartbeat(setting.worker, setting.nonce, ready=ready.is_set(), refused=setting.bus.refused)
+        await setting.bus.publish(setting.names.kernel(setting.role, "heartbeat"), work.beat(plain))
+        with anyio.move_on_after(BEAT_S):
+            await (anyio.sleep(BEAT_S) if ready.is_set() else ready.wait())
