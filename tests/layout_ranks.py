@@ -21,8 +21,8 @@ from torch import Tensor
 import stretto_fsdp2
 import stretto_pipeline
 import stretto_torch
-from stretto.algorithm import Head, Loss
-from stretto.component import Component, Context
+from stretto.algorithm import Loss
+from stretto.component import Component, Context, Head
 from stretto.rl.batch import Batch
 
 VOCABULARY = 259  # odd, so that no number of ranks divides it

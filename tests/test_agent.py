@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from stretto import Context
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import Episode, Limits
-from stretto.config import compose
+from stretto.assembly.compose import compose
 from stretto.engine import Sampling
 from stretto.errors import EngineError
 from stretto.models.tokenizer import ByteTokenizer, load_tokenizer

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.plan import problems
 from stretto.bus.server import NatsServer, fault_of_server
-from stretto.config import compose
+from stretto.cli.checks import problems
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine
 from stretto.errors import ContractError, PluginError

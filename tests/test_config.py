@@ -10,10 +10,11 @@ import msgspec
 import pytest
 import yaml
 
-from stretto.assembly.plan import placement, problems, resources_of, workers
+from stretto.assembly.compose import Composed, compose, compose_mapping
+from stretto.assembly.plan import placement, resources_of, workers
 from stretto.assembly.plugins import Plugins
+from stretto.cli.checks import problems
 from stretto.cli.schema import fields_of, json_schema
-from stretto.config import Composed, compose, compose_mapping
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, PluginError
 from stretto.user_code.importable import load_module

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import yaml
 
-from stretto.assembly.plan import problems
+from stretto.assembly.compose import compose
+from stretto.cli.checks import problems
 from stretto.cli.evaluate import Wanted, compose_evaluation, pass_at_k, result_of
-from stretto.config import compose
 from stretto.errors import ConfigError, PluginError
 from stretto.workers.answers import KeptAnswer
 

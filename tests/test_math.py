@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from stretto import Context
-from stretto.assembly.plan import problems
+from stretto.assembly.compose import compose_mapping
 from stretto.children.limits import Limits, score_within
 from stretto.children.protocol import HEAD, Started, framed
 from stretto.children.reward import COMMAND, Answer, Task, told
-from stretto.config import compose_mapping
+from stretto.cli.checks import problems
 from stretto.errors import RewardError
 from stretto_math import MathConfig, check_row
 from stretto_math import make as make_math

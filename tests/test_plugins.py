@@ -17,9 +17,9 @@ import pytest
 
 from stretto import hooks
 from stretto.assembly import plugins
+from stretto.assembly.compose import compose
 from stretto.assembly.plugins import KINDS, Plugins
 from stretto.component import Component
-from stretto.config import compose
 from stretto.errors import ConfigError, PluginError
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,8 @@ import anyio
 import psutil
 import pytest
 
-from stretto.user_code.sandbox import SandboxMode, confined, kill, sandbox_problem
+from stretto.component import SandboxMode
+from stretto.user_code.sandbox import confined, kill, sandbox_problem
 
 # What is in argv[1] is tried and told: Python expressions, by name.
 LOOK = """

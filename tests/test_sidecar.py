@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from stretto.array import Array
-from stretto.assembly.plan import problems
+from stretto.assembly.compose import compose
+from stretto.cli.checks import problems
 from stretto.component import Context
-from stretto.config import compose
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves
 from stretto.serving.config import SidecarConfig, flags

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from stretto import Context
-from stretto.algorithm import Head, Loss, Reduction
+from stretto.algorithm import Loss, Reduction
+from stretto.component import Head
 from stretto.errors import EngineError
 from stretto.rl.batch import Batch
 from stretto.training.checkpoint import write_tensors

@@ -20,8 +20,8 @@ import pytest
 
 from stretto import Context
 from stretto.agents.conversation import Conversation
-from stretto.assembly.plan import problems
-from stretto.config import compose
+from stretto.assembly.compose import compose
+from stretto.cli.checks import problems
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.models.tokenizer import ByteTokenizer

@@ -20,8 +20,8 @@ from transformers import AutoModelForImageTextToText
 
 from stretto import Context
 from stretto.algorithm import Loss
-from stretto.assembly.plan import problems
-from stretto.config import compose_mapping
+from stretto.assembly.compose import compose_mapping
+from stretto.cli.checks import problems
 from stretto.errors import ConfigError, EngineError
 from stretto.models.vision import Vision, images_of
 from stretto.rl.batch import Batch

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stretto import Context
 from stretto.agents.conversation import Conversation
-from stretto.config import compose
+from stretto.assembly.compose import compose
 from stretto.engine import Sampling
 from stretto.environment import Feedback, feedback_of
 from stretto.errors import EngineError

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkab
 
 import msgspec
 
+from stretto.component import Head
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,7 +31,6 @@ __all__ = [
     "Encoded",
     "Function",
     "Group",
-    "Head",
     "Loss",
     "LossFunction",
     "Model",
@@ -56,12 +57,6 @@ GENERATED = ("tokens", "loss_mask", "behaviour_logprobs", "versions", "truncated
 SCORED = ("rewards",)
 # What `read` makes of rows of the dataset, instead of a rollout: the loss mask is what `encode` says.
 READ = ("tokens", "loss_mask", "group")
-
-Head = Literal["policy", "value", "reward"]
-"""What a model says of each token, (T,) float32, to `forward` and to a loss:
-`policy`: its logprob, 0 at the first token of a sequence;
-`value`: the value of the state in which it was chosen, that is, after the tokens before it; 0 at the first;
-`reward`: the score of the text up to and including it."""
 
 Reduction = Literal["token", "sequence", "sequence_sum"]
 """What a loss is the mean of, always over the whole batch of one optimizer step:

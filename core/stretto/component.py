@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from stretto.algorithm import Head
-
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
 __all__ = [
     "Component",
     "Context",
+    "Head",
     "Importable",
     "Kind",
     "LocalPath",
@@ -26,6 +25,7 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "Problem",
+    "SandboxMode",
     "Share",
 ]
 
@@ -40,6 +40,14 @@ Kind = Literal[
     "weights",
     "tracker",
 ]
+
+Head = Literal["policy", "value", "reward"]
+"""What a model says of each token, (T,) float32, to `forward` and to a loss:
+`policy`: its logprob, 0 at the first token of a sequence;
+`value`: the value of the state in which it was chosen, that is, after the tokens before it; 0 at the first;
+`reward`: the score of the text up to and including it."""
+SandboxMode = Literal["bubblewrap", "unsafe"]
+"""What commands that are not stretto's own run in."""
 
 # Field types for config structs, so that their bounds reach the JSON schema and the error messages.
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -88,7 +96,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     every start of the group. Engines of one process share its process group."""
     folder: str = ""
     """The run's folder; empty in a process that cannot see it."""
-    sandbox: Literal["bubblewrap", "unsafe"] = "bubblewrap"
+    sandbox: SandboxMode = "bubblewrap"
     """Where commands are to run that are not stretto's own (`stretto.user_code.sandbox`)."""
     worker: str = "kernel"
     """Id of the process the component lives in."""

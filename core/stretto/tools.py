@@ -14,20 +14,16 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 
 import msgspec
 
-from stretto.component import Importable, PositiveFloat, PositiveInt, Problem
-from stretto.models.tokenizer import load_tokenizer
-from stretto.user_code.importable import fault_of_importable
-from stretto.user_code.sandbox import sandbox_problems
+from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
-    from stretto.config import RunConfig
     from stretto.models.tokenizer import Message
 
 __all__ = [
@@ -39,9 +35,7 @@ __all__ = [
     "ToolAnswer",
     "ToolsConfig",
     "assistant_message",
-    "check_tools",
     "parse_calls",
-    "shows_tools",
     "tool_of",
 ]
 
@@ -285,44 +279,6 @@ def _call_of(value: Any) -> Call:
 
 def _faulty(fault: str, name: str = "") -> Call:
     return Call(name, {}, fault)
-
-
-# ------------------------------------------------------------------------------------------- check
-
-
-def shows_tools(model: str) -> bool:
-    """Whether the chat template of a model's folder lets the model see the tools it is given.
-
-    Raises:
-        ConfigError: if it has no chat template, or one that refuses a plain question.
-    """
-    tool = {"type": "function", "function": {"name": "a_tool", "description": "", "parameters": {}}}
-    return "a_tool" in load_tokenizer(model).render([{"role": "user", "content": "hello"}], tools=[tool])
-
-
-def check_tools(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
-    """For the `check` of a workflow with tools: whether there are any, and whether they can be made."""
-    if not config.tools and not config.mcp:
-        yield Problem("workflow.tools", "there is no tool; name functions here, or servers in `workflow.mcp`")
-        return
-    faults = [
-        Problem(f"workflow.tools.{index}", fault)
-        for index, reference in enumerate(config.tools)
-        if (fault := fault_of_importable(reference))
-    ]
-    faults += [
-        Problem(f"workflow.mcp.{index}.url", "cannot be reached without `workflow.network: true`")
-        for index, server in enumerate(config.mcp)
-        if server.url is not None and not config.network
-    ]
-    in_sandbox = list(sandbox_problems(run))
-    yield from faults
-    yield from in_sandbox
-    if faults or any(problem.severity != "warning" for problem in in_sandbox):
-        return
-    from stretto.children.tools import try_to_make
-
-    yield from try_to_make(config, run)
 
 
 # ----------------------------------------------------------------------------------------- helpers

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from stretto.assembly.compose import compose_mapping
 from stretto.assembly.plan import graph
 from stretto.component import Context
-from stretto.config import compose_mapping
 from stretto.errors import ConfigError
 from stretto.models.vision import Vision, keep_torch_out
 from stretto.user_code.child_process import last_line, run_child

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import msgspec
 
+from stretto.assembly.compose import compose_mapping
 from stretto.children.limits import LIMIT_METRICS, Limits, score_within
 from stretto.children.protocol import serve, try_to_ask
 from stretto.component import Context
-from stretto.config import compose_mapping
 from stretto.errors import ConfigError, RewardError
 from stretto.reward import RewardValue, is_number
 

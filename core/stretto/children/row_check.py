@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from stretto.assembly.compose import compose_mapping
 from stretto.component import Context
-from stretto.config import compose_mapping
 from stretto.user_code.child_process import last_line, run_child
 
 __all__ = ["RowFaults", "faults_of_rows"]

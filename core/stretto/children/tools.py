@@ -20,11 +20,11 @@ import anyio.to_thread
 import msgspec
 
 from stretto.children.protocol import Pipes, Started, try_to_start
-from stretto.component import Problem
+from stretto.component import Problem, SandboxMode
 from stretto.errors import nearest, place_of
 from stretto.tools import MCPServer, Tool, ToolAnswer, ToolsConfig, text_of, tool_of
 from stretto.user_code.importable import load_importable
-from stretto.user_code.sandbox import Confined, SandboxMode, confined, may_be_shown
+from stretto.user_code.sandbox import Confined, confined, may_be_shown
 
 if TYPE_CHECKING:
     from mcp import Client

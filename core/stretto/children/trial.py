@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from stretto.assembly.compose import compose_mapping
 from stretto.children.protocol import Pipes, Started, try_to_start
 from stretto.component import Context, Problem
-from stretto.config import compose_mapping
 from stretto.errors import ContractError, StrettoError
 
 __all__ = ["try_to_make"]

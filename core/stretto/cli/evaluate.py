@@ -24,8 +24,8 @@ from typing import Any, cast
 import msgspec
 import yaml
 
+from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
-from stretto.config import Composed, compose
 from stretto.errors import ConfigError, offer
 from stretto.kernel.checkpoint import damage_of, newest_intact
 from stretto.workers.answers import KeptAnswer

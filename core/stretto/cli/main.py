@@ -20,9 +20,9 @@ from typer.core import TyperCommand
 from stretto.errors import ConfigError, PluginError, StrettoError
 
 if TYPE_CHECKING:
+    from stretto.assembly.compose import Composed
     from stretto.cli.evaluate import Estimate, Result
     from stretto.component import Kind
-    from stretto.config import Composed
 
 __all__ = ["main"]
 
@@ -92,7 +92,7 @@ def options(
 @app.command(cls=_WithOverrides)
 def run(file: RunFile, overrides: Overrides = None) -> None:
     """Train: compose the run, start its processes, and follow it to the end."""
-    from stretto.config import compose
+    from stretto.assembly.compose import compose
 
     composed = _accepted(compose(file, overrides or ()), starting=True)
     from stretto.kernel.kernel import run_to_end
@@ -169,7 +169,8 @@ def check(
 ) -> None:
     """Validate a run and print what it would be, without starting anything."""
     from stretto.assembly import plan
-    from stretto.config import compose
+    from stretto.assembly.compose import compose
+    from stretto.cli.describe import describe
 
     composed = _accepted(compose(file, overrides or ()), starting=False)
     if mermaid:
@@ -177,7 +178,7 @@ def check(
     elif graph:
         typer.echo(plan.graph(composed).text())
     else:
-        typer.echo(plan.describe(composed))
+        typer.echo(describe(composed))
 
 
 @app.command()
@@ -226,7 +227,7 @@ def worker(
 
 def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> Composed:
     """The composed run, once nothing stands against it. Warnings are printed."""
-    from stretto.assembly.plan import problems
+    from stretto.cli.checks import problems
 
     for notice in composed.notices:
         typer.echo(f"note: {notice}", err=True)

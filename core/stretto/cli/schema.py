@@ -17,9 +17,10 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import inspect as types
 
+from stretto.assembly.compose import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS
 from stretto.assembly.plugins import KINDS, Plugins, missing_extra
 from stretto.component import Component, Kind
-from stretto.config import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS, EvaluationConfig, RunConfig
+from stretto.config import EvaluationConfig, RunConfig
 from stretto.errors import PluginError
 
 __all__ = ["Field", "fields_of", "json_schema"]

@@ -18,11 +18,11 @@ from typing import Any, cast
 
 import yaml
 
+from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, placement
 from stretto.bus.server import lock_run
 from stretto.component import Problem
-from stretto.config import Composed, compose
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.checkpoint import newest_intact

@@ -26,6 +26,7 @@ import yaml
 from anyio.abc import TaskGroup, TaskStatus
 
 from stretto.algorithm import Algorithm
+from stretto.assembly.compose import Composed, compose
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.logs import log_to
 from stretto.assembly.placement import Placement
@@ -56,7 +57,6 @@ from stretto.bus.messages import (
     Welcome,
 )
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
-from stretto.config import Composed, compose
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused, RunError, leaves
 from stretto.kernel.advice import Adviser

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
 
-__all__ = ["ByteTokenizer", "Message", "Tokenizer", "fault_of", "load_tokenizer"]
+__all__ = ["ByteTokenizer", "Message", "Tokenizer", "fault_of", "load_tokenizer", "shows_tools"]
 
 Message = Mapping[str, Any]
 """One chat message: `role`, `content`, and whatever else a template knows, such as `tool_calls`."""
@@ -74,6 +74,16 @@ def load_tokenizer(model: str | None) -> Tokenizer:
         return _Fast(PreTrainedTokenizerFast.from_pretrained(model), model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {error}") from error
+
+
+def shows_tools(model: str) -> bool:
+    """Whether the chat template of a model's folder lets the model see the tools it is given.
+
+    Raises:
+        ConfigError: if it has no chat template, or one that refuses a plain question.
+    """
+    tool = {"type": "function", "function": {"name": "a_tool", "description": "", "parameters": {}}}
+    return "a_tool" in load_tokenizer(model).render([{"role": "user", "content": "hello"}], tools=[tool])
 
 
 def fault_of(prompt: Any) -> str:

@@ -15,15 +15,12 @@ DPO, Rafailov et al. 2023 (2305.18290); IPO, Azar et al. 2023 (2310.12036); hing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from stretto.algorithm import Reduction
-
-if TYPE_CHECKING:
-    from stretto.rl.policy_gradient import KLEstimator
 
 __all__ = [
     "adapted_kl_coef",
@@ -379,7 +376,7 @@ def clipped_value_loss(
 # -------------------------------------------------------------------------------------------- KL
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Estimate of KL(policy || reference) at tokens that the policy sampled (Schulman 2020, "Approximating KL
     divergence"), with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 

@@ -52,8 +52,8 @@ from stretto.training.model import (
 )
 
 if TYPE_CHECKING:
-    from stretto.algorithm import Head, Loss
-    from stretto.component import Context
+    from stretto.algorithm import Loss
+    from stretto.component import Context, Head
     from stretto.training.config import LoraConfig, ModelTrainingConfig
     from stretto.training.packing import Rows
 

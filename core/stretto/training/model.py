@@ -27,7 +27,7 @@ from stretto.models.lora_files import FACTOR_A, FACTOR_B
 from stretto.training.packing import ATTENTION, MakeRows, Rows, packed_rows, packs_exactly, padded_rows
 
 if TYPE_CHECKING:
-    from stretto.algorithm import Head
+    from stretto.component import Head
     from stretto.rl.batch import Batch
     from stretto.training.config import LoraConfig, ModelTrainingConfig
 

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 import anyio
 
-from stretto.component import Problem
+from stretto.component import Problem, SandboxMode
 from stretto.user_code.child_process import last_line, run_child
 
 if TYPE_CHECKING:
@@ -32,15 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Confined",
-    "SandboxMode",
     "confined",
     "kill",
     "may_be_shown",
     "sandbox_problem",
     "sandbox_problems",
 ]
-
-SandboxMode = Literal["bubblewrap", "unsafe"]
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store")
 # Too much else lies in these: of them only what is named is shown.

@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeVar
 import anyio
 import msgspec
 
+from stretto.assembly.compose import Composed, compose_mapping
 from stretto.assembly.plan import context_of
 from stretto.bus.client import Bus
 from stretto.bus.messages import Beacon, Heartbeat, Subjects, Welcome
 from stretto.component import Context
-from stretto.config import Composed, compose_mapping
 from stretto.errors import Refused
 from stretto.launcher import Role
 

@@ -17,7 +17,8 @@ from stretto import Component, Context, LocalPath, Problem, WorkflowConfig, hook
 from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.errors import ConfigError
-from stretto.tools import ParserName, shows_tools
+from stretto.models.tokenizer import shows_tools
+from stretto.tools import ParserName
 from stretto.user_code.importable import fault_of_importable
 from stretto.user_code.sandbox import sandbox_problems
 

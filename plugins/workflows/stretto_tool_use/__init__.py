@@ -25,7 +25,7 @@ from stretto.component import PositiveInt
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, EngineError
 from stretto.models.files import known_config
-from stretto.models.tokenizer import Message
+from stretto.models.tokenizer import Message, shows_tools
 from stretto.models.vision import is_vision_language
 from stretto.tools import (
     Call,
@@ -33,9 +33,7 @@ from stretto.tools import (
     ToolAnswer,
     ToolsConfig,
     assistant_message,
-    check_tools,
     parse_calls,
-    shows_tools,
 )
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 
@@ -135,8 +133,8 @@ def _named(call: Call, number: int) -> Call:
 
 
 def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
-    """The tools, and whether the model's chat template shows them."""
-    yield from check_tools(config, run)
+    """Check that the model's chat template shows the tools. `stretto check` itself tries to make them."""
+    del config
     if is_vision_language(known_config(run.model)):
         yield Problem("workflow.use", "'tool_use' is for text alone, and the run's model is given images")
     elif run.model is not None and Path(run.model).is_dir():

@@ -1,0 +1,602 @@
+"""What is wrong with a composed run, found before any process starts.
+
+`problems` is all that `stretto check` and `stretto run` refuse beyond the types of single keys.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stretto.algorithm import Call
+from stretto.assembly.compose import Composed
+from stretto.assembly.placement import Placement
+from stretto.assembly.plan import Worker, context_of, placement, run_folder, workers
+from stretto.assembly.plugins import missing_extra
+from stretto.bus.server import fault_of_server
+from stretto.component import Problem
+from stretto.config import RunConfig
+from stretto.dataset import Dataset, Row
+from stretto.environment import EnvironmentConfig
+from stretto.errors import ConfigError, StrettoError, place_of
+from stretto.launcher import Job, Launcher
+from stretto.models.files import known_config
+from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
+from stretto.models.vision import IMAGE_COLUMNS, has_images, is_vision_language
+from stretto.tools import ToolsConfig
+from stretto.training.config import ModelTrainingConfig
+from stretto.user_code.importable import fault_of_importable
+from stretto.user_code.sandbox import sandbox_problems
+
+if TYPE_CHECKING:
+    from stretto.children.reward import Task
+
+__all__ = ["problems"]
+
+_TRY_S = 60.0
+"""Deadline of each trial: components are made, a reward scores first rows, a row with images is read."""
+_LOOK_S = 2.0
+"""Longest search for a prompt that is short enough."""
+_CONNECT_S = 3.0
+"""What a nats-server gets to be found at `bus.url`."""
+_ANSWER = "0"
+"""What a reward is to score on trial."""
+_FAR_STALENESS = 16
+"""Beyond this bound a run is warned: the project has measured none above 8."""
+
+
+def problems(composed: Composed, *, starting: bool = True, resumed: bool = False) -> list[Problem]:
+    """Everything wrong with the run as a whole, errors first.
+
+    Args:
+        starting: the run is about to start. Engines are then not made on trial: the workers are about to.
+        resumed: the run goes on in a folder that it has.
+    """
+    found = [*_problems(composed, starting), *([] if resumed else _folder_problems(composed.config))]
+    return sorted(found, key=lambda problem: problem.severity == "warning")
+
+
+# --------------------------------------------------------------------------------------- problems
+
+
+def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
+    config = composed.config
+    placed = _placed(composed)
+    found: list[Problem] = []
+    for path in composed.components:
+        where = None if isinstance(placed, Problem) else placed
+        found += _of_plugin(composed, path, partial(_component_problems, composed, path, where))
+    found += _tool_problems(config)
+    yield from found
+    if isinstance(placed, Problem):
+        yield placed
+        return
+    untried = {problem.path.partition(".")[0] for problem in found if problem.severity != "warning"}
+    with ThreadPoolExecutor() as trials:  # each is a process of its own
+        tools = trials.submit(lambda: list(_tool_trial_problems(config, untried)))
+        made = trials.submit(lambda: list(_trial_problems(composed, placed, starting, untried)))
+        rows = trials.submit(lambda: list(_row_problems(composed, untried)))
+        first_rows: dict[str, Row] = {}
+        for path in ("dataset", "evaluation.dataset"):
+            if path in composed.components:
+                look = partial(_dataset_problems, composed, path, placed, first_rows)
+                yield from _of_plugin(composed, path, look)
+        scored = trials.submit(lambda: list(_reward_problems(composed, placed, first_rows, untried)))
+        yield from _of_plugin(composed, "model", partial(_model_problems, composed, placed))
+        yield from _batch_problems(config, placed)
+        if config.steps == 0 and config.evaluation is None:
+            yield Problem("steps", "is 0, and there is no `evaluation`: nothing is to be done")
+        if placed.graph.samples and config.steps:
+            yield from _sampling_problems(config)
+        yield from _odd_values(config)
+        yield from _thread_problems(config, placed)
+        yield from _of_plugin(composed, "launcher", partial(_launcher_problems, composed, placed))
+        if config.bus.url is not None and (fault := fault_of_server(config.bus.url, _CONNECT_S)):
+            yield Problem("bus.url", fault, "machine")
+        yield from scored.result()
+        yield from rows.result()
+        yield from made.result()
+        yield from tools.result()
+    for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
+        yield Problem("plugins", f"{plugin}: {error if isinstance(error, StrettoError) else place_of(error)}")
+
+
+def _folder_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is in the way where the run is to write."""
+    folder = run_folder(config)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if (folder / "config.yaml").exists():
+            advice = f"already holds a run; choose another, or go on with it: `stretto resume {folder}`"
+        else:
+            advice = "is not an empty folder; choose another"
+        yield Problem("out", f"{str(folder)!r} {advice}")
+
+
+def _placed(composed: Composed) -> Placement | Problem:
+    """The dataflow and where its models live, or what is wrong with them."""
+    try:
+        return placement(composed)
+    except ConfigError as error:
+        return Problem(error.path or "algorithm", str(error))
+    except StrettoError as error:
+        return Problem("algorithm", str(error))
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is told
+        return Problem("algorithm", composed.blame(error, "algorithm"))
+
+
+def _of_plugin(composed: Composed, path: str, problems: Callable[[], Iterable[Problem]]) -> list[Problem]:
+    """What a plugin's code has to say, or how it failed."""
+    try:
+        return list(problems())
+    except StrettoError as error:
+        return [Problem(path, str(error))]
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is told
+        return [Problem(path, composed.blame(error, path if path in composed.components else ""))]
+
+
+def _component_problems(composed: Composed, path: str, placed: Placement | None) -> Iterator[Problem]:
+    component, config = composed.components[path], composed.config
+    if missing := missing_extra(component):
+        yield Problem(f"{path}.use", missing)
+    elif component.check is not None:
+        group = next((each for each in placed.groups.values() if each.path == path), None) if placed else None
+        # A training engine is asked of each model that it will hold, as if that were the run's.
+        runs = [
+            msgspec.structs.replace(config, model=_path_of(config, model))
+            for model in (group.models if group else ())
+        ]
+        told: set[Problem] = set()
+        for run in runs or [config]:
+            for problem in component.check(composed.section(path), run):
+                if path.startswith("groups.") and problem.path.startswith("training"):
+                    problem = replace(problem, path=path + problem.path.removeprefix("training"))
+                if problem not in told:
+                    told.add(problem)
+                    yield problem
+
+
+def _launcher_problems(composed: Composed, placed: Placement) -> Iterable[Problem]:
+    launcher: Launcher = composed.make("launcher", context_of(composed.config))
+    return launcher.check([_blank_job(worker) for worker in workers(composed.config, placed)])
+
+
+def _trial_problems(
+    composed: Composed, placed: Placement, starting: bool, untried: Set[str]
+) -> Iterator[Problem]:
+    """Have a process make the components that the kernel does not: do they keep their contracts? Those that
+    come with stretto do, and its engines take seconds to import."""
+    from stretto.children.trial import try_to_make
+
+    roles = {worker.role for worker in workers(composed.config, placed)}
+    paths = [path for path in composed.components if path.startswith("trackers.")]
+    if "inference" in roles:
+        paths += ["weights"] if starting else ["weights", "inference"]
+    if "rollout" in roles:
+        paths.append("workflow")
+    if not starting:  # the ranks of a larger group have to meet before there is an engine
+        paths += [group.path for group in placed.groups.values() if group.section.processes == 1]
+    paths = [
+        path
+        for path in paths
+        if path.partition(".")[0] not in untried and composed.origin(path).distribution != "stretto"
+    ]
+    if not paths:
+        return
+    document = msgspec.to_builtins(composed.config)
+    try:
+        yield from try_to_make(document, paths, context_of(composed.config), _TRY_S)
+    except TimeoutError:
+        for path in paths:
+            yield Problem(path, f"not verified: not made within {_TRY_S:.0f} s", "warning")
+
+
+def _reward_problems(
+    composed: Composed, placed: Placement, first_rows: Mapping[str, Row], untried: Set[str]
+) -> Iterator[Problem]:
+    """Have a scoring process make the reward and score the first rows, as the verifiers will."""
+    config = composed.config
+    if config.reward is None:
+        told = isinstance(config.workflow, EnvironmentConfig)  # by the environment, perhaps
+        if (placed.graph.scores or config.evaluation is not None) and not told:
+            yield Problem("reward", "required: answers are to be scored; such as `reward: exact`")
+        return
+    if "reward" in untried:
+        return
+    from stretto.children.reward import try_to_score
+
+    tasks = _scoring_tasks(composed, placed, first_rows)
+    try:
+        error, faults = try_to_score(
+            msgspec.to_builtins(config), context_of(config), list(tasks.values()), _TRY_S
+        )
+    except TimeoutError:
+        what = "not made, or the first row not scored," if tasks else "not made"
+        yield Problem("reward", f"not verified: {what} within {_TRY_S:.0f} s", "warning")
+        return
+    if error:
+        yield Problem("reward", error)
+    label = composed.origin("reward").label
+    for path, fault in zip(tasks, faults, strict=False):  # there are none where it cannot be made
+        if fault:
+            yield Problem("reward", f"{label} cannot score the first row of `{path}`: {fault}")
+
+
+def _scoring_tasks(composed: Composed, placed: Placement, first_rows: Mapping[str, Row]) -> dict[str, Task]:
+    """What the reward is tried on, by the section of its dataset."""
+    from stretto.children.reward import Task
+
+    columns = composed.components["workflow"].reward_columns
+    if columns is None:
+        return {}
+    evaluation = composed.config.evaluation
+    samples = {
+        "dataset": placed.graph.source.samples if placed.graph.scores and composed.config.steps else 0,
+        "evaluation.dataset": evaluation.samples if evaluation is not None else 0,
+    }
+    hidden = IMAGE_COLUMNS if is_vision_language(known_config(composed.config.model)) else ()
+    more = msgspec.msgpack.encode({name: [] for name in columns})
+    return {
+        path: Task(
+            msgspec.msgpack.encode({name: value for name, value in row.items() if name not in hidden}),
+            () if columns else (_ANSWER,) * samples[path],
+            more,
+        )
+        for path, row in first_rows.items()
+        if samples[path]
+    }
+
+
+def _tool_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with the tools of a workflow, as far as that is known without making them."""
+    section = config.workflow
+    if not isinstance(section, ToolsConfig):
+        return
+    if not section.tools and not section.mcp:
+        yield Problem("workflow.tools", "there is no tool; name functions here, or servers in `workflow.mcp`")
+        return
+    for index, reference in enumerate(section.tools):
+        if fault := fault_of_importable(reference):
+            yield Problem(f"workflow.tools.{index}", fault)
+    for index, server in enumerate(section.mcp):
+        if server.url is not None and not section.network:
+            yield Problem(f"workflow.mcp.{index}.url", "cannot be reached without `workflow.network: true`")
+    yield from sandbox_problems(config)
+
+
+def _tool_trial_problems(config: RunConfig, untried: Set[str]) -> Iterator[Problem]:
+    """Have a process make the tools of a workflow, as the verifiers will."""
+    from stretto.children.tools import try_to_make
+
+    if isinstance(config.workflow, ToolsConfig) and untried.isdisjoint({"workflow", "sandbox"}):
+        yield from try_to_make(config.workflow, config)
+
+
+def _row_problems(composed: Composed, untried: Set[str]) -> Iterator[Problem]:
+    """Have a process ask the reward's component what is wrong with rows."""
+    reward = composed.components.get("reward")
+    if reward is None or reward.check_row is None or "reward" in untried:
+        return
+    from stretto.children.row_check import faults_of_rows
+
+    document = msgspec.to_builtins(composed.config)
+    for path in ("dataset", "evaluation.dataset"):
+        if path not in composed.components:
+            continue
+        try:
+            found = faults_of_rows(document, path, context_of(composed.config), _TRY_S)
+        except TimeoutError:
+            yield Problem(path, f"rows not verified: not read within {_TRY_S:.0f} s", "warning")
+        except ChildProcessError as error:
+            yield Problem(path, f"rows not verified: {error}", "warning")
+        else:
+            if found.faulty:
+                number = (
+                    "all"
+                    if found.read == found.rows
+                    else f"{found.read:,} of {found.rows:,} rows, drawn at random,"
+                )
+                shown = "".join(f"\n  row {index + 1}: {fault}" for index, fault in found.first)
+                more = "\n  …" if found.faulty > len(found.first) else ""
+                yield Problem(
+                    path,
+                    f"{found.faulty:,} of {found.read:,} rows cannot be scored, and their tickets would fail "
+                    f"(read: {number}):{shown}{more}",
+                    "error" if found.faulty == found.read else "warning",
+                )
+
+
+def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
+    """Where models come from, and whether they belong together."""
+    config, graph = composed.config, placed.graph
+    sampling = graph.samples or config.evaluation is not None
+    if config.model is not None:
+        yield from _source_problems("model", config.model)
+        inference = composed.components["inference"]
+        if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
+            yield Problem(
+                "inference.use",
+                f"{inference.name!r} samples from text alone, and {config.model!r} is a vision-language "
+                "model",
+            )
+    else:
+        paths = [group.path for group in placed.groups.values()]
+        for path in [*paths, *(["inference"] if sampling else [])]:
+            if composed.components[path].needs_model:
+                name = composed.components[path].name
+                yield Problem("model", f"required by {path} engine {name!r}: a local folder or a hub id")
+    for name, own in config.models.items():
+        if own.path is not None:
+            yield from _source_problems(f"models.{name}.path", own.path)
+            yield from _vocabulary_problems(f"models.{name}.path", own.path, config.model)
+        if own.lr is not None and not graph.models[name].trainable:
+            yield Problem(f"models.{name}.lr", "has no effect: this model is not trained", "warning")
+    if config.evaluation is not None and graph.models[graph.lead].head != "policy":
+        yield Problem(
+            "evaluation", f"answers are sampled by {graph.lead!r}, which is no policy; leave `evaluation` out"
+        )
+    section, source = placed.lead.section, _path_of(config, graph.lead)
+    lora = section.lora if isinstance(section, ModelTrainingConfig) else None
+    if sampling and lora is not None and lora.send == "adapter" and source != config.model:
+        yield Problem(
+            f"{placed.lead.path}.lora.send",
+            f"is 'adapter', which inference workers put into {config.model!r}, but {source!r} is what is "
+            "trained; set it to 'merged'",
+        )
+
+
+def _path_of(config: RunConfig, model: str) -> str | None:
+    placed = config.models.get(model)
+    return (placed.path if placed else None) or config.model
+
+
+def _vocabulary_problems(path: str, model: str, of_run: str | None) -> Iterator[Problem]:
+    """All models of a run are given the ids of one tokenizer, that of the run's `model`."""
+    own, expected = _vocabulary(model), _vocabulary(of_run)
+    if own and expected and own != expected:
+        yield Problem(
+            path,
+            f"{model!r} has a vocabulary of {own} tokens, and the run's model ({of_run}) one of {expected}: "
+            "both are given the same token ids, so they must have the same tokenizer",
+        )
+
+
+def _vocabulary(model: str | None) -> int | None:
+    """Size of a model's vocabulary, where its config can be read here."""
+    config = known_config(model)
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+
+
+def _source_problems(path: str, model: str) -> Iterator[Problem]:
+    """What is wrong with where a model is to come from."""
+    if Path(model).is_dir():
+        if not Path(model, "config.json").exists():
+            yield Problem(path, f"{model!r} is not a model: the folder has no config.json")
+        return
+    parts = model.split("/")
+    written_as_path = model.startswith((".", "/", "~")) or len(parts) > 2
+    if written_as_path or (len(parts) == 2 and Path(parts[0]).is_dir()):
+        yield Problem(path, f"no such folder: {model!r}")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        yield Problem(path, f"{model!r} is neither a folder nor a hub id such as 'org/name'")
+    else:
+        yield from _hub_problems(path, model)
+
+
+def _hub_problems(path: str, model: str) -> Iterator[Problem]:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(model, timeout=5.0)
+    except RepositoryNotFoundError:
+        yield Problem(path, f"the hub has no model {model!r}, and there is no such folder")
+    except Exception as error:  # noqa: BLE001 - which HTTP library raises what differs between versions
+        reason = type(error).__name__
+        yield Problem(path, f"{model!r} not verified: the hub cannot be reached ({reason})", "warning")
+
+
+def _dataset_problems(
+    composed: Composed, path: str, placed: Placement, first_rows: dict[str, Row]
+) -> Iterator[Problem]:
+    """Look at the rows; the first one is left in `first_rows`, if it can be answered."""
+    config, graph = composed.config, placed.graph
+    dataset: Dataset = composed.make(path, context_of(config))
+    if len(dataset) == 0:
+        yield Problem(path, "the dataset is empty; expected at least one row")
+        return
+    row = dataset[0]
+    if "prompt" not in row:
+        keys = ", ".join(row) or "none"
+        yield Problem(path, f"the first row has no column 'prompt'; its columns: {keys}")
+        return
+    if fault := fault_of(row["prompt"]):
+        yield Problem(path, f"the first row's prompt: {fault}")
+        return
+    first_rows[path] = row
+    if is_vision_language(model := known_config(config.model)):
+        yield from _seeing_problems(composed, path)
+    elif model and has_images(row):
+        yield Problem(
+            path,
+            f"the first row has images, and the model {config.model!r} reads none; give a "
+            "vision-language model, or rows without the columns 'images' and 'image'",
+        )
+    elif path == "dataset" and graph.source.encode is not None:
+        yield from _encoding_problems(config.model, graph.source, row)
+    elif config.model is None or Path(config.model, "tokenizer.json").exists():
+        yield from _length_problems(composed, path, placed, dataset)
+    if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
+        yield Problem(
+            "queue.batch_size",
+            f"is {config.queue.batch_size}, and the dataset has {len(dataset)} rows: a step trains on the "
+            "same row several times",
+            "warning",
+        )
+
+
+def _length_problems(composed: Composed, path: str, placed: Placement, dataset: Dataset) -> Iterator[Problem]:
+    """Prompts that are all left out, or that fill a micro-batch."""
+    config = composed.config
+    limit = composed.section(path).max_prompt_tokens
+    tokenizer = load_tokenizer(config.model)
+    tokens = len(tokenizer.encode_prompt(dataset[0]["prompt"]))
+    if limit is not None and tokens > limit:
+        yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
+    elif path == "dataset" and config.steps:
+        longest = tokens + config.sampling.max_tokens
+        for group in placed.groups.values():
+            budget = (
+                group.section.micro_batch_tokens
+                if isinstance(group.section, ModelTrainingConfig)
+                else longest
+            )
+            if budget < longest:
+                yield Problem(
+                    f"{group.path}.micro_batch_tokens",
+                    f"is {budget}, and a sequence can have {longest} tokens: the first row's prompt has "
+                    f"{tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A longer sequence "
+                    "is computed alone and takes more memory",
+                    "warning",
+                )
+
+
+def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Dataset) -> Iterator[Problem]:
+    """Look for a prompt that is short enough, for a while."""
+    began, shortest, looked = time.monotonic(), math.inf, 0
+    while looked < len(dataset) and time.monotonic() - began < _LOOK_S:
+        shortest = min(shortest, len(tokenizer.encode_prompt(dataset[looked]["prompt"])))
+        looked += 1
+        if shortest <= limit:
+            return
+    every = looked == len(dataset)
+    yield Problem(
+        path,
+        f"is {limit}, and the prompts of {'all' if every else 'the first'} {looked} rows are longer (the "
+        f"shortest has {shortest} tokens): they are left out",
+        "error" if every else "warning",
+    )
+
+
+def _seeing_problems(composed: Composed, path: str) -> Iterator[Problem]:
+    """Have a process read the first row with the model's processor, where that is at hand."""
+    from stretto.children.first_row import fault_of_first_row
+
+    config = composed.config
+    if config.model is None or not Path(config.model).is_dir() or importlib.util.find_spec("PIL") is None:
+        return
+    try:
+        fault = fault_of_first_row(msgspec.to_builtins(config), path, context_of(config), _TRY_S)
+    except TimeoutError:
+        yield Problem(path, f"not verified: the first row was not read within {_TRY_S:.0f} s", "warning")
+        return
+    if fault:
+        yield Problem(path, f"the first row: {fault}")
+
+
+def _encoding_problems(model: str | None, source: Call, row: Row) -> Iterator[Problem]:
+    """Have the algorithm make the sequences of the first row, where the tokenizer is at hand."""
+    if source.encode is None or (model is not None and not Path(model).is_dir()):
+        return
+    tokenizer = load_tokenizer(model)
+    for index in range(source.samples):
+        try:
+            source.encode(row, index, tokenizer)
+        except ConfigError as error:
+            yield Problem("dataset", f"the first row: {error}")
+            return
+
+
+def _batch_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
+    """Batches that cannot be split as the calls and the layouts want."""
+    graph, batch = placed.graph, config.queue.batch_size
+    for call in graph.step_calls:
+        if batch % call.minibatches:
+            yield Problem(
+                "queue.batch_size",
+                f"{batch} groups cannot be split into the {call.minibatches} minibatches of {call.name}; "
+                f"expected a multiple of {call.minibatches}",
+            )
+        group = placed.group_of(call)
+        whole = call.loss is not None and call.loss.unit == "group"
+        units = batch // call.minibatches * (1 if whole else graph.source.samples)
+        if call.op != "function" and units < (parts := group.section.data_parallel):
+            yield Problem(
+                "queue.batch_size",
+                f"{call.name} has {units} {'groups' if whole else 'sequences'} for the {parts} data-parallel "
+                f"ranks of {group.path!r}; expected at least one for each",
+            )
+    if not graph.samples and config.queue.max_divergence is not None:
+        yield Problem(
+            "queue.max_divergence",
+            "bounds how far sampled answers are off-policy; here rows are trained on as they are: remove it",
+        )
+    if not graph.samples and config.dataset.max_prompt_tokens is not None:
+        yield Problem(
+            "dataset.max_prompt_tokens",
+            "is for prompts that answers are sampled to; here rows are trained on as they are",
+        )
+
+
+def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
+    sampling = config.sampling
+    if sampling.temperature == 0:
+        yield Problem(
+            "sampling.temperature", "0 is greedy: nothing to learn from; expected above 0 in training"
+        )
+    if sampling.reshapes:
+        yield Problem(
+            "sampling",
+            "top_p < 1, top_k > 0, min_p > 0 and logit_bias are refused in training: the trainer's logprobs "
+            "would not be those of the distribution sampled from; they are for `evaluation.sampling`",
+        )
+
+
+def _odd_values(config: RunConfig) -> Iterator[Problem]:
+    """Values that are allowed, and rarely meant."""
+    bound, evaluation = config.queue.max_staleness, config.evaluation
+    if bound > _FAR_STALENESS:
+        yield Problem(
+            "queue.max_staleness",
+            f"is {bound}: tokens may be {bound} train steps old, and training on them seldom works; usual "
+            "are 0 to 8",
+            "warning",
+        )
+    if evaluation is not None and config.steps and evaluation.every > config.steps:
+        yield Problem(
+            "evaluation.every",
+            f"is {evaluation.every}, and the run has {config.steps} steps: only versions 0 and "
+            f"{config.steps} are evaluated",
+            "warning",
+        )
+
+
+def _thread_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    started = workers(config, placed)
+    trainers = [worker for worker in started if worker.role == "trainer" and config.steps]
+    training = sum(worker.resources.threads for worker in trainers)
+    inference = sum(worker.resources.threads for worker in started if worker.role == "inference")
+    if training + inference > cores:
+        yield Problem(
+            "training.threads",
+            f"{training} training + {inference} inference threads on {cores} cores: oversubscribed threads "
+            "wait for each other and run up to 30 times slower; give both together at most the cores",
+            "warning",
+        )
+
+
+def _blank_job(worker: Worker) -> Job:
+    return Job(worker=worker.id, role=worker.role, command=(), env={}, resources=worker.resources, log="")

@@ -1,0 +1,101 @@
+"""The text of `stretto check`: processes, models, batch arithmetic, queue and folder of a composed run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.assembly.compose import Composed
+from stretto.assembly.placement import DEFAULT_GROUP, Placement
+from stretto.assembly.plan import context_of, placement, run_folder, workers
+from stretto.config import RunConfig
+from stretto.dataset import Dataset
+from stretto.launcher import Resources
+
+__all__ = ["describe"]
+
+
+def describe(composed: Composed) -> str:
+    """The composed run as text: processes, models, batch arithmetic, queue, folder."""
+    config, placed = composed.config, placement(composed)
+    graph = placed.graph
+    n, batch, bound = graph.source.samples, config.queue.batch_size, config.queue.max_staleness
+    lines = [f"run {config.name!r}, seed {config.seed}, {config.steps} steps", ""]
+    lines += _table(
+        ["role", "processes", "threads", "gpus", "share", "component"],
+        [
+            ["kernel", "1", "1", "0", "", f"bus: {config.bus.url or 'bundled nats-server'}"],
+            *_worker_rows(composed, placed),
+        ],
+    )
+    lines += ["", f"model      {config.model or 'none'}"]
+    lines += _placement_lines(config, placed)
+    for call in graph.calls:
+        reads = ", ".join(call.reads) or "-"
+        writes = ", ".join(call.writes) or "-"
+        lines.append(f"call       {call.name}: {reads} -> {writes}")
+    lines += [
+        f"batch      {batch} groups x {n} samples = {batch * n} samples a step, "
+        f"{batch * n * config.steps} in all",
+    ]
+    if graph.samples:
+        lines.append(
+            f"queue      staleness at most {bound}: up to {(bound + 1) * batch} groups "
+            f"({(bound + 1) * batch * n} samples) issued ahead, on_late={config.queue.on_late}"
+        )
+        if config.queue.max_divergence is not None:
+            lines.append(
+                f"           fewer while the divergence is above {config.queue.max_divergence:g} nats"
+            )
+    for path in ("dataset", "evaluation.dataset"):
+        if path in composed.components:
+            dataset: Dataset = composed.make(path, context_of(composed.config))
+            name = composed.components[path].name
+            lines.append(f"{'rows' if path == 'dataset' else 'held out':10} {len(dataset)} ({name})")
+    if config.evaluation is not None:
+        every = f", every {config.evaluation.every} versions" if config.evaluation.every else ""
+        last = f" and {config.steps}" if config.steps else ""
+        lines.append(f"evaluation version 0{last}{every}")
+    every = f"every {config.checkpoint.every} steps and " if config.checkpoint.every else ""
+    lines.append(f"checkpoint {every}at the end, the newest {config.checkpoint.keep} kept")
+    lines.append(f"writes to  {run_folder(config)}")
+    return "\n".join(lines)
+
+
+def _worker_rows(composed: Composed, placed: Placement) -> Iterator[list[str]]:
+    """A line for each kind of process that is started."""
+    started = workers(composed.config, placed)
+    for group in placed.groups.values():
+        what = f"{group.path}: {composed.components[group.path].name}"
+        yield _row("trainer", len(group.workers), group.section, what)
+    sections = {"inference": "inference", "rollout": "workflow"}
+    sections["verifier"] = "reward" if composed.config.reward is not None else "workflow"
+    for role, section in sections.items():
+        members = [worker for worker in started if worker.role == role]
+        if members:
+            what = f"{section}: {composed.components[section].name}"
+            yield _row(role, len(members), members[0].resources, what)
+
+
+def _row(role: str, processes: int, resources: Resources, what: str) -> list[str]:
+    share = f"{resources.share:g}" if resources.gpus else ""
+    return [role, str(processes), str(resources.threads), str(resources.gpus), share, what]
+
+
+def _placement_lines(config: RunConfig, placed: Placement) -> Iterator[str]:
+    """A line for each model, where that says more than the line before them."""
+    if list(placed.groups) == [DEFAULT_GROUP] and len(placed.graph.models) == 1 and not config.models:
+        return
+    for group in placed.groups.values():
+        for name in group.models:
+            model, placed_as = placed.graph.models[name], config.models.get(name)
+            kind = f"{model.head}, {'trained' if model.trainable else 'frozen'}"
+            source = (placed_as and placed_as.path) or config.model or "none"
+            yield f"  {name:8} {kind}, in {group.path}, from {source}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [head, *rows]
+    ]
