@@ -1,6 +1,6 @@
 # make quickstart   set everything up and train the tiny model of examples/quickstart
 # make test         set everything up and run the tests
-# make lint         ruff and pyright (strict)
+# make lint         ruff, pyright (strict), import rules, spelling
 # make format       what ruff can mend
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
@@ -43,6 +43,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python .ci/lint_imports.py
+	$(BIN)/codespell
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.errors import EngineError, WeightsError
+from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.lora_files import made_whole
 from stretto.models.version_files import FolderUpdate, VersionFolders, open_version
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
-from stretto.weights import digest_of, tensor_hash
 from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
 

@@ -77,9 +77,10 @@ def test_every_built_in_component_loads_by_the_public_route() -> None:
 
 def test_packages_and_entry_points_agree_with_the_folders() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    shipped = set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+    build = project["tool"]["hatch"]["build"]
     folders = [*ROOT.glob("core/*/__init__.py"), *ROOT.glob("plugins/*/*/__init__.py")]
-    assert shipped == {str(path.parent.relative_to(ROOT)) for path in folders}
+    homes = {str(path.parents[1].relative_to(ROOT)) for path in folders}
+    assert set(build["targets"]["wheel"]["sources"]) == set(build["dev-mode-dirs"]) == homes
     targets = {module for group in project["project"]["entry-points"].values() for module in group.values()}
     assert targets == {path.parent.name for path in ROOT.glob("plugins/*/*/__init__.py")}
     assert all((path.parent / "py.typed").exists() for path in folders)

@@ -26,11 +26,12 @@ from stretto.cli.checks import problems
 from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves
+from stretto.models.digest import digest_of
 from stretto.serving.config import SidecarConfig, flags
 from stretto.serving.engine import SidecarEngine
 from stretto.serving.requests import Ask, Piece
 from stretto.serving.server import Server, ServerCommand, ServerRefused
-from stretto.weights import WeightsNote, digest_of
+from stretto.weights import WeightsNote
 from stretto_sglang import SglangConfig
 from stretto_sglang.checksums import Checksums
 from stretto_sglang.engine import SglangEngine

@@ -30,7 +30,8 @@ from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import Chunk, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError, WeightsError
-from stretto.weights import WeightsNote, digest_of, tensor_hash
+from stretto.models.digest import digest_of, tensor_hash
+from stretto.weights import WeightsNote
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
 

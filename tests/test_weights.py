@@ -37,8 +37,9 @@ from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
+from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import VersionFolders, open_version
-from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire, digest_of, tensor_hash
+from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire
 from stretto.workers.context import Setting
 from stretto.workers.inference import InferenceWork
 from stretto.workers.weights_wire import BusWire
@@ -679,7 +680,7 @@ import msgspec
 import numpy as np
 
 from stretto import Component, hookimpl
-from stretto.weights import digest_of, tensor_hash
+from stretto.models.digest import digest_of, tensor_hash
 from stretto_file import FileSubscriber, FileTransport, FileTransportConfig
 from stretto_mock import MockInferenceConfig
 from stretto_mock.inference import MockInference

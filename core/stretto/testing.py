@@ -49,8 +49,8 @@ from stretto.component import Component, Context
 from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError, one_error
 from stretto.hooks import hookimpl
+from stretto.models.digest import digest_of
 from stretto.models.version_files import VersionFolders, open_version
-from stretto.weights import digest_of
 from stretto.workflow import Answer, Prompt, Score, Session, Trajectory, WorkflowConfig
 
 if TYPE_CHECKING:

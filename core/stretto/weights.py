@@ -10,7 +10,6 @@ leaves its worker; that is the worker's business, not the transport's.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -31,9 +30,6 @@ __all__ = [
     "WeightsNote",
     "WeightsTransport",
     "Wire",
-    "differing",
-    "digest_of",
-    "tensor_hash",
 ]
 
 
@@ -184,25 +180,3 @@ class WeightsTransport(Protocol):
     def clean(self) -> None:
         """Remove what publishers of this run left behind. Called in the kernel when none is running."""
         ...
-
-
-def tensor_hash(tensor: Tensor) -> str:
-    """SHA-256 in hex of a CPU tensor's little-endian bytes."""
-    import torch
-
-    flat = tensor.detach().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
-
-
-def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
-    """Digest of a set of weights from (tensor name, SHA-256 hex of its little-endian bytes), in any order."""
-    whole = hashlib.sha256()
-    for name, tensor_hash in sorted(hashes):
-        whole.update(f"{name} {tensor_hash}\n".encode())
-    return whole.hexdigest()
-
-
-def differing(loaded: Mapping[str, str], published: Mapping[str, str]) -> list[str]:
-    """Names of the tensors whose hashes differ, or that are on one side only, sorted."""
-    names = loaded.keys() | published.keys()
-    return sorted(name for name in names if loaded.get(name) != published.get(name))

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stretto.errors import WeightsError
+from stretto.models.digest import differing, digest_of, tensor_hash
 from stretto.models.safetensors import places
-from stretto.weights import WeightsNote, differing, digest_of, tensor_hash
+from stretto.weights import WeightsNote
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from stretto.component import Context
 from stretto.engine import Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
+from stretto.models.digest import digest_of
 from stretto.models.files import end_tokens_in, folder_of_model, shapes_in, text_config
 from stretto.models.version_files import open_version
 from stretto.serving.config import SidecarConfig, context_of_model
 from stretto.serving.requests import Ask, Piece, Samples
 from stretto.serving.server import Server, ServerCommand, ServerLost
-from stretto.weights import WeightsNote, digest_of
+from stretto.weights import WeightsNote
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup

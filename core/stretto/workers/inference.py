@@ -45,10 +45,11 @@ from stretto.bus.messages import (
 )
 from stretto.engine import Chunk, InferenceEngine, SwapReport
 from stretto.errors import BusError, EngineError, WeightsError
+from stretto.models.digest import differing, digest_of
 from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, made_whole
 from stretto.models.version_files import RunFolders
-from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, differing, digest_of
+from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate
 from stretto.workers.context import Setting
 from stretto.workers.shared_rows import engine_kl
 from stretto.workers.weights_wire import BusWire

@@ -41,8 +41,9 @@ from stretto.bus.messages import (
 )
 from stretto.engine import TrainingEngine
 from stretto.errors import EngineError, Refused, WeightsError, one_error
+from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import open_version
-from stretto.weights import Canary, Publisher, WeightsNote, digest_of, tensor_hash
+from stretto.weights import Canary, Publisher, WeightsNote
 from stretto.workers.batch_store import Rows
 from stretto.workers.canary import Probe, probe_of
 from stretto.workers.context import ComputeThread, Setting

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError
+from stretto.models.digest import digest_of
 from stretto.serving.stop_strings import stop_tokenizer
-from stretto.weights import digest_of
 from stretto_torch.batcher import Batcher, last_chunks
 from stretto_torch.determinism import stable_shapes
 from stretto_torch.model import load_model

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stretto.errors import WeightsError, nearest
-from stretto.weights import tensor_hash
+from stretto.models.digest import tensor_hash
 
 
 @dataclass(frozen=True, slots=True)
