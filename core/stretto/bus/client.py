@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -41,7 +42,7 @@ from stretto.bus.messages import Message, Refusal
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, NoAnswer, Refused, StrettoError
 
-__all__ = ["Bus", "Taken", "connect", "decoder"]
+__all__ = ["Bus", "Taken", "connect", "decoder", "sleep_and_measure_delay"]
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -681,3 +682,15 @@ def _consumer(subject: str) -> str:
 def _temporary(error: APIError) -> bool:
     # 503: JetStream is starting, or has no leader yet.
     return error.code == 503 and "insufficient" not in (error.description or "").lower()
+
+
+async def sleep_and_measure_delay(seconds: float) -> float:
+    """Sleep, and return the seconds by which this process woke up too late.
+
+    In that time the process was stopped, swapped out or blocked, and read no message: silence then says
+    nothing about its peers. 0 for a delay that a busy machine explains.
+    """
+    began = time.monotonic()
+    await anyio.sleep(seconds)
+    late = time.monotonic() - began - seconds
+    return late if late > seconds else 0.0

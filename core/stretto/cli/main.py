@@ -151,7 +151,7 @@ def evaluate(
     result, summary, folder = run_evaluation(composed, threshold)
     if result is None:
         from stretto.kernel.kernel import exit_status
-        from stretto.kernel.report import final_lines
+        from stretto.kernel.view import final_lines
 
         typer.echo(final_lines(summary, folder), err=True)
         raise typer.Exit(exit_status(summary) or 1)

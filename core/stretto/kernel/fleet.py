@@ -15,8 +15,8 @@ from anyio.abc import TaskGroup
 
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.plan import Worker
+from stretto.bus.client import sleep_and_measure_delay
 from stretto.bus.messages import Heartbeat, Join, Leaving, Peer
-from stretto.bus.silence import oversleep
 from stretto.engine import Load
 from stretto.errors import LaunchError
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
@@ -207,7 +207,7 @@ class Fleet:
     async def watch(self) -> None:
         """Lose those that have fallen silent; what is left of them is ended, to be started again."""
         while True:
-            late = await oversleep(1)
+            late = await sleep_and_measure_delay(1)
             for member in list(self.members.values()):
                 member.heard += late  # the kernel stood still, not they
                 silent = time.monotonic() - member.heard

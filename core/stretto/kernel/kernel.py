@@ -67,7 +67,7 @@ from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import Fleet, Member
 from stretto.kernel.lending import Wish
 from stretto.kernel.recovery import read_journal, repeat_journal
-from stretto.kernel.report import Report, Status, View, final_lines, terminal
+from stretto.kernel.report import Report, Status
 from stretto.kernel.scheduler import (
     Command,
     EvaluationDone,
@@ -81,6 +81,7 @@ from stretto.kernel.scheduler import (
     Withdraw,
 )
 from stretto.kernel.trainers import Trainers
+from stretto.kernel.view import View, final_lines, terminal
 from stretto.launcher import ROLES, Role
 from stretto.weights import WeightsNote, WeightsTransport
 

@@ -38,18 +38,15 @@ from stretto.training.checkpoint import (
     write_tensors,
 )
 from stretto.training.layout import Layout
-from stretto.training.model import (
+from stretto.training.lora import (
     adapter_config,
+    adapter_factors,
     add_adapters,
-    checkpoint_activations,
-    compile_layers,
-    factors,
     file_name,
-    load_model,
-    merged,
-    published,
-    reads_images,
+    merge_adapters,
+    published_tensors,
 )
+from stretto.training.model import checkpoint_activations, compile_layers, load_model, reads_images
 
 if TYPE_CHECKING:
     from stretto.algorithm import Loss
@@ -120,7 +117,7 @@ class HFTraining:
         dtype = getattr(torch, self._config.dtype)
         if (lora := self._sent_alone) is not None:
             own = ((name, tensor.detach()) for name, tensor in self._trained.items())
-            tensors = factors(self._layout.stream(own), self._model, lora)
+            tensors = adapter_factors(self._layout.stream(own), self._model, lora)
         else:
             tensors = self._full_weights()
         for name, tensor in tensors:
@@ -186,8 +183,8 @@ class HFTraining:
         read_random(folder, self._layout.device)
 
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        own = ((self._layout.name(name), tensor) for name, tensor in published(self._model))
-        return merged(self._layout.stream(own), self._model, self._config.lora)
+        own = ((self._layout.name(name), tensor) for name, tensor in published_tensors(self._model))
+        return merge_adapters(self._layout.stream(own), self._model, self._config.lora)
 
     @property
     def _sent_alone(self) -> LoraConfig | None:

@@ -1,12 +1,9 @@
-"""(torch) A Hugging Face model made ready for training: its head, its rows, its adapters, its names.
-
-Tensors go by the names they have in the model's files: the modules that adapters live in are looked through.
-"""
+"""(torch) A Hugging Face model made ready for training: its head, its rows and its layers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,25 +20,19 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.models.lora_files import FACTOR_A, FACTOR_B
 from stretto.training.packing import ATTENTION, MakeRows, Rows, packed_rows, packs_exactly, padded_rows
 
 if TYPE_CHECKING:
     from stretto.component import Head
     from stretto.rl.batch import Batch
-    from stretto.training.config import LoraConfig, ModelTrainingConfig
+    from stretto.training.config import ModelTrainingConfig
 
 __all__ = [
-    "adapter_config",
-    "add_adapters",
     "checkpoint_activations",
     "compile_layers",
-    "file_name",
     "layers_of",
     "load_model",
     "load_policy",
-    "merged",
-    "published",
     "reads_images",
 ]
 
@@ -227,132 +218,3 @@ def compile_layers(model: nn.Module) -> None:
         raise EngineError(f"training.compile: {type(model).__name__} has no layers with a module 'mlp'")
     for part in parts:
         cast("nn.Module", part).compile(dynamic=True)
-
-
-# ---------------------------------------------------------------------------------------- adapters
-
-
-def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None:
-    """Freeze the model and put adapters into it, in place; the head of values or rewards is trained whole.
-
-    Raises:
-        EngineError: if a target matches nothing, or no linear module.
-    """
-    from peft import inject_adapter_in_model
-
-    shared: Any = (
-        model.get_input_embeddings()
-    )  # a tied head's weight: what is added to one is not to the other
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if _is_linear(module) and cast("Any", module).weight is not shared.weight
-    ]
-    for target in config.targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            last = sorted({name.rpartition(".")[2] for name in linear})
-            raise EngineError(
-                f"training.lora.targets: {target!r} is no linear module of {type(model).__name__}; "
-                f"there are {', '.join(last)}"
-            )
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    inject_adapter_in_model(adapter_config(model, config, "policy", ""), model)
-    if head != "policy":
-        for name, parameter in model.named_parameters():
-            if not name.startswith(f"{model.base_model_prefix}."):
-                parameter.requires_grad_(True)
-
-
-def adapter_config(model: PreTrainedModel, config: LoraConfig, head: Head, source: str) -> Any:
-    """peft's description of the adapters, and of a head that is trained whole."""
-    from peft import LoraConfig as PeftConfig
-
-    heads = sorted(
-        {name.partition(".")[0] for name, _ in model.named_parameters()} - {model.base_model_prefix}
-    )
-    return PeftConfig(
-        base_model_name_or_path=source,
-        task_type="CAUSAL_LM" if head == "policy" else "TOKEN_CLS",
-        r=config.rank,
-        lora_alpha=cast("Any", config.alpha),
-        target_modules=[*config.targets],
-        modules_to_save=None if head == "policy" else heads,
-        fan_in_fan_out=any(_is_transposed(module) for module in model.modules()),
-        inference_mode=bool(source),
-    )
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_transposed(module)
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """GPT-2's linear modules are of a class of their own, and hold their weights the other way round."""
-    return type(module).__name__ == "Conv1D"
-
-
-def file_name(name: str) -> str:
-    """A parameter's name in files: adapters wrap the module they are for, and have a name themselves."""
-    return name.replace(".base_layer.", ".").replace(".default.", ".")
-
-
-def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones once, and buffers that the model's files hold, under their module's names."""
-    kept = model.state_dict().keys()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in kept:
-            yield name, tensor.detach()
-
-
-def merged(
-    tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig | None
-) -> Iterator[tuple[str, Tensor]]:
-    """The model's own tensors, each with what its adapter adds, under the names of the files.
-
-    Args:
-        tensors: full tensors in the order of `published`: a module's weight comes before its adapter's
-            two factors.
-        model: where some of them are from.
-    """
-    transposed = _transposed(model)
-    waiting: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        owner, _, part = name.partition(".lora_")
-        if name.endswith(".base_layer.weight"):
-            waiting[name.removesuffix(".base_layer.weight")] = tensor
-        elif part.startswith("A"):
-            waiting[f"{owner}.A"] = tensor
-        elif part.startswith("B"):
-            assert config is not None
-            added = config.alpha / config.rank * (tensor @ waiting.pop(f"{owner}.A"))
-            yield f"{owner}.weight", waiting.pop(owner) + (added.T if owner in transposed else added)
-        else:
-            yield file_name(name), tensor
-
-
-def factors(
-    tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig
-) -> Iterator[tuple[str, Tensor]]:
-    """Adapters in the form of `stretto.models.lora_files`: two factors a matrix; their product is added.
-
-    Args:
-        tensors: full tensors of the adapters under the names of the files, A of a module before B.
-        model: where some of them are from.
-    """
-    transposed = _transposed(model)
-    a: Tensor | None = None
-    for name, tensor in tensors:
-        if name.endswith(FACTOR_A):
-            a = tensor
-            continue
-        owner, scale = name.removesuffix(FACTOR_B), config.alpha / config.rank
-        assert a is not None
-        left, right = (a.T, tensor.T) if owner in transposed else (tensor, a)
-        yield f"{owner}{FACTOR_A}", right.contiguous()
-        yield f"{owner}{FACTOR_B}", (scale * left).contiguous()
-
-
-def _transposed(model: nn.Module) -> set[str]:
-    """Modules whose weights, and what an adapter adds to them, lie the other way round."""
-    return {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}

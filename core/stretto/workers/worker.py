@@ -20,10 +20,9 @@ import structlog
 
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import resources_of
-from stretto.bus.client import connect
+from stretto.bus.client import connect, sleep_and_measure_delay
 from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Welcome
 from stretto.bus.server import Bootstrap
-from stretto.bus.silence import oversleep
 from stretto.errors import ConfigError, ContractError, StrettoError, leaves
 from stretto.launcher import Role, thread_variables
 from stretto.workers.context import RoleWork, Setting
@@ -127,7 +126,7 @@ async def _watch_kernel(setting: Setting) -> None:
     """Leave by oneself when the kernel has been silent for the grace time."""
     interval = min(0.5, setting.grace_s / 4)
     while True:
-        late = await oversleep(interval)
+        late = await sleep_and_measure_delay(interval)
         setting.heard += late  # this process stood still, not the kernel
         silent = time.monotonic() - setting.heard
         if silent > setting.grace_s:

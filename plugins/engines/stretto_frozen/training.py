@@ -12,7 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
 from stretto.rl.functional import logprobs_of
-from stretto.training.model import load_policy, published
+from stretto.training.lora import published_tensors
+from stretto.training.model import load_policy
 
 if TYPE_CHECKING:
     from stretto import Context
@@ -42,7 +43,7 @@ class FrozenTraining:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters, tied ones once, and the buffers that its files hold."""
-        for name, tensor in published(self._model):
+        for name, tensor in published_tensors(self._model):
             yield name, (tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
 
     @torch.no_grad()
