@@ -20,14 +20,14 @@ from transformers import PreTrainedTokenizerFast
 
 from stretto import Context
 from stretto.agents.endpoint import Endpoint
-from stretto.agents.recorder import Episode, Limits
+from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.assembly.compose import compose
 from stretto.engine import Sampling
 from stretto.errors import EngineError
 from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
 from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.user_code.sandbox import sandbox_problem
-from stretto.workflow import Answer, Heard, Prompt, Score, Session, Trajectory
+from stretto.workflow import Answer, OnTokens, Prompt, Score, Session, Trajectory
 from stretto_agent import AgentConfig, check
 from stretto_agent.workflow import AgentError, AgentWorkflow
 
@@ -81,7 +81,7 @@ class FakeSession:
         self.asked: list[tuple[list[int], list[int]]] = []
         """Each prompt with its answer."""
         self.samplings: list[Sampling] = []
-        self.lines: list[str] = []
+        self.conversation_ids: list[str] = []
         self.go_on = anyio.Event()
         """Set, it lets answers of which the first token was heard go on."""
         self.go_on.set()
@@ -94,8 +94,8 @@ class FakeSession:
         *,
         n: int = 1,
         sampling: Sampling | None = None,
-        line: str = "",
-        heard: Heard | None = None,
+        conversation_id: str = "",
+        on_tokens: OnTokens | None = None,
     ) -> list[Answer]:
         assert n == 1
         assert sampling is not None
@@ -104,12 +104,12 @@ class FakeSession:
         tokens, stopped = self._draw(sampling)
         self.asked.append((prompt_ids.tolist(), tokens.tolist()))
         self.samplings.append(sampling)
-        self.lines.append(line)
+        self.conversation_ids.append(conversation_id)
         version = len(self.asked)
         for at in range(len(tokens)):
             await anyio.lowlevel.checkpoint()
-            if heard is not None:
-                heard(0, tokens[at : at + 1])
+            if on_tokens is not None:
+                on_tokens(0, tokens[at : at + 1])
             try:
                 await self.go_on.wait()
             except anyio.get_cancelled_exc_class():
@@ -158,22 +158,22 @@ class FakeSession:
 
 @asynccontextmanager
 async def agent_of(
-    session: FakeSession, limits: Limits | None = None
-) -> AsyncGenerator[tuple[AsyncOpenAI, Episode]]:
-    """OpenAI's client, with the key of an episode."""
+    session: FakeSession, limits: CallLimits | None = None
+) -> AsyncGenerator[tuple[AsyncOpenAI, CallRecorder]]:
+    """OpenAI's client, with the key of an agent run."""
     endpoint = Endpoint()
     await endpoint.start()
-    episode = Episode(cast("Session", session), "a0", limits)
-    async with endpoint.serve(episode) as key:
+    recorder = CallRecorder(cast("Session", session), "a0", limits)
+    async with endpoint.serve(recorder) as key:
         async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key) as client:
-            yield client, episode
+            yield client, recorder
     await endpoint.stop()
 
 
-def check_exact(session: FakeSession, episode: Episode) -> None:
+def check_exact(session: FakeSession, recorder: CallRecorder) -> None:
     """Every answer is in the trajectories once, behind the very ids that it was sampled from."""
     found: list[tuple[list[int], list[int]]] = []
-    for trajectory in episode.trajectories(Score(1.0)):
+    for trajectory in recorder.trajectories(Score(1.0)):
         assert trajectory.loss_mask[-1]
         assert (trajectory.versions[~trajectory.loss_mask] == -1).all()
         starts = np.flatnonzero(np.diff(trajectory.versions, prepend=-1) * trajectory.loss_mask)
@@ -190,7 +190,7 @@ USER: Any = {"role": "user", "content": "abc ok?"}
 
 async def test_a_chat_goes_on_token_by_token(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin ok", "abc")
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         first = await client.chat.completions.create(
             model="gpt-9", messages=[USER], temperature=0.1, max_completion_tokens=40
         )
@@ -210,21 +210,21 @@ async def test_a_chat_goes_on_token_by_token(tokenizer: PolicyTokenizer) -> None
         assert second.choices[0].logprobs.content
         assert "".join(each.token for each in second.choices[0].logprobs.content) == "abc<|im_end|>"
         assert [each.logprob for each in second.choices[0].logprobs.content] == [-1, -2]
-    check_exact(session, episode)
-    [trajectory] = episode.trajectories(Score(0.5, {"correct": 1.0}))
+    check_exact(session, recorder)
+    [trajectory] = recorder.trajectories(Score(0.5, {"correct": 1.0}))
     assert trajectory.score.reward == 0.5
     expected = {"correct": 1.0, "calls": 2.0, "chats": 1.0, "turns": 2.0, "splits": 0.0}
     assert trajectory.score.metrics == expected
     assert [sampling.max_tokens for sampling in session.samplings] == [40, 400]
     assert session.samplings[0].temperature == 1.0  # the run's, whatever an agent asks for
-    assert session.lines == ["a0c1", "a0c1"]
+    assert session.conversation_ids == ["a0c1", "a0c1"]
 
 
 async def test_a_history_that_was_rewritten_and_calls_at_once_begin_chats_of_their_own(
     tokenizer: PolicyTokenizer,
 ) -> None:
     session = FakeSession(tokenizer)
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         create = client.chat.completions.create
         both: list[Any] = []
 
@@ -238,14 +238,14 @@ async def test_a_history_that_was_rewritten_and_calls_at_once_begin_chats_of_the
         await create(model="", messages=[USER, {"role": "assistant", "content": f"{said}!"}, USER])
         several = await create(model="", messages=[USER], n=3)
         assert [choice.index for choice in several.choices] == [0, 1, 2]
-    check_exact(session, episode)
-    assert session.lines == [f"a0c{number}" for number in range(1, 7)]
-    assert {each.score.metrics["chats"] for each in episode.trajectories(Score(0.0))} == {6.0}
+    check_exact(session, recorder)
+    assert session.conversation_ids == [f"a0c{number}" for number in range(1, 7)]
+    assert {each.score.metrics["chats"] for each in recorder.trajectories(Score(0.0))} == {6.0}
 
 
 async def test_calls_of_tools_make_the_round(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"ok {CALL}{CALL}", "abc", f"<think>{CALL}</think>thin", CALL)
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         messages: list[Any] = [USER]
         create = client.chat.completions.create
         first = await create(model="", messages=messages, tools=[ADD])
@@ -267,9 +267,9 @@ async def test_calls_of_tools_make_the_round(tokenizer: PolicyTokenizer) -> None
         assert third.choices[0].message.tool_calls is None
         fourth = await create(model="", messages=[USER])
         assert fourth.choices[0].message.content == CALL
-    check_exact(session, episode)
-    assert session.lines == ["a0c1", "a0c1", "a0c1", "a0c2"]
-    chat = episode.trajectories(Score(0.0))[0]
+    check_exact(session, recorder)
+    assert session.conversation_ids == ["a0c1", "a0c1", "a0c1", "a0c2"]
+    chat = recorder.trajectories(Score(0.0))[0]
     assert "<|im_start|>tool\n6<|im_end|>" in tokenizer.decode(chat.tokens, special=True)
 
 
@@ -287,7 +287,7 @@ async def test_a_call_that_cannot_be_read_is_text(tokenizer: PolicyTokenizer) ->
 async def test_a_stream_begins_with_the_first_token(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"é ok 漢{CALL}", "thin")
     session.go_on = anyio.Event()
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         stream = await client.chat.completions.create(
             model="", messages=[USER], tools=[ADD], stream=True, stream_options={"include_usage": True}
         )
@@ -310,13 +310,13 @@ async def test_a_stream_begins_with_the_first_token(tokenizer: PolicyTokenizer) 
         answer: Any = {"role": "assistant", "content": "é ok 漢", "tool_calls": [call]}
         told: Any = {"role": "tool", "tool_call_id": calls[0].id, "content": "6"}
         await client.chat.completions.create(model="", messages=[USER, answer, told], tools=[ADD])
-    check_exact(session, episode)
-    assert session.lines == ["a0c1", "a0c1"]
+    check_exact(session, recorder)
+    assert session.conversation_ids == ["a0c1", "a0c1"]
 
 
 async def test_stop_texts_end_an_answer_and_are_not_shown(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "abc STOP ok", "abc STOP ok", "abc ST")
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         whole = await client.chat.completions.create(model="", messages=[USER], stop="STOP")
         assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("abc ", "stop")
         for expected in ("abc ", "abc ST"):
@@ -324,12 +324,12 @@ async def test_stop_texts_end_an_answer_and_are_not_shown(tokenizer: PolicyToken
                 model="", messages=[USER], stop=["STOP", "never"], stream=True
             )
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == expected
-    check_exact(session, episode)
+    check_exact(session, recorder)
 
 
 async def test_completions_of_texts_and_of_ids(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin Observation: no", "ok", "abc", "abc", "thin")
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         create = client.completions.create
         first = await create(model="", prompt="abc", stop="Observation:", max_tokens=30)
         assert first.choices[0].text == "thin "
@@ -347,14 +347,14 @@ async def test_completions_of_texts_and_of_ids(tokenizer: PolicyTokenizer) -> No
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "thin"
         pair = await create(model="", prompt=["a", "b"], n=2)
         assert [choice.index for choice in pair.choices] == [0, 1, 2, 3]
-    check_exact(session, episode)
-    assert session.lines[:5] == ["a0c1", "a0c1", "a0c1", "a0c2", "a0c3"]
+    check_exact(session, recorder)
+    assert session.conversation_ids[:5] == ["a0c1", "a0c1", "a0c1", "a0c2", "a0c3"]
 
 
 async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"ok {CALL}", "abc", "thin")
     tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         create = client.responses.create
         first = await create(model="", input="abc ok?", tools=[tool])
         text, call = first.output
@@ -374,8 +374,8 @@ async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) ->
         assert cut.status == "incomplete"
         with pytest.raises(openai.BadRequestError, match="there is no response 'resp_1'"):
             await create(model="", input="abc", previous_response_id="resp_1")
-    check_exact(session, episode)
-    assert session.lines == ["a0c1", "a0c1", "a0c1", "a0c2"]
+    check_exact(session, recorder)
+    assert session.conversation_ids == ["a0c1", "a0c1", "a0c1", "a0c2"]
     prompt = tokenizer.decode(np.asarray(session.asked[-1][0], np.int32), special=True)
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
@@ -383,7 +383,7 @@ async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) ->
 async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"abc {CALL}", "ok")
     tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         async with client.responses.stream(model="", input="abc ok?", tools=[tool]) as stream:
             events = [event async for event in stream]
             final = await stream.get_final_response()
@@ -404,8 +404,8 @@ async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> N
         await client.responses.create(
             model="", input=[result], previous_response_id=final.id, tools=[tool], stream=False
         )
-    check_exact(session, episode)
-    assert session.lines == ["a0c1", "a0c1"]
+    check_exact(session, recorder)
+    assert session.conversation_ids == ["a0c1", "a0c1"]
 
 
 @pytest.mark.parametrize(
@@ -431,21 +431,21 @@ async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> N
 async def test_bad_requests_are_refused_in_openais_form(
     tokenizer: PolicyTokenizer, body: Any, message: str, param: str
 ) -> None:
-    async with agent_of(FakeSession(tokenizer)) as (client, episode):
+    async with agent_of(FakeSession(tokenizer)) as (client, recorder):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.post("/chat/completions", cast_to=object, body={"model": "", **body})
         error: Any = caught.value.body
         assert message in error["message"]
         assert error["param"] == param
         assert error["type"] == "invalid_request_error"
-        assert episode.calls == 0
+        assert recorder.calls == 0
 
 
 async def test_other_errors_have_their_status(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer)
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         stranger = client.with_options(api_key="sk-other")
-        with pytest.raises(openai.AuthenticationError, match="names no episode"):
+        with pytest.raises(openai.AuthenticationError, match="names no agent run"):
             await stranger.chat.completions.create(model="", messages=[USER])
         with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings"):
             await client.embeddings.create(model="", input="abc")
@@ -453,7 +453,7 @@ async def test_other_errors_have_their_status(tokenizer: PolicyTokenizer) -> Non
         session.fault = "a slot holds 512"
         with pytest.raises(openai.InternalServerError, match="a slot holds 512"):
             await client.chat.completions.create(model="", messages=[USER])
-        assert str(episode.fault) == "a slot holds 512"
+        assert str(recorder.fault) == "a slot holds 512"
         stream = client.chat.completions.create(model="", messages=[USER], stream=True)
         with pytest.raises(openai.InternalServerError, match="a slot holds 512"):  # not a broken stream
             await stream
@@ -468,13 +468,13 @@ async def test_a_model_without_a_template_completes_texts_only(tmp_path: Path) -
             await client.chat.completions.create(model="", messages=[USER])
 
 
-async def test_limits_are_said_and_the_episode_goes_on_to_its_score(tokenizer: PolicyTokenizer) -> None:
+async def test_limits_are_said_and_the_agent_goes_on_to_its_score(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin thin thin", "abc")
-    async with agent_of(session, Limits(calls=4, tokens=5, context=40)) as (client, episode):
+    async with agent_of(session, CallLimits(calls=4, tokens=5, context=40)) as (client, recorder):
         create = client.chat.completions.create
         with pytest.raises(openai.BadRequestError, match="may have 40 tokens"):
             await create(model="", messages=[{"role": "user", "content": "x" * 40}])
-        assert episode.over == "context_length_exceeded"
+        assert recorder.over == "context_length_exceeded"
         cut = await create(model="", messages=[USER])
         assert cut.choices[0].finish_reason == "length"
         with pytest.raises(openai.BadRequestError, match="may sample 5 tokens") as caught:
@@ -482,23 +482,23 @@ async def test_limits_are_said_and_the_episode_goes_on_to_its_score(tokenizer: P
         assert caught.value.code == "max_total_tokens"
         with pytest.raises(openai.BadRequestError, match="ask for 4 answers"):
             await create(model="", messages=[USER], n=3)
-    [trajectory] = episode.trajectories(Score(0.0))
+    [trajectory] = recorder.trajectories(Score(0.0))
     assert trajectory.tokens[trajectory.loss_mask].tolist() == session.asked[0][1]
 
 
-async def test_a_closed_episode_ends_its_calls(tokenizer: PolicyTokenizer) -> None:
+async def test_a_closed_recorder_ends_its_calls(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin ok")
     session.go_on = anyio.Event()
     endpoint = Endpoint()
     await endpoint.start()
-    episode = Episode(cast("Session", session), "a0")
+    recorder = CallRecorder(cast("Session", session), "a0")
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key="none yet")
     async with anyio.create_task_group() as tasks:
-        async with endpoint.serve(episode) as key:
+        async with endpoint.serve(recorder) as key:
             client.api_key = key
 
             async def ask() -> None:
-                with pytest.raises(openai.BadRequestError, match="the episode is over"):
+                with pytest.raises(openai.BadRequestError, match="the agent run is over"):
                     await client.chat.completions.create(model="", messages=[USER])
 
             tasks.start_soon(ask)
@@ -509,13 +509,13 @@ async def test_a_closed_episode_ends_its_calls(tokenizer: PolicyTokenizer) -> No
         await client.models.list()
     await client.close()
     await endpoint.stop()
-    assert episode.trajectories(Score(0.0)) == []
+    assert recorder.trajectories(Score(0.0)) == []
 
 
 async def test_a_client_that_hangs_up_ends_its_call(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin ok", "abc")
     session.go_on = anyio.Event()
-    async with agent_of(session) as (client, episode):
+    async with agent_of(session) as (client, recorder):
         impatient = client.with_options(timeout=0.2, max_retries=0)
         with pytest.raises(openai.APITimeoutError):
             await impatient.chat.completions.create(model="", messages=[USER])
@@ -523,8 +523,8 @@ async def test_a_client_that_hangs_up_ends_its_call(tokenizer: PolicyTokenizer) 
             await session.cancelled.wait()
         session.go_on.set()
         await client.chat.completions.create(model="", messages=[USER])
-    assert session.lines == ["a0c1", "a0c2"]
-    [trajectory] = episode.trajectories(Score(0.0))
+    assert session.conversation_ids == ["a0c1", "a0c2"]
+    [trajectory] = recorder.trajectories(Score(0.0))
     assert trajectory.tokens[trajectory.loss_mask].tolist() == session.asked[1][1]
 
 
@@ -534,14 +534,14 @@ async def test_ids_trained_are_ids_sampled_over_many_sessions_of_an_unmodified_c
     endpoint = Endpoint()
     await endpoint.start()
     splits = chats = 0
-    async with AsyncOpenAI(base_url=endpoint.base_url, api_key="of each episode") as client:
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key="of each agent run") as client:
         for seed in range(120):
             session = FakeSession(tokenizer, seed=seed)
-            episode = Episode(cast("Session", session), "a0")
-            async with endpoint.serve(episode) as key:
+            recorder = CallRecorder(cast("Session", session), "a0")
+            async with endpoint.serve(recorder) as key:
                 await talk(client.with_options(api_key=key), random.Random(seed))
-            check_exact(session, episode)
-            trajectories = episode.trajectories(Score(1.0))
+            check_exact(session, recorder)
+            trajectories = recorder.trajectories(Score(1.0))
             splits += len(trajectories) - 1
             chats += int(trajectories[0].score.metrics["chats"])
     await endpoint.stop()

@@ -35,8 +35,8 @@ from stretto.bus.messages import (
     Leaving,
     Message,
     Refusal,
-    Score,
     Scored,
+    ScoreSamples,
     Subjects,
     Ticket,
     TrajectoryBundle,
@@ -238,10 +238,10 @@ async def test_malformed_messages_are_counted_and_do_no_harm(
     async with open_bus("kernel") as kernel:
         await kernel.subscribe(heartbeat, Heartbeat, got.append)
 
-        async def scored(message: Score) -> Scored:
+        async def scored(message: ScoreSamples) -> Scored:
             raise AssertionError("never served")
 
-        await kernel.serve("served", Score, scored)
+        await kernel.serve("served", ScoreSamples, scored)
         login = msgspec.json.decode((tmp_path / "bus" / "kernel.json").read_bytes())
         raw = await nats.connect(server.url, user=login["user"], password=login["password"])
         for bad in (

@@ -368,14 +368,14 @@ def test_gpus_that_are_not_there_concern_this_machine_only(
     composed = compose(run_file, ["training=mock", "training.gpus=1", "inference.gpus=1"])
     assert complaints(composed) == []
     needed = "inference-0 needs 1 GPU (`gpus`) with 100 % of the memory unused (`share`); this machine has"
-    [wrong] = complaints(composed, "machine")
+    [wrong] = complaints(composed, "environment")
     assert wrong == f"launcher: {needed} 1 GPU, and other workers leave that much on no GPU"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "; this machine has no GPU" in complaints(composed, "machine")[0]
+    assert "; this machine has no GPU" in complaints(composed, "environment")[0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     shared = ["training.share=0.6", "inference.share=0.4"]
     composed = compose(run_file, ["training=mock", "training.gpus=1", "inference.gpus=1", *shared])
-    assert complaints(composed, "machine") == []
+    assert complaints(composed, "environment") == []
 
 
 def test_workers_are_counted_by_role(run_file: Path) -> None:

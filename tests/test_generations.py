@@ -20,8 +20,8 @@ from stretto.bus.client import Bus
 from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate, Peer, Subjects
 from stretto.engine import Finish, GenerateRequest, Load, Sampling
 from stretto.errors import EngineError
-from stretto.workers.generation import Floor, Generations, Sample
-from stretto.workers.routing import Pool
+from stretto.workers.generation import GeneratedSample, Generations, VersionFloor
+from stretto.workers.routing import Router
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
@@ -89,9 +89,9 @@ class Case:
         self.names = names
         self.deterministic = False
         self.now = 0.0
-        self.floor = Floor(0, lambda version: None)
+        self.floor = VersionFloor(0, lambda version: None)
         self.heard: list[tuple[int, int]] = []
-        self.result: list[Sample] | Exception | None = None
+        self.result: list[GeneratedSample] | Exception | None = None
         self.engines: dict[str, Engine] = {}
         self._listeners: list[Any] = []
 
@@ -100,15 +100,15 @@ class Case:
             self.engines[worker] = Engine(engine_bus, self.names, worker)
             await self.engines[worker].open()
         inference = SimpleNamespace(deterministic=self.deterministic)
-        setting = SimpleNamespace(
+        context = SimpleNamespace(
             bus=bus,
             names=self.names,
             beacon=None,
             on_beacon=self._listeners.append,
             composed=SimpleNamespace(config=SimpleNamespace(inference=inference)),
         )
-        pool = Pool(cast(Any, setting), "inference", lambda: self.now)
-        self._generations = Generations(cast(Any, setting), pool, silence_s=0.1)
+        pool = Router(cast(Any, context), "inference", lambda: self.now)
+        self._generations = Generations(cast(Any, context), pool, silence_s=0.1)
         await self._generations.open()
 
     def there_are(self, **in_hand: int) -> None:
@@ -134,7 +134,7 @@ class Case:
     async def ask(self, samples: int) -> None:
         request = GenerateRequest("7/1/1", Array.of([1, 2], np.int32), tuple(range(samples)), Sampling(), 0)
         try:
-            self.result = await self._generations.run(request, self.floor, heard=self._hear)
+            self.result = await self._generations.run(request, self.floor, on_tokens=self._hear)
         except (EngineError, ValueError) as error:
             self.result = error
 
@@ -142,7 +142,7 @@ class Case:
         """Wait for these (sample, token), in this order and no others."""
         await until(lambda: self.heard == list(tokens))
 
-    async def answered(self) -> list[Sample]:
+    async def answered(self) -> list[GeneratedSample]:
         await until(lambda: self.result is not None)
         assert isinstance(self.result, list), self.result
         return self.result
@@ -178,7 +178,7 @@ async def asking(case: Case, samples: int = 1) -> AsyncGenerator[tuple[Engine, E
         tasks.cancel_scope.cancel()
 
 
-def parts(sample: Sample) -> tuple[list[int], list[float], list[int]]:
+def parts(sample: GeneratedSample) -> tuple[list[int], list[float], list[int]]:
     return sample.tokens().tolist(), sample.logprobs().tolist(), sample.versions().tolist()
 
 
@@ -312,7 +312,7 @@ async def test_a_deterministic_answer_is_repeated_from_its_seed(case: Case) -> N
 
 async def test_the_oldest_token_is_known_when_every_sample_has_begun(case: Case) -> None:
     told: list[int] = []
-    case.floor = floor = Floor(12, told.append)
+    case.floor = floor = VersionFloor(12, told.append)
     async with asking(case, 3) as (a, _, request):
         assert request.min_version == 12
         await a.says(request.id, 0, 0, [1, 1], version=14)
@@ -328,7 +328,7 @@ async def test_the_oldest_token_is_known_when_every_sample_has_begun(case: Case)
 
 def test_turns_and_requests_side_by_side_are_one_ticket() -> None:
     told: list[int] = []
-    floor = Floor(12, told.append)
+    floor = VersionFloor(12, told.append)
     floor.asked()
     floor.asked()
     floor.begun(15)

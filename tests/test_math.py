@@ -18,9 +18,9 @@ import pytest
 
 from stretto import Context
 from stretto.assembly.compose import compose_mapping
-from stretto.children.limits import Limits, score_within
+from stretto.children.limits import AnswerLimits, score_within
 from stretto.children.protocol import HEAD, Started, framed
-from stretto.children.reward import COMMAND, Answer, Task, told
+from stretto.children.reward import COMMAND, ScoringResult, Task, told
 from stretto.cli.checks import problems
 from stretto.errors import RewardError
 from stretto_math import MathConfig, check_row
@@ -151,9 +151,9 @@ class Scorer:
         started = msgspec.msgpack.decode(self._ask(told(document, CONTEXT)), type=Started)
         assert not started.error
 
-    def score(self, row: dict[str, Any], *completions: str) -> Answer:
+    def score(self, row: dict[str, Any], *completions: str) -> ScoringResult:
         task = Task(msgspec.msgpack.encode(row), completions, msgspec.msgpack.encode({}))
-        return msgspec.msgpack.decode(self._ask(msgspec.msgpack.encode(task)), type=Answer)
+        return msgspec.msgpack.decode(self._ask(msgspec.msgpack.encode(task)), type=ScoringResult)
 
     def _ask(self, data: bytes) -> bytes:
         assert self.process.stdin is not None
@@ -166,7 +166,7 @@ class Scorer:
         self.process.kill()
         self.process.communicate()
 
-    def usage(self, row: dict[str, Any], *completions: str) -> tuple[Answer, float, float]:
+    def usage(self, row: dict[str, Any], *completions: str) -> tuple[ScoringResult, float, float]:
         """The scores, their seconds of processor time, and the most MB that all processes held."""
         main, most, done = psutil.Process(self.process.pid), 0, threading.Event()
 
@@ -287,13 +287,13 @@ def test_a_fork_never_returns_into_its_parents_code() -> None:
     def score(index: int) -> tuple[float, dict[str, float]]:
         return float(os.getpid() != ours), {}
 
-    assert [each.value for each in score_within(Limits(cpu_s=5), score, 3)] == [(1.0, {})] * 3
+    assert [each.value for each in score_within(AnswerLimits(cpu_s=5), score, 3)] == [(1.0, {})] * 3
 
     def fail(index: int) -> tuple[float, dict[str, float]]:
         raise KeyError(index)
 
     with pytest.raises(RewardError, match="KeyError: 0"):
-        score_within(Limits(cpu_s=5), fail, 1)
+        score_within(AnswerLimits(cpu_s=5), fail, 1)
 
 
 # ---------------------------------------------------------------------------------------------- rows

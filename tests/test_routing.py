@@ -23,7 +23,7 @@ from stretto.bus.messages import Beacon, Peer, Subjects, TrajectoryBundle, WireT
 from stretto.bus.server import Bootstrap
 from stretto.engine import Load
 from stretto.workers.rollout import sample_seed
-from stretto.workers.routing import Pool
+from stretto.workers.routing import Router
 
 Start = Callable[..., Any]
 
@@ -45,8 +45,8 @@ class Kernel:
         for listener in self._listeners:
             listener(Beacon(1, 0, "running", peers))
 
-    def pool(self) -> Pool:
-        return Pool(cast(Any, self), "inference", lambda: self.now)
+    def pool(self) -> Router:
+        return Router(cast(Any, self), "inference", lambda: self.now)
 
 
 def load(in_hand: int = 0, *, slots: int = 80, version: int = 0, tokens: int = 0) -> Load:
@@ -63,7 +63,7 @@ def kernel() -> Kernel:
     return Kernel()
 
 
-async def chosen(pool: Pool, times: int = 40, affinity: str = "", **how: Any) -> Counter[str]:
+async def chosen(pool: Router, times: int = 40, affinity: str = "", **how: Any) -> Counter[str]:
     """Who gets each of some calls, one after the other."""
     workers: Counter[str] = Counter()
     for _ in range(times):
@@ -252,18 +252,18 @@ async def simulate(replicas: dict[str, Replica], requests: int, seed: int) -> No
     pools = [kernel.pool(), kernel.pool()]
     kernel.tells(**{name: replica.load() for name, replica in replicas.items()})
 
-    async def ask(pool: Pool) -> None:
+    async def ask(pool: Router) -> None:
         while True:
             await one([([lengths.lognormvariate(3, 0.6)], anyio.Event()) for _ in range(4)], pool)
 
-    async def one(samples: list[tuple[list[float], anyio.Event]], pool: Pool) -> None:
+    async def one(samples: list[tuple[list[float], anyio.Event]], pool: Router) -> None:
         async with pool.member(samples=lambda: sum(not over.is_set() for _, over in samples)) as worker:
             replicas[worker].samples.extend(samples)
             async with anyio.create_task_group() as waits:
                 for _, over in samples:
                     waits.start_soon(until_over, pool, worker, over)
 
-    async def until_over(pool: Pool, worker: str, over: anyio.Event) -> None:
+    async def until_over(pool: Router, worker: str, over: anyio.Event) -> None:
         await over.wait()
         pool.ended(worker)
 

@@ -25,7 +25,7 @@ from stretto.kernel.scheduler import (
     HeldBack,
     Issue,
     Scheduler,
-    Settings,
+    SchedulerSettings,
     Snapshot,
     StartBatch,
     Withdraw,
@@ -96,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         evaluation_every: int,
         max_divergence: float | None,
     ) -> None:
-        self.settings = Settings(
+        self.settings = SchedulerSettings(
             steps=steps,
             batch_size=batch_size,
             max_staleness=max_staleness,
@@ -388,7 +388,7 @@ TestScheduler.settings = settings(
 
 
 def test_admission_fills_the_queue_and_follows_retirement() -> None:
-    scheduler = Scheduler(Settings(steps=10, batch_size=2, max_staleness=1, rows=100))
+    scheduler = Scheduler(SchedulerSettings(steps=10, batch_size=2, max_staleness=1, rows=100))
     scheduler.start()
     tickets = issued(scheduler)
     assert [ticket.id for ticket in tickets] == [0, 1, 2, 3]  # (η + 1) · B
@@ -399,13 +399,13 @@ def test_admission_fills_the_queue_and_follows_retirement() -> None:
 
 
 def test_no_more_tickets_are_issued_than_the_remaining_steps_can_use() -> None:
-    scheduler = Scheduler(Settings(steps=1, batch_size=2, max_staleness=5, rows=100))
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=2, max_staleness=5, rows=100))
     scheduler.start()
     assert len(issued(scheduler)) == 2
 
 
 def test_synchronous_training_waits_for_the_whole_batch() -> None:
-    scheduler = Scheduler(Settings(steps=2, batch_size=2, max_staleness=0, rows=100))
+    scheduler = Scheduler(SchedulerSettings(steps=2, batch_size=2, max_staleness=0, rows=100))
     scheduler.start()
     first, second = issued(scheduler)
     scheduler.group_done(done(second, 0))
@@ -419,7 +419,7 @@ def test_synchronous_training_waits_for_the_whole_batch() -> None:
 
 
 def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs() -> None:
-    scheduler = Scheduler(Settings(steps=9, batch_size=1, max_staleness=1, rows=100))
+    scheduler = Scheduler(SchedulerSettings(steps=9, batch_size=1, max_staleness=1, rows=100))
     scheduler.start()
     slow, quick = issued(scheduler)  # both due by version 1
     scheduler.group_done(done(quick, 0))
@@ -438,7 +438,7 @@ def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs()
 
 def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
     scheduler = Scheduler(
-        Settings(steps=9, batch_size=1, max_staleness=1, rows=100, on_late="drop", max_attempts=2)
+        SchedulerSettings(steps=9, batch_size=1, max_staleness=1, rows=100, on_late="drop", max_attempts=2)
     )
     scheduler.start()
     slow, quick = issued(scheduler)
@@ -456,7 +456,7 @@ def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
 
 
 def test_first_token_moves_a_deadline_back() -> None:
-    scheduler = Scheduler(Settings(steps=9, batch_size=1, max_staleness=1, rows=100))
+    scheduler = Scheduler(SchedulerSettings(steps=9, batch_size=1, max_staleness=1, rows=100))
     scheduler.start()
     late_start, quick = issued(scheduler)
     scheduler.group_done(done(quick, 0))
@@ -470,7 +470,7 @@ def test_first_token_moves_a_deadline_back() -> None:
 
 
 def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:
-    scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100))
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100))
     scheduler.start()
     [first] = issued(scheduler)
     scheduler.ticket_started("train", first.id, first.attempt, "w")
@@ -491,7 +491,7 @@ def test_the_first_complete_attempt_wins_and_doubles_change_nothing() -> None:
 
 
 def test_what_nobody_has_begun_is_issued_again_when_a_worker_is_lost() -> None:
-    scheduler = Scheduler(Settings(steps=1, batch_size=2, max_staleness=0, rows=100, max_attempts=1))
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=2, max_staleness=0, rows=100, max_attempts=1))
     scheduler.start()
     begun, waiting = issued(scheduler)
     scheduler.ticket_started("train", begun.id, begun.attempt, "alive")
@@ -504,7 +504,7 @@ def test_what_nobody_has_begun_is_issued_again_when_a_worker_is_lost() -> None:
 
 
 def test_a_ticket_whose_workers_keep_dying_fails() -> None:
-    scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=2))
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=2))
     scheduler.start()
     [ticket] = issued(scheduler)
     for attempt in (1, 2):
@@ -515,7 +515,7 @@ def test_a_ticket_whose_workers_keep_dying_fails() -> None:
 
 
 def test_failures_one_after_the_other_end_the_run() -> None:
-    scheduler = Scheduler(Settings(steps=5, batch_size=4, max_staleness=0, rows=100, max_failures=3))
+    scheduler = Scheduler(SchedulerSettings(steps=5, batch_size=4, max_staleness=0, rows=100, max_failures=3))
     scheduler.start()
     for ticket in issued(scheduler)[:3]:
         scheduler.group_failed(failed(ticket, "ZeroDivisionError: division by zero"))
@@ -528,7 +528,7 @@ def test_filtered_groups_are_never_trained() -> None:
     def keep(group: Group) -> bool:
         return max(group.rewards) > min(group.rewards)
 
-    scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100), keep)
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100), keep)
     scheduler.start()
     [ticket] = issued(scheduler)
     scheduler.group_done(done(ticket, 0))
@@ -537,7 +537,7 @@ def test_filtered_groups_are_never_trained() -> None:
 
 
 def test_groups_filtered_one_after_the_other_end_the_run() -> None:
-    settings = Settings(steps=5, batch_size=2, max_staleness=0, rows=100, max_filtered=3)
+    settings = SchedulerSettings(steps=5, batch_size=2, max_staleness=0, rows=100, max_filtered=3)
     scheduler = Scheduler(settings, lambda group: False)
     scheduler.start()
     for _ in range(2):
@@ -551,7 +551,9 @@ def test_groups_filtered_one_after_the_other_end_the_run() -> None:
 
 
 def test_rows_that_are_left_out_do_not_count_as_filtered_one_after_the_other() -> None:
-    settings = Settings(steps=5, batch_size=2, max_staleness=0, rows=10, max_filtered=3, shuffle=False)
+    settings = SchedulerSettings(
+        steps=5, batch_size=2, max_staleness=0, rows=10, max_filtered=3, shuffle=False
+    )
     scheduler = Scheduler(settings)
     scheduler.start()
     for _ in range(30):  # rows 0 to 8 are too long: three epochs with nothing from row 9 yet
@@ -564,7 +566,7 @@ def test_rows_that_are_left_out_do_not_count_as_filtered_one_after_the_other() -
 
 
 def test_a_dataset_of_which_every_row_is_left_out_ends_the_run() -> None:
-    scheduler = Scheduler(Settings(steps=5, batch_size=2, max_staleness=0, rows=5))
+    scheduler = Scheduler(SchedulerSettings(steps=5, batch_size=2, max_staleness=0, rows=5))
     scheduler.start()
     commands = scheduler.commands()
     while tickets := [command.ticket for command in commands if isinstance(command, Issue)]:
@@ -576,7 +578,7 @@ def test_a_dataset_of_which_every_row_is_left_out_ends_the_run() -> None:
 
 
 def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:
-    settings = Settings(steps=5, batch_size=2, max_staleness=0, rows=100, max_failures=2)
+    settings = SchedulerSettings(steps=5, batch_size=2, max_staleness=0, rows=100, max_failures=2)
     scheduler = Scheduler(settings)
     scheduler.restore(Scheduler(settings).snapshot(), attempts_from=1000)
     for id in (0, 1):
@@ -588,7 +590,7 @@ def test_what_failed_in_a_former_life_does_not_hold_up_the_next() -> None:
 
 @pytest.mark.parametrize("oldest", [-1, 1])
 def test_a_group_with_impossible_versions_fails(oldest: int) -> None:
-    scheduler = Scheduler(Settings(steps=1, batch_size=1, max_staleness=0, rows=100))
+    scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100))
     scheduler.start()
     [ticket] = issued(scheduler)
     scheduler.group_done(done(ticket, oldest))
@@ -597,10 +599,10 @@ def test_a_group_with_impossible_versions_fails(oldest: int) -> None:
 
 
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
-    scheduler = Scheduler(Settings(steps=100, batch_size=7, max_staleness=2, rows=7, seed=3))
+    scheduler = Scheduler(SchedulerSettings(steps=100, batch_size=7, max_staleness=2, rows=7, seed=3))
     scheduler.start()
     epochs = [[ticket.row for ticket in issued(scheduler)][start : start + 7] for start in (0, 7, 14)][:1]
-    scheduler = Scheduler(Settings(steps=100, batch_size=7, max_staleness=2, rows=7, seed=3))
+    scheduler = Scheduler(SchedulerSettings(steps=100, batch_size=7, max_staleness=2, rows=7, seed=3))
     scheduler.start()
     rows = [ticket.row for ticket in issued(scheduler)]
     epochs = [rows[start : start + 7] for start in (0, 7, 14)]
@@ -610,7 +612,7 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
 
 def evaluating(steps: int, every: int, max_staleness: int = 0) -> Scheduler:
     """A scheduler of one group a batch and one row an evaluation, that of version 0 being over."""
-    options = Settings(
+    options = SchedulerSettings(
         steps=steps,
         batch_size=1,
         max_staleness=max_staleness,
@@ -710,7 +712,7 @@ def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
 
 
 def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
-    options = Settings(steps=4, batch_size=2, max_staleness=1, rows=50)
+    options = SchedulerSettings(steps=4, batch_size=2, max_staleness=1, rows=50)
     scheduler = Scheduler(options)
     scheduler.start()
     tickets = issued(scheduler)
@@ -748,7 +750,7 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
     assert len(batches(list(again.commands()))) == 1
 
 
-def restored(snapshot: Snapshot, settings: Settings) -> Scheduler:
+def restored(snapshot: Snapshot, settings: SchedulerSettings) -> Scheduler:
     """A scheduler that goes on from a snapshot with other settings."""
     scheduler = Scheduler(settings)
     scheduler.restore(snapshot, attempts_from=1000)
@@ -757,7 +759,7 @@ def restored(snapshot: Snapshot, settings: Settings) -> Scheduler:
     return scheduler
 
 
-def three_finished_groups(settings: Settings) -> Snapshot:
+def three_finished_groups(settings: SchedulerSettings) -> Snapshot:
     """At version 1: groups 1, 2 and 3 are finished on version 0, due by version 3, and 4 is unfinished."""
     scheduler = Scheduler(settings)
     scheduler.start()
@@ -769,7 +771,7 @@ def three_finished_groups(settings: Settings) -> Snapshot:
 
 
 def test_a_smaller_bound_expires_what_cannot_be_trained_in_time_and_issues_its_prompt_again() -> None:
-    settings = Settings(steps=9, batch_size=1, max_staleness=3, rows=100)
+    settings = SchedulerSettings(steps=9, batch_size=1, max_staleness=3, rows=100)
     snapshot = three_finished_groups(settings)
     rows = {ticket.id: ticket.row for ticket in snapshot.open}
     scheduler = restored(snapshot, replace(settings, max_staleness=1))
@@ -789,7 +791,7 @@ def test_a_smaller_bound_expires_what_cannot_be_trained_in_time_and_issues_its_p
 
 
 def test_a_larger_bound_gives_finished_groups_no_more_time() -> None:
-    settings = Settings(steps=9, batch_size=1, max_staleness=3, rows=100)
+    settings = SchedulerSettings(steps=9, batch_size=1, max_staleness=3, rows=100)
     scheduler = restored(three_finished_groups(settings), replace(settings, max_staleness=8))
     assert scheduler.ledger.expired == 0
     assert len(batches(list(scheduler.commands()))) == 1
@@ -799,7 +801,7 @@ def test_a_larger_bound_gives_finished_groups_no_more_time() -> None:
 
 
 def test_fewer_steps_expire_what_they_cannot_use() -> None:
-    settings = Settings(steps=9, batch_size=1, max_staleness=3, rows=100)
+    settings = SchedulerSettings(steps=9, batch_size=1, max_staleness=3, rows=100)
     scheduler = restored(three_finished_groups(settings), replace(settings, steps=1))
     assert isinstance(scheduler.commands()[-1], Finish)
     assert scheduler.ledger.expired == 4
@@ -807,7 +809,7 @@ def test_fewer_steps_expire_what_they_cannot_use() -> None:
 
 
 def test_a_smaller_batch_leaves_enough_tickets_for_all_steps() -> None:
-    settings = Settings(steps=9, batch_size=8, max_staleness=0, rows=100)
+    settings = SchedulerSettings(steps=9, batch_size=8, max_staleness=0, rows=100)
     scheduler = Scheduler(settings)
     scheduler.start()
     for ticket in issued(scheduler):
@@ -906,7 +908,9 @@ def trained(
 
 
 def test_narrowing_lets_the_backlog_drain_and_leaves_issued_tickets_their_deadlines() -> None:
-    scheduler = Scheduler(Settings(steps=50, batch_size=2, max_staleness=2, rows=100, max_divergence=0.01))
+    scheduler = Scheduler(
+        SchedulerSettings(steps=50, batch_size=2, max_staleness=2, rows=100, max_divergence=0.01)
+    )
     scheduler.start()
     waiting: deque[Ticket] = deque()
     steps = [trained(scheduler, waiting, 5.0) for _ in range(8)]
@@ -919,7 +923,7 @@ def test_narrowing_lets_the_backlog_drain_and_leaves_issued_tickets_their_deadli
 
 
 def test_a_restart_with_the_recorded_figures_has_the_gate_of_the_first_life() -> None:
-    options = Settings(steps=50, batch_size=1, max_staleness=2, rows=100, max_divergence=0.01)
+    options = SchedulerSettings(steps=50, batch_size=1, max_staleness=2, rows=100, max_divergence=0.01)
     figures = [0.03, 0.03, 0.0, None, 0.002, 0.0, 0.004, 0.03, 0.03, 0.0]
     scheduler = Scheduler(options)
     scheduler.start()

@@ -29,7 +29,7 @@ from stretto.errors import ConfigError, EngineError, WeightsError, leaves
 from stretto.models.digest import digest_of
 from stretto.serving.config import SidecarConfig, flags
 from stretto.serving.engine import SidecarEngine
-from stretto.serving.requests import Ask, Piece
+from stretto.serving.requests import Ask, StreamChunk
 from stretto.serving.server import Server, ServerCommand, ServerRefused
 from stretto.weights import WeightsNote
 from stretto_sglang import SglangConfig
@@ -141,10 +141,10 @@ class StandInEngine(SidecarEngine):
     async def greet(self, server: Server) -> None:
         await server.get("/state", deadline_s=5)
 
-    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
         body = {"id": ask.id, "tokens": ask.tokens, "prompt": len(PROMPT), "max_tokens": ask.max_tokens}
         async for event in server.stream("/generate", body, msgspec.json.Decoder(_Event)):
-            yield Piece(event.tokens, event.logprobs, event.finish, "", event.versions)
+            yield StreamChunk(event.tokens, event.logprobs, event.finish, "", event.versions)
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
         await server.post("/abort", ids, deadline_s=5)

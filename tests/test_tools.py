@@ -18,8 +18,16 @@ import pytest
 
 from stretto.children.tools import Invocation, command, told
 from stretto.serving.server import Server
-from stretto.tools import Call, MCPServer, ToolAnswer, ToolsConfig, assistant_message, parse_calls, tool_of
-from stretto.workers.child_pool import Children, Ended, Program
+from stretto.tools import (
+    MCPServer,
+    ToolAnswer,
+    ToolCall,
+    ToolsConfig,
+    assistant_message,
+    parse_calls,
+    tool_of,
+)
+from stretto.workers.child_pool import ChildEnded, ChildPool, Program
 
 
 @dataclass
@@ -102,7 +110,7 @@ async def test_arguments_are_checked_before_the_function_sees_them() -> None:
 
 # ------------------------------------------------------------------------------------------- calls
 
-F, G = Call("f", {"a": 1}), Call("g", {})
+F, G = ToolCall("f", {"a": 1}), ToolCall("g", {})
 
 
 @pytest.mark.parametrize(
@@ -125,11 +133,11 @@ F, G = Call("f", {"a": 1}), Call("g", {})
         ("llama3", 'The answer is {"name": "f"}', []),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]</s>', [F, G]),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}</s>',
-         [Call("f", {"a": 1}, id="abcdefgh1"), G]),
+         [ToolCall("f", {"a": 1}, id="abcdefgh1"), G]),
         ("mistral", "no call</s>", []),
     ],
 )  # fmt: skip
-def test_calls_are_read(parser: Any, text: str, calls: list[Call]) -> None:
+def test_calls_are_read(parser: Any, text: str, calls: list[ToolCall]) -> None:
     assert parse_calls(text, parser) == calls
 
 
@@ -154,7 +162,7 @@ def test_what_is_malformed_says_why(parser: Any, text: str, fault: str) -> None:
 
 def test_only_mistral_is_shown_its_calls_as_data() -> None:
     assert assistant_message("x", [F], "hermes") == {"role": "assistant", "content": "x"}
-    message = assistant_message("x", [Call("f", {"a": 1}, id="abcdefgh1")], "mistral")
+    message = assistant_message("x", [ToolCall("f", {"a": 1}, id="abcdefgh1")], "mistral")
     function = {"name": "f", "arguments": {"a": 1}}
     assert message["tool_calls"] == [{"id": "abcdefgh1", "type": "function", "function": function}]
 
@@ -202,10 +210,10 @@ def leave() -> None:
 @asynccontextmanager
 async def tool_process(
     config: ToolsConfig, folder: Path, count: int = 1
-) -> AsyncGenerator[tuple[Children, bytes]]:
+) -> AsyncGenerator[tuple[ChildPool, bytes]]:
     confined = command(config, "bubblewrap", str(folder))
     program = Program("the tools", confined.argv, told(config), confined.env, confined.folder)
-    children = Children(program, count)
+    children = ChildPool(program, count)
     try:
         async with anyio.create_task_group() as tasks:
             yield children, await children.open(tasks)
@@ -214,7 +222,7 @@ async def tool_process(
         await children.close()
 
 
-async def call(children: Children, name: str, timeout_s: float = 20, **arguments: Any) -> ToolAnswer:
+async def call(children: ChildPool, name: str, timeout_s: float = 20, **arguments: Any) -> ToolAnswer:
     invocation = Invocation(name, json.dumps(arguments).encode())
     return msgspec.msgpack.decode(await children.ask(invocation, timeout_s), type=ToolAnswer)
 
@@ -256,7 +264,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
             with pytest.raises(TimeoutError):
                 await call(children, "hang", timeout_s=0.5)
         assert time.monotonic() - began < 10
-        with pytest.raises(Ended, match="exit status 3"):
+        with pytest.raises(ChildEnded, match="exit status 3"):
             await call(children, "leave")
         assert await call(children, "double", n=5) == ToolAnswer("10")
 

@@ -24,12 +24,12 @@ from stretto_torch.batcher import Batcher
 from stretto_torch.decoder_fast import FastDecoder
 from stretto_torch.determinism import stable_shapes
 from stretto_torch.kv import Block, LayerShape, Move, SlotCache
-from stretto_torch.model import Model, difference
+from stretto_torch.model import LoadedModel, difference
 from stretto_torch.prefixes import Prefixes
-from stretto_torch.requests import Job, open_job
-from stretto_torch.sampling import Bias, Settings, draw, uniforms
-from stretto_torch.shapes import Shapes, Span
-from stretto_torch.shelves import Shelves
+from stretto_torch.requests import SampleJob, open_job
+from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
+from stretto_torch.shapes import Shapes, TokenSpan
+from stretto_torch.shelves import SizeClasses
 from stretto_torch.waiting import WaitingLine
 
 # ----------------------------------------------------------------------------------------- order
@@ -44,7 +44,7 @@ def line(*arrivals: tuple[str, float]) -> WaitingLine:
     return waiting
 
 
-def job(name: str, *, min_version: int = 0) -> Job:
+def job(name: str, *, min_version: int = 0) -> SampleJob:
     request = GenerateRequest(name, Array.of([5]), (0,), Sampling(), min_version)
     return open_job(request, 0.0, vocabulary=10, context=512, eos=(), deterministic=False)
 
@@ -150,7 +150,7 @@ class Pool:
 def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int, together: bool) -> None:
     random, slots = np.random.default_rng(seed), 24
     tokens = int(random.integers(8 * length, 28 * length))
-    shelves = Shelves(Shapes(slots, context=length), tokens, together=together)
+    shelves = SizeClasses(Shapes(slots, context=length), tokens, together=together)
     pool, prefixes = Pool(tokens), Prefixes(tokens)
     running: list[Row] = []
     for text in range(1, 13):
@@ -263,7 +263,7 @@ def test_a_flat_distribution_keeps_more_tokens_than_are_looked_at_first() -> Non
     logits = torch.zeros(1, vocabulary).repeat(400, 1)
     logits[::2] = torch.linspace(20, 0, vocabulary)
     uniform = np.linspace(0, 0.999, 400, dtype=np.float32)
-    settings = Settings(
+    settings = SamplingSettings(
         np.ones(400, np.float32),
         np.zeros(400, np.int64),
         np.full(400, 0.5, np.float32),
@@ -283,7 +283,7 @@ def test_bias_comes_first_then_temperature_then_min_p_then_top_p() -> None:
     # Row 2 is as if nothing were asked of it.
     logits = torch.tensor([[0.0, 3.0, 0.0, 1.0], [0.0, 1.0, 2.0, 0.0], [0.0, 1.0, 2.0, 1.0]])
     bias = Bias(rows=np.array([0, 0, 1]), tokens=np.array([1, 2, 3]), values=np.array([-2, 2, 4], np.float32))
-    settings = Settings(
+    settings = SamplingSettings(
         temperature=np.array([0.5, 0, 1], np.float32),
         top_k=np.array([0, 2, 0]),
         top_p=np.array([0.8, 0.5, 1], np.float32),
@@ -342,11 +342,11 @@ def test_a_decoder_that_computes_something_else_is_seen() -> None:
 class Leaking(FastDecoder):
     """A decoder whose rows know something of each other, as bad kernels would have it."""
 
-    def __init__(self, leak: Callable[[Tensor, Sequence[Span]], Tensor | float]) -> None:
+    def __init__(self, leak: Callable[[Tensor, Sequence[TokenSpan]], Tensor | float]) -> None:
         super().__init__(tiny_model(), rows=24, length=160, tokens=24 * 160, onednn=False)
         self._leak = leak
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
         return super().decode(tokens, positions, spans) * (1 + self._leak(tokens, spans))
 
 
@@ -371,7 +371,7 @@ def make_batcher(model: Any, *, slots: int, fixed: bool = False, deterministic: 
     rows = -(-slots // 8) * 8
     decoder = FastDecoder(model, rows=rows, length=160, tokens=rows * 160, onednn=False)
     batcher = Batcher(
-        Model(decoder, Shapes(slots=slots, context=160, fixed=fixed), eos=()),
+        LoadedModel(decoder, Shapes(slots=slots, context=160, fixed=fixed), eos=()),
         tokenizer=lambda: None,
         deterministic=deterministic,
         recompute_on_swap=False,

@@ -20,7 +20,7 @@ from stretto import Context, Sampling
 from stretto.algorithm import Loss
 from stretto.array import Array
 from stretto.engine import Chunk, GenerateRequest
-from stretto.kernel.scheduler import Issue, Scheduler, Settings
+from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.version_files import VersionFolders
 from stretto.rl.batch import Batch
@@ -181,7 +181,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
     tokenizer = load_tokenizer(str(model))
     publisher, subscriber = FilePublisher(VersionFolders(folder / "weights", 3, 2.0)), FileSubscriber()
     engine = TorchInferenceEngine(TorchInferenceConfig(deterministic=True), where)
-    order = Scheduler(Settings(STEPS, BATCH, max_staleness=STEPS - 1, rows=len(rows), seed=5))
+    order = Scheduler(SchedulerSettings(STEPS, BATCH, max_staleness=STEPS - 1, rows=len(rows), seed=5))
     order.start()
     tickets = [command.ticket for command in order.commands() if isinstance(command, Issue)]
     collected = Collected()

@@ -40,8 +40,8 @@ from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import VersionFolders, open_version
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire
-from stretto.workers.context import Setting
-from stretto.workers.inference import InferenceWork
+from stretto.workers.context import WorkerContext
+from stretto.workers.inference import InferenceWorker
 from stretto.workers.weights_wire import BusWire
 from stretto_bus import BusTransport, BusTransportConfig
 from stretto_collective import CollectiveConfig, CollectiveTransport
@@ -138,7 +138,7 @@ def test_weights_that_cannot_be_written_say_why(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- bus
 
 
-class Given(Setting):
+class Given(WorkerContext):
     """What a worker of a run of mock engines is given; an inference worker, with an engine of the test's."""
 
     engine: Any = None
@@ -147,7 +147,7 @@ class Given(Setting):
         return self.engine if path == "inference" and self.engine else super().make(path)
 
 
-def setting(bus: Bus, worker: str, nonce: str, **sections: Any) -> Given:
+def worker_context(bus: Bus, worker: str, nonce: str, **sections: Any) -> Given:
     run = {
         "name": "test",
         "steps": 1,
@@ -200,12 +200,12 @@ class BusEnds:
     def __init__(self, trainer: Bus, inference: Bus, folder: Path, **options: Any) -> None:
         config = BusTransportConfig(use="bus", folder=str(folder), piece_kb=1, **options)
         self._inference = inference
-        self.wire = BusWire(setting(trainer, "trainer-0", "first"))
+        self.wire = BusWire(worker_context(trainer, "trainer-0", "first"))
         self.publisher = BusTransport(config, context("trainer-0")).publisher(self.wire)
         self._receiving = BusTransport(config, context("inference-0"))
 
     def subscriber(self, happens: Callable[[int, bytes], bytes] = as_it_is) -> tuple[Subscriber, Tampered]:
-        wire = Tampered(BusWire(setting(self._inference, "inference-0", "x")), happens)
+        wire = Tampered(BusWire(worker_context(self._inference, "inference-0", "x")), happens)
         return self._receiving.subscriber(wire), wire
 
 
@@ -313,8 +313,8 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
     )
     big = [("big", torch.arange(700_000)), ("half", torch.arange(300_000).bfloat16()), *tensors(1.0)]
     async with open_bus("trainer") as trainer, open_bus("inference") as inference:
-        wire = BusWire(setting(trainer, "trainer-0", "first"))
-        asking = BusWire(setting(inference, "inference-0", "x"))
+        wire = BusWire(worker_context(trainer, "trainer-0", "first"))
+        asking = BusWire(worker_context(inference, "inference-0", "x"))
         publisher = CollectiveTransport(config, context("trainer-0")).publisher(wire)
         await wire.open()
         receiving = CollectiveTransport(config, context("inference-0"))
@@ -455,12 +455,12 @@ async def inference_worker(
     engine = Told()
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout, open_bus("inference") as bus:
         inference = {"use": "mock", "canary": canary}
-        own = setting(bus, "inference-0", "x", inference=inference, queue=queue or {})
+        own = worker_context(bus, "inference-0", "x", inference=inference, queue=queue or {})
         own.engine = engine
         worker = Worker(engine, ends(folder)[0], kernel, rollout)
         ready = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(InferenceWork(own).run, ready.set)
+            tasks.start_soon(InferenceWorker(own).run, ready.set)
             await ready.wait()
             await worker.open()
             yield worker

@@ -108,15 +108,15 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a composed run. A warning is printed; an error refuses the run; `machine` is an
-    error of this machine rather than of the file: `check` only warns, so that a file can be checked
+    """One thing wrong with a composed run. A warning is printed; an error refuses the run; `environment` is
+    an error of this machine rather than of the file: `check` only warns, so that a file can be checked
     anywhere."""
 
     path: str
     """Dotted path of the key in the run file."""
     message: str
     """What is wrong, what was expected, and what to do."""
-    severity: Literal["error", "machine", "warning"] = "error"
+    severity: Literal["error", "environment", "warning"] = "error"
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PARSERS",
-    "Call",
     "MCPServer",
     "ParserName",
     "Tool",
     "ToolAnswer",
+    "ToolCall",
     "ToolsConfig",
     "assistant_message",
     "parse_calls",
@@ -101,7 +101,7 @@ class ToolAnswer(msgspec.Struct, frozen=True):
     """The call was refused, raised, or took too long; `text` says so."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True):
     """A call of a tool in an answer of the policy."""
 
     name: str
@@ -159,7 +159,7 @@ def text_of(result: Any, most: int) -> str:
 # ------------------------------------------------------------------------------------------- calls
 
 
-def parse_calls(text: str, parser: ParserName) -> list[Call]:
+def parse_calls(text: str, parser: ParserName) -> list[ToolCall]:
     """The calls in an answer, in their order; none in its reasoning (up to `</think>`).
 
     A call that cannot be read is one with a `fault`.
@@ -172,7 +172,7 @@ def parse_calls(text: str, parser: ParserName) -> list[Call]:
     return PARSERS[parser](text.rpartition("</think>")[2])
 
 
-def assistant_message(content: str, calls: Sequence[Call], parser: ParserName) -> Message:
+def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserName) -> Message:
     """An answer with calls as the chat template has to see it in the history.
 
     Templates of `hermes` and `llama3` write the content as it was sampled. Mistral's refuse two answers in a
@@ -191,17 +191,17 @@ def assistant_message(content: str, calls: Sequence[Call], parser: ParserName) -
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
-def _hermes(text: str) -> list[Call]:
+def _hermes(text: str) -> list[ToolCall]:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen and Hermes write it."""
     return [_call_in(part) for part in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)]
 
 
-def _llama3(text: str) -> list[Call]:
+def _llama3(text: str) -> list[ToolCall]:
     """The whole answer is `{"name": …, "parameters": {…}}`, or several of these with `;` between them."""
     text = re.sub(r"<\|(python_tag|eom_id|eot_id)\|>", "", text).strip()
     if not re.match(r'\{\s*"(name|type|function|parameters|arguments)"', text):
         return []
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     while text:
         try:
             value, text = _json(text)
@@ -212,10 +212,10 @@ def _llama3(text: str) -> list[Call]:
     return calls
 
 
-def _mistral(text: str) -> list[Call]:
+def _mistral(text: str) -> list[ToolCall]:
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or of newer models `[TOOL_CALLS]name[ARGS]{…}`, once
     for each."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         part = part.removesuffix("</s>").strip()
         if named := re.match(r"([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\](.*)", part, re.DOTALL):
@@ -233,14 +233,14 @@ def _mistral(text: str) -> list[Call]:
     return calls
 
 
-PARSERS: Mapping[ParserName, Callable[[str], list[Call]]] = {
+PARSERS: Mapping[ParserName, Callable[[str], list[ToolCall]]] = {
     "hermes": _hermes,
     "llama3": _llama3,
     "mistral": _mistral,
 }
 
 
-def _call_in(text: str) -> Call:
+def _call_in(text: str) -> ToolCall:
     try:
         return _call_of(_json(text.strip())[0])
     except ValueError as error:
@@ -261,7 +261,7 @@ def _json(text: str) -> tuple[Any, str]:
     return value, text[end:]
 
 
-def _call_of(value: Any) -> Call:
+def _call_of(value: Any) -> ToolCall:
     """A call, of a JSON value."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _faulty('a call is a JSON object with "name" and "arguments"')
@@ -274,11 +274,11 @@ def _call_of(value: Any) -> Call:
             return _faulty(f"the arguments are not valid JSON: {error}", call["name"])
     if not isinstance(arguments, dict):
         return _faulty("the arguments are not a JSON object", call["name"])
-    return Call(call["name"], cast("dict[str, Any]", arguments), id=str(call.get("id", "")))
+    return ToolCall(call["name"], cast("dict[str, Any]", arguments), id=str(call.get("id", "")))
 
 
-def _faulty(fault: str, name: str = "") -> Call:
-    return Call(name, {}, fault)
+def _faulty(fault: str, name: str = "") -> ToolCall:
+    return ToolCall(name, {}, fault)
 
 
 # ----------------------------------------------------------------------------------------- helpers

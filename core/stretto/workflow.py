@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
-    "Heard",
+    "OnTokens",
     "Prompt",
     "Score",
     "Session",
@@ -44,7 +44,7 @@ __all__ = [
 T = TypeVar("T")
 
 # The index of a sample, and tokens (int32) of it that are new.
-Heard = Callable[[int, "NDArray[np.int32]"], None]
+OnTokens = Callable[[int, "NDArray[np.int32]"], None]
 
 
 class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,16 +159,16 @@ class Session(Protocol):
         *,
         n: int = 1,
         sampling: Sampling | None = None,
-        line: str = "",
-        heard: Heard | None = None,
+        conversation_id: str = "",
+        on_tokens: OnTokens | None = None,
     ) -> list[Answer]:
         """Sample n answers to a prompt.
 
         Args:
-            line: of a workflow that asks for several things at once, which of them: seeds are numbered apart
-                in each line, so that they do not depend on who asks first, and the requests of a line go to
+            conversation_id: names one of several conversations that a workflow holds at once. Seeds are
+                numbered within each, so that they do not depend on who asks first, and its requests go to
                 the replica that has their prefix.
-            heard: called with (sample, new tokens) as they arrive, each position of an answer once.
+            on_tokens: called with (sample, new tokens) as they arrive, each position of an answer once.
 
         Raises:
             EngineError: if the engine cannot serve the request at all.
@@ -181,15 +181,15 @@ class Session(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         limit: int | None = None,
-        heard: Heard | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Conversation:
-        """Begin a chat (see `stretto.agents.conversation`), a line of its own.
+        """Begin a chat (see `stretto.agents.conversation`), a conversation of its own.
 
         Args:
             prompt: messages, or plain text.
             tools: JSON schemas of functions for the chat template to show.
             limit: most tokens of the whole.
-            heard: as of `generate`.
+            on_tokens: as of `generate`.
         """
         ...
 

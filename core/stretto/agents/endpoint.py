@@ -1,7 +1,7 @@
 """The policy behind OpenAI's HTTP API, for agents that know nothing of stretto.
 
-One server in each process that needs it, on loopback. The key of a request names the episode that it belongs
-to; what is asked becomes the episode's trajectories (`stretto.agents.recorder`). Streams are real: tokens are
+One server in each process that needs it, on loopback. The key of a request names the agent run that it
+belongs to; its calls become that run's trajectories (`stretto.agents.recorder`). Streams are real: tokens are
 passed on as they come from the engine, as soon as they are whole characters and cannot be the beginning of a
 stop text or a call. A swap of weights only delays them.
 """
@@ -24,21 +24,21 @@ from numpy.typing import NDArray
 
 from stretto.agents.openai_api import (
     MODEL,
+    APICall,
     ApiError,
-    Call,
     ChatCall,
     CompletionCall,
     Event,
     Reply,
     ResponseCall,
 )
-from stretto.agents.recorder import Episode, Line, OverLimit
+from stretto.agents.recorder import CallRecorder, OverLimit, Thread
 from stretto.errors import ConfigError, EngineError, one_error
 from stretto.tools import ParserName, parse_calls
 
 if TYPE_CHECKING:
     from stretto.models.tokenizer import Message, Tokenizer
-    from stretto.workflow import Answer, Heard
+    from stretto.workflow import Answer, OnTokens
 
 __all__ = ["Endpoint"]
 
@@ -56,9 +56,9 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class _Open:
-    """An episode that has a key."""
+    """An agent run that has a key."""
 
-    episode: Episode
+    recorder: CallRecorder
     responses: dict[str, list[Message]] = field(default_factory=dict[str, "list[Message]"])
     """Messages of each response so far."""
     calls: int = 0
@@ -109,17 +109,17 @@ class Endpoint:
             self._runner = None
 
     @asynccontextmanager
-    async def serve(self, episode: Episode) -> AsyncGenerator[str]:
-        """Take the episode's calls inside the block; yields the key they must have. Afterwards they are over:
+    async def serve(self, recorder: CallRecorder) -> AsyncGenerator[str]:
+        """Take the agent's calls inside the block; yields the key they must have. Afterwards they are over:
         those under way end, and the key is unknown."""
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._open[key] = _Open(episode)
+        self._open[key] = _Open(recorder)
         try:
             yield key
         finally:
             del self._open[key]
             with anyio.CancelScope(shield=True):
-                await episode.close()
+                await recorder.close()
 
     # ------------------------------------------------------------------------------------ handlers
 
@@ -131,12 +131,12 @@ class Endpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         opened = self._opened(request)
         return await self._answer(
-            request, opened, ChatCall(await request.read(), opened.episode.session.tokenizer)
+            request, opened, ChatCall(await request.read(), opened.recorder.session.tokenizer)
         )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         opened = self._opened(request)
-        call = CompletionCall(await request.read(), opened.episode.session.tokenizer)
+        call = CompletionCall(await request.read(), opened.recorder.session.tokenizer)
         return await self._answer(request, opened, call)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
@@ -144,44 +144,44 @@ class Endpoint:
         return await self._answer(request, opened, ResponseCall(await request.read(), opened.responses))
 
     def _opened(self, request: web.Request) -> _Open:
-        """The episode that a request's key names."""
+        """The agent run that a request's key names."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme != "Bearer" or (opened := self._open.get(key)) is None:
-            raise ApiError("the key names no episode that is under way", code="invalid_api_key", status=401)
+            raise ApiError("the key names no agent run that is under way", code="invalid_api_key", status=401)
         return opened
 
-    async def _answer(self, request: web.Request, opened: _Open, call: Call) -> web.StreamResponse:
-        return await opened.episode.doing(
+    async def _answer(self, request: web.Request, opened: _Open, call: APICall) -> web.StreamResponse:
+        return await opened.recorder.doing(
             self._stream(request, opened, call) if call.stream else self._whole(opened, call)
         )
 
-    async def _whole(self, opened: _Open, call: Call) -> web.Response:
-        lines = opened.episode.take(call.given, call.tools)
+    async def _whole(self, opened: _Open, call: APICall) -> web.Response:
+        threads = opened.recorder.take(call.given, call.tools)
         replies: dict[int, Reply] = {}
 
-        async def one(choice: int, line: Line) -> None:
-            replies[choice] = await self._reply(opened, call, line)
+        async def one(choice: int, thread: Thread) -> None:
+            replies[choice] = await self._reply(opened, call, thread)
 
         with one_error():
             async with anyio.create_task_group() as tasks:
-                for choice, line in enumerate(lines):
-                    tasks.start_soon(one, choice, line)
-        return _json(call.whole([replies[choice] for choice in range(len(lines))]))
+                for choice, thread in enumerate(threads):
+                    tasks.start_soon(one, choice, thread)
+        return _json(call.whole([replies[choice] for choice in range(len(threads))]))
 
-    async def _stream(self, request: web.Request, opened: _Open, call: Call) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, opened: _Open, call: APICall) -> web.StreamResponse:
         """Begun with the first token, so that what is refused before it has a status of its own."""
-        lines = opened.episode.take(call.given, call.tools)
+        threads = opened.recorder.take(call.given, call.tools)
         send, receive = anyio.create_memory_object_stream[_News](math.inf)
         replies: dict[int, Reply] = {}
 
-        async def one(choice: int, line: Line, send: MemoryObjectSendStream[_News]) -> None:
+        async def one(choice: int, thread: Thread, send: MemoryObjectSendStream[_News]) -> None:
             with send:
                 shown = self._shown(opened, call)
 
-                def heard(_: int, tokens: NDArray[np.int32]) -> None:
+                def on_tokens(_: int, tokens: NDArray[np.int32]) -> None:
                     send.send_nowait((choice, shown.add(tokens)))
 
-                reply = await self._reply(opened, call, line, heard)
+                reply = await self._reply(opened, call, thread, on_tokens)
                 send.send_nowait((choice, shown.rest(reply.text)))
                 send.send_nowait((choice, reply))
 
@@ -189,8 +189,8 @@ class Endpoint:
         try:
             with one_error(), receive:
                 async with anyio.create_task_group() as tasks:
-                    for choice, line in enumerate(lines):
-                        tasks.start_soon(one, choice, line, send.clone())
+                    for choice, thread in enumerate(threads):
+                        tasks.start_soon(one, choice, thread, send.clone())
                     send.close()
                     async for choice, news in receive:
                         if not stream.begun:
@@ -200,7 +200,7 @@ class Endpoint:
                         else:
                             replies[choice] = news
                             await stream.send(call.ended(choice, news))
-            await stream.send(call.closing([replies[choice] for choice in range(len(lines))]))
+            await stream.send(call.closing([replies[choice] for choice in range(len(threads))]))
         except _REFUSALS as error:
             if not stream.begun:
                 raise
@@ -209,21 +209,25 @@ class Endpoint:
 
     # ------------------------------------------------------------------------------------ answers
 
-    async def _reply(self, opened: _Open, call: Call, line: Line, heard: Heard | None = None) -> Reply:
-        answer = await opened.episode.reply(line, max_tokens=call.max_tokens, stop=call.stop, heard=heard)
-        stops = (*opened.episode.session.sampling.stop, *call.stop)
+    async def _reply(
+        self, opened: _Open, call: APICall, thread: Thread, on_tokens: OnTokens | None = None
+    ) -> Reply:
+        answer = await opened.recorder.reply(
+            thread, max_tokens=call.max_tokens, stop=call.stop, on_tokens=on_tokens
+        )
+        stops = (*opened.recorder.session.sampling.stop, *call.stop)
         message: Message = {"role": "assistant", "content": _before(answer.text, stops)}
         if call.reads_tools:
             message = self._with_calls(opened, answer) or message
         # Mistral's templates refuse what follows a call unless the answer before is said to be one.
         calls = self._tool_parser == "mistral" and "tool_calls" in message
-        line.shown(message, remembered={**message, "content": ""} if calls else None)
-        return Reply(answer, line.prompt_tokens, message)
+        thread.shown(message, remembered={**message, "content": ""} if calls else None)
+        return Reply(answer, thread.prompt_tokens, message)
 
     def _with_calls(self, opened: _Open, answer: Answer) -> Message | None:
         """The message with the calls in it; None if there is none, or one that cannot be read: as with other
         servers, it is then what the policy said."""
-        text = opened.episode.session.tokenizer.decode(answer.tokens, special=True)
+        text = opened.recorder.session.tokenizer.decode(answer.tokens, special=True)
         calls = parse_calls(text, self._tool_parser)
         if not calls or any(call.fault for call in calls):
             return None
@@ -238,17 +242,17 @@ class Endpoint:
         content = thought + closing + _before(said, _MARKS[self._tool_parser])
         return {"role": "assistant", "content": content, "tool_calls": made}
 
-    def _shown(self, opened: _Open, call: Call) -> _Shown:
-        session = opened.episode.session
+    def _shown(self, opened: _Open, call: APICall) -> _Shown:
+        session = opened.recorder.session
         marks = (*session.sampling.stop, *call.stop)
         if (
             call.reads_tools
         ):  # some are special tokens, so these are read; that which ends a turn is not shown
             marks += (*_MARKS[self._tool_parser], session.tokenizer.end)
-        return _Shown(_Reading(session.tokenizer, special=call.reads_tools), marks)
+        return _Shown(_AnswerReader(session.tokenizer, special=call.reads_tools), marks)
 
 
-class _Reading:
+class _AnswerReader:
     """The text of tokens as they come, in whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
@@ -281,7 +285,7 @@ class _Shown:
     """The part of a growing answer that an agent may be shown: up to the first mark, and without an end that
     may be the beginning of one."""
 
-    def __init__(self, reading: _Reading, marks: Sequence[str]) -> None:
+    def __init__(self, reading: _AnswerReader, marks: Sequence[str]) -> None:
         self._reading = reading
         self._marks = [mark for mark in marks if mark]
         self._text = ""
@@ -326,12 +330,12 @@ class _EventStream:
         if not self.begun:
             self.begun = True
             await self._response.prepare(self._request)
-        lines = b"".join(
+        threads = b"".join(
             (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
             for kind, data in events
         )
-        if lines:
-            await self._response.write(lines)
+        if threads:
+            await self._response.write(threads)
 
     async def end(self, *, done: bool) -> web.StreamResponse:
         """No more will come."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stretto.models.tokenizer import Message, Tokenizer
     from stretto.workflow import Answer
 
-__all__ = ["ApiError", "Call", "ChatCall", "CompletionCall", "Event", "Reply", "ResponseCall"]
+__all__ = ["APICall", "ApiError", "ChatCall", "CompletionCall", "Event", "Reply", "ResponseCall"]
 
 T = TypeVar("T")
 MODEL = "policy"
@@ -82,7 +82,7 @@ class Reply:
         return "tool_calls" if "tool_calls" in self.message else self.answer.finish
 
 
-class Call(Protocol):
+class APICall(Protocol):
     """A request that was understood, and how it is answered."""
 
     given: list[Input]
@@ -136,16 +136,16 @@ class _CalledFunction(msgspec.Struct):
     arguments: str = "{}"
 
 
-class _ToolCall(msgspec.Struct):
+class _APIToolCall(msgspec.Struct):
     id: str
     function: _CalledFunction
     type: Literal["function"] = "function"
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: list[_APIToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -163,7 +163,7 @@ _Choices = Annotated[int, msgspec.Meta(ge=1, le=128)] | None
 
 
 class _ChatBody(msgspec.Struct):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)]
     model: str = MODEL
     n: _Choices = None
     max_tokens: PositiveInt | None = None
@@ -422,7 +422,7 @@ class ResponseCall:
         before: list[Message] = []
         if ask.previous_response_id is not None:
             if ask.previous_response_id not in earlier:
-                message = f"there is no response {ask.previous_response_id!r} in this episode"
+                message = f"there is no response {ask.previous_response_id!r} in this agent run"
                 raise ApiError(message, param="previous_response_id", code="previous_response_not_found")
             before = earlier[ask.previous_response_id]
         self._messages = _merged([*before, *_items(ask.input)])
@@ -572,7 +572,7 @@ def _read(body: bytes, kind: type[T]) -> T:
         raise ApiError(f"the body is not JSON: {error}") from error
 
 
-def _plain(message: _Message, where: str) -> Message:
+def _plain(message: _ChatMessage, where: str) -> Message:
     """A chat message as chat templates read it, and as two of them can be compared."""
     # What templates know as the system's is OpenAI's `developer` in newer models.
     role = "system" if message.role == "developer" else message.role
@@ -597,7 +597,7 @@ def _text(content: str | list[_Part] | None, where: str) -> str:
     return "".join(part.text or part.refusal for part in content)
 
 
-def _call(call: _ToolCall) -> dict[str, Any]:
+def _call(call: _APIToolCall) -> dict[str, Any]:
     """With the arguments as data, as templates want them; text that is no JSON object stays text."""
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
@@ -661,10 +661,10 @@ def _item(item: dict[str, Any], where: str) -> list[Message]:
     match item.get("type", "message"):
         case "message":
             message = _item_as(item, _InputMessage, where)
-            return [_plain(_Message(role=message.role, content=message.content), where)]
+            return [_plain(_ChatMessage(role=message.role, content=message.content), where)]
         case "function_call":
             call = _item_as(item, _InputCall, where)
-            called = _ToolCall(call.call_id, _CalledFunction(call.name, call.arguments))
+            called = _APIToolCall(call.call_id, _CalledFunction(call.name, call.arguments))
             return [{"role": "assistant", "content": "", "tool_calls": [_call(called)]}]
         case "function_call_output":
             output = _item_as(item, _InputOutput, where)

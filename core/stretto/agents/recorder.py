@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, Generate
 from stretto.errors import StrettoError
-from stretto.workflow import Answer, Heard, Score, Session, Trajectory, parts_of_sample
+from stretto.workflow import Answer, OnTokens, Score, Session, Trajectory, parts_of_sample
 
 if TYPE_CHECKING:
     from stretto.engine import Sampling
     from stretto.models.tokenizer import Message
 
-__all__ = ["Episode", "Input", "Limits", "Line", "OverLimit"]
+__all__ = ["CallLimits", "CallRecorder", "Input", "OverLimit", "Thread"]
 
 T = TypeVar("T")
 Input = str | list[Any] | NDArray[np.int32]
@@ -34,10 +34,10 @@ Input = str | list[Any] | NDArray[np.int32]
 
 
 class OverLimit(StrettoError):
-    """A call for which the episode's limits leave no room.
+    """A call for which the agent's limits leave no room.
 
     Args:
-        code: `max_calls`, `max_total_tokens`, `context_length_exceeded` or `episode_over`.
+        code: `max_calls`, `max_total_tokens`, `context_length_exceeded` or `run_over`.
     """
 
     def __init__(self, message: str, code: str) -> None:
@@ -46,8 +46,8 @@ class OverLimit(StrettoError):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one episode may use; None for no limit but the run's own."""
+class CallLimits:
+    """What one agent run may use; None for no limit but the run's own."""
 
     calls: int | None = None
     """Answers; each of several choices counts."""
@@ -57,7 +57,7 @@ class Limits:
     """Tokens of one chat, prompt included."""
 
 
-class Line:
+class Thread:
     """One chat, text or list of ids: what the agent has seen of it, and what was really sampled."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Line:
         """Whether a call may go on with it: the agent was shown the last answer."""
         self._session = session
         self._name = name
-        self._heard: Heard | None = None
+        self._on_tokens: OnTokens | None = None
         self._seen: str | list[Any] = ""
         """What a call has to begin with to go on here."""
         if isinstance(given, np.ndarray):
@@ -99,7 +99,7 @@ class Line:
         return len(self._seen)
 
     def news_in(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-        """What a call adds to this line; None if it does not go on with it."""
+        """What a call adds to this thread; None if it does not go on with it."""
         seen = self._seen
         if not self._free or tools != self._tools:
             return None
@@ -116,9 +116,9 @@ class Line:
         self._talk.add(*news)
         self.given, self._free = given, False
 
-    async def reply(self, sampling: Sampling, heard: Heard | None) -> Answer | None:
-        """The policy's answer; None if the line's limit leaves no room for a token."""
-        self._heard = heard
+    async def reply(self, sampling: Sampling, on_tokens: OnTokens | None) -> Answer | None:
+        """The policy's answer; None if the thread's limit leaves no room for a token."""
+        self._on_tokens = on_tokens
         before = len(self._text)
         answer = await self._talk.reply(sampling)
         if answer is not None and isinstance(self.given, str):
@@ -158,7 +158,9 @@ class Line:
 
     async def _generate(self, ids: NDArray[np.int32], sampling: Sampling) -> Answer:
         self.prompt_tokens = len(ids)
-        [answer] = await self._session.generate(ids, sampling=sampling, line=self._name, heard=self._heard)
+        [answer] = await self._session.generate(
+            ids, sampling=sampling, conversation_id=self._name, on_tokens=self._on_tokens
+        )
         return answer
 
 
@@ -184,18 +186,18 @@ class _Given:
         return [] if self._answer is None else [Trajectory.of(self._ids, self._answer, score)]
 
 
-class Episode:
-    """One run of an agent: its lines, what it has used, and its calls under way.
+class CallRecorder:
+    """One run of an agent: its threads, what it has used, and its calls under way.
 
     Args:
         session: the ticket's.
-        name: letters and digits, unlike those of other episodes of the session. Seeds depend on it.
+        name: letters and digits, different for every recorder of a session. Seeds depend on it.
         limits: what it may use.
     """
 
-    def __init__(self, session: Session, name: str, limits: Limits | None = None) -> None:
+    def __init__(self, session: Session, name: str, limits: CallLimits | None = None) -> None:
         self.session = session
-        self.limits = limits or Limits()
+        self.limits = limits or CallLimits()
         self.calls = 0
         """Answers asked for so far."""
         self.tokens = 0
@@ -204,46 +206,46 @@ class Episode:
         """Which limit refused a call, the first time one did."""
         self.fault: Exception | None = None
         """What kept a call from being answered, the first time something did."""
-        self.last: Line | None = None
-        """The line that was answered last."""
+        self.last: Thread | None = None
+        """The thread that was answered last."""
         self._name = name
-        self._lines: list[Line] = []
+        self._threads: list[Thread] = []
         self._under_way: set[anyio.CancelScope] = set()
         self._ended = anyio.Event()
         self._closed = False
 
-    def take(self, given: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Line]:
-        """The lines on which the choices of a call are to be answered, one for each input.
+    def take(self, given: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
+        """The threads on which the choices of a call are to be answered, one for each input.
 
         Args:
             given: texts, lists of chat messages, or arrays of token ids.
             tools: JSON schemas of functions for the chat template to show.
 
         Raises:
-            OverLimit: if the episode has used up its calls or its tokens.
+            OverLimit: if the agent has used up its calls or its tokens.
         """
         limits = self.limits
         if limits.calls is not None and self.calls + len(given) > limits.calls:
-            raise self._refusal(f"an episode may ask for {limits.calls} answers", "max_calls")
+            raise self._refusal(f"an agent may ask for {limits.calls} answers", "max_calls")
         if limits.tokens is not None and self.tokens >= limits.tokens:
-            raise self._refusal(f"an episode may sample {limits.tokens} tokens", "max_total_tokens")
+            raise self._refusal(f"an agent may sample {limits.tokens} tokens", "max_total_tokens")
         self.calls += len(given)
         return [self._line(each, tools) for each in given]
 
     async def reply(
         self,
-        line: Line,
+        thread: Thread,
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        heard: Heard | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Have the policy speak. The line is free again once it was told what was `shown`.
+        """Have the policy speak. The thread is free again once it was told what was `shown`.
 
         Args:
             max_tokens: most tokens of the answer, within the run's `sampling.max_tokens`.
             stop: texts that end the answer, besides the run's.
-            heard: called with (0, new tokens) as they arrive.
+            on_tokens: called with (0, new tokens) as they arrive.
 
         Raises:
             OverLimit: if the chat's length leaves no room for a token.
@@ -258,7 +260,7 @@ class Episode:
             stop=(*sampling.stop, *(text for text in stop if text not in sampling.stop)),
         )
         try:
-            answer = await line.reply(sampling, heard)
+            answer = await thread.reply(sampling, on_tokens)
         except Exception as error:
             self.fault = self.fault or error
             raise
@@ -268,11 +270,11 @@ class Episode:
             )
             raise self._refusal(message, "context_length_exceeded")
         self.tokens += len(answer.tokens)
-        self.last = line
+        self.last = thread
         return answer
 
     async def doing(self, work: Awaitable[T]) -> T:
-        """Do what a call needs, unless the episode is closed first.
+        """Do what a call needs, unless the recorder is closed first.
 
         Raises:
             OverLimit: if it is closed.
@@ -286,7 +288,7 @@ class Episode:
             finally:
                 self._under_way.remove(scope)
                 self._ended.set()
-        raise OverLimit("the episode is over", "episode_over")
+        raise OverLimit("the agent run is over", "run_over")
 
     async def close(self) -> None:
         """End the calls under way, and take no more."""
@@ -298,27 +300,27 @@ class Episode:
             await self._ended.wait()
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """What was sampled, each chat by itself, with the episode's score, to whose metrics `calls` and
+        """What was sampled, each chat by itself, with the agent run's score, to whose metrics `calls` and
         `chats` are added. Empty if nothing was."""
-        answered = [line for line in self._lines if line.message is not None]
+        answered = [thread for thread in self._threads if thread.message is not None]
         metrics = {**score.metrics, "calls": float(self.calls), "chats": float(len(answered))}
         score = replace(score, metrics=metrics)
-        return parts_of_sample([each for line in answered for each in line.trajectories(score)])
+        return parts_of_sample([each for thread in answered for each in thread.trajectories(score)])
 
     # ------------------------------------------------------------------------------------ private
 
-    def _line(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> Line:
-        """The line with the longest history that a call goes on with, or a new one."""
+    def _line(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> Thread:
+        """The thread with the longest history that a call goes on with, or a new one."""
         candidates = [
-            (line, news) for line in self._lines if (news := line.news_in(given, tools)) is not None
+            (thread, news) for thread in self._threads if (news := thread.news_in(given, tools)) is not None
         ]
         if candidates:
-            line, news = max(candidates, key=lambda found: found[0].length)
-            line.go_on(given, news)
-            return line
-        name = f"{self._name}c{len(self._lines) + 1}"
-        self._lines.append(Line(self.session, name, given, tools, self.limits.context))
-        return self._lines[-1]
+            thread, news = max(candidates, key=lambda found: found[0].length)
+            thread.go_on(given, news)
+            return thread
+        name = f"{self._name}c{len(self._threads) + 1}"
+        self._threads.append(Thread(self.session, name, given, tools, self.limits.context))
+        return self._threads[-1]
 
     def _tokens_left(self) -> int | None:
         return None if self.limits.tokens is None else max(1, self.limits.tokens - self.tokens)

@@ -146,7 +146,7 @@ def compose(
         ConfigError: for a key, a type or a path that is wrong, with its place.
         PluginError: for a component that is not to be had.
     """
-    source = _Source(file, overrides, document)
+    source = _ConfigSource(file, overrides, document)
     notices: list[str] = []
     plain, secret = _read(source)
     composed = _Composer(source, plugins or Plugins()).run(deepcopy(plain), notices)
@@ -164,7 +164,7 @@ def compose(
 
 def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
     """Type a run that was composed before, such as the one a worker gets from its kernel."""
-    source = _Source(Path("config"), ())
+    source = _ConfigSource(Path("config"), ())
     return _Composer(source, Plugins()).run(dict(mapping), [])
 
 
@@ -180,7 +180,7 @@ def _inherit_sampling(data: dict[str, Any]) -> None:
             evaluation["sampling"] = sampling | own
 
 
-class _Source:
+class _ConfigSource:
     """Where the keys of a run come from, to say so in errors."""
 
     def __init__(
@@ -237,7 +237,7 @@ class _Source:
         return line
 
 
-def _read(source: _Source) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(source: _ConfigSource) -> tuple[dict[str, Any], dict[str, Any]]:
     """The merged run file with all interpolations resolved, and again with those of the environment kept."""
     try:
         loaded = source.load()
@@ -356,7 +356,7 @@ def _overlay(full: Any, secret: Any, plain: Any) -> Any:
 class _Composer:
     """Turns a plain mapping into a `RunConfig` whose sections are the chosen components' structs."""
 
-    def __init__(self, source: _Source, plugins: Plugins) -> None:
+    def __init__(self, source: _ConfigSource, plugins: Plugins) -> None:
         self.source = source
         self.plugins = plugins
         self.components: dict[str, Component[Any]] = {}

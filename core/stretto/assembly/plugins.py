@@ -89,7 +89,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _PluginSource:
     """Where a component of some name can be had: an entry point, or a module loaded by path."""
 
     kind: Kind
@@ -207,16 +207,16 @@ class Plugins:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _sources(self, kind: Kind) -> Iterator[_Source]:
+    def _sources(self, kind: Kind) -> Iterator[_PluginSource]:
         for entry in entry_points(group=f"stretto.{kind}"):
             owner = entry.dist
             distribution, version = (owner.name, owner.version) if owner else ("?", "?")
-            yield _Source(kind, entry.name, distribution, version, entry)
+            yield _PluginSource(kind, entry.name, distribution, version, entry)
         for path, module in self._paths.items():
             for component in self._components(kind, module):
-                yield _Source(kind, component.name, path.stem, "path", module)
+                yield _PluginSource(kind, component.name, path.stem, "path", module)
 
-    def _load(self, kind: Kind, source: _Source) -> Component[Any]:
+    def _load(self, kind: Kind, source: _PluginSource) -> Component[Any]:
         module = source.where
         if isinstance(module, EntryPoint):
             try:

@@ -28,7 +28,6 @@ __all__ = [
     "AskTools",
     "AskWeights",
     "Beacon",
-    "Call",
     "CallDone",
     "ChunkBatch",
     "ChunkHead",
@@ -60,9 +59,11 @@ __all__ = [
     "Purpose",
     "Refusal",
     "RowRef",
+    "RunCall",
+    "RunTool",
     "Save",
     "Saved",
-    "Score",
+    "ScoreSamples",
     "Scored",
     "ScoredRow",
     "SharedRows",
@@ -73,7 +74,6 @@ __all__ = [
     "TellEnvironment",
     "Ticket",
     "TicketStarted",
-    "ToolCall",
     "ToolDone",
     "ToolList",
     "TrajectoryBundle",
@@ -110,7 +110,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Beacon(Message, frozen=True):
     """Kernel to all, every second and at every change: it lives, and who else does."""
 
-    fence: int
+    lease_epoch: int
     """Fencing number of the kernel's lease: a worker obeys the highest it has seen."""
     version: int
     """Training version."""
@@ -138,7 +138,7 @@ class Welcome(Message, frozen=True):
     """The composed run, msgpack of its plain mapping."""
     run: str
     folder: str
-    fence: int
+    lease_epoch: int
     grace_s: float
     """A worker that has heard no beacon for so long leaves."""
     fingerprints: dict[str, str]
@@ -370,7 +370,7 @@ class Abort(Message, frozen=True):
 class Swap(Message, frozen=True, tag="Swap/2"):
     """Kernel to inference worker, answered by `SwapDone`: serve this version."""
 
-    fence: int
+    lease_epoch: int
     number: int
     """Rises with every swap that a kernel asks for; versions may go back, to that of an evaluation."""
     note: WeightsNote
@@ -465,7 +465,7 @@ class WeightsAnswer(Message, frozen=True):
 # --------------------------------------------------------------------------------------- scoring
 
 
-class Score(Message, frozen=True):
+class ScoreSamples(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `Scored`."""
 
     row: bytes
@@ -493,7 +493,7 @@ class ToolList(Message, frozen=True):
     """A msgpack list of their JSON schemas."""
 
 
-class ToolCall(Message, frozen=True):
+class RunTool(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `ToolDone`: the policy calls a tool."""
 
     name: str
@@ -538,11 +538,11 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens; 0 where only those who read it know."""
 
 
-class Call(Message, frozen=True, tag="Call/2"):
+class RunCall(Message, frozen=True, tag="Call/2"):
     """Kernel to rank 0 of a worker group, which tells its other ranks, answered by `CallDone`: run one call
     of the dataflow."""
 
-    fence: int
+    lease_epoch: int
     incarnation: int
     version: int
     """Training version at which the batch is trained."""
@@ -579,7 +579,7 @@ class EndStep(Message, frozen=True):
     """Kernel to rank 0 of every worker group, which tells its other ranks, answered by `StepEnded`: all calls
     are done. Forget the batch; the group of the lead model publishes its weights."""
 
-    fence: int
+    lease_epoch: int
     version: int
     """At which the step began; the weights are now those of `version + 1`."""
     needed: tuple[int, ...] = ()
@@ -602,7 +602,7 @@ class Prefetch(Message, frozen=True):
 class LoadCheckpoint(Message, frozen=True):
     """Kernel to trainers, answered by `Loaded`: begin, with the initial model or from a checkpoint."""
 
-    fence: int
+    lease_epoch: int
     folder: str
     """Empty for the initial model."""
     version: int
@@ -622,7 +622,7 @@ class Loaded(Message, frozen=True, tag="Loaded/2"):
 class Save(Message, frozen=True):
     """Kernel to trainers, answered by `Saved`: write models and optimizers into this folder."""
 
-    fence: int
+    lease_epoch: int
     folder: str
     version: int
     needed: tuple[int, ...] = ()

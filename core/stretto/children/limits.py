@@ -23,7 +23,7 @@ import msgspec
 from stretto.children.protocol import HEAD, die_with_parent, framed
 from stretto.errors import RewardError, place_of
 
-__all__ = ["LIMIT_METRICS", "LimitedScore", "Limits", "score_within"]
+__all__ = ["LIMIT_METRICS", "AnswerLimits", "LimitedScore", "score_within"]
 
 Value = tuple[float, dict[str, float]]
 
@@ -38,7 +38,7 @@ _printed: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Limits:
+class AnswerLimits:
     """What one answer may use; None for no limit."""
 
     cpu_s: float | None = None
@@ -58,7 +58,7 @@ class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
     """Why the answer scored 0, in words; empty if it was scored."""
 
 
-def score_within(limits: Limits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:
+def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:
     """`score(index)` of each of `count` answers, under limits.
 
     Raises:
@@ -70,7 +70,7 @@ def score_within(limits: Limits, score: Callable[[int], Value], count: int) -> l
     return scores
 
 
-def _fork(limits: Limits, score: Callable[[int], Value], indices: Sequence[int]) -> list[LimitedScore]:
+def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int]) -> list[LimitedScore]:
     """Scores up to and including the first answer that passes a limit."""
     gc.freeze()  # a collection in the fork would copy every page that it shares
     reading, writing = os.pipe()
@@ -91,7 +91,9 @@ def _fork(limits: Limits, score: Callable[[int], Value], indices: Sequence[int])
     return scores
 
 
-def _score_all(limits: Limits, score: Callable[[int], Value], indices: Sequence[int], writing: int) -> None:
+def _score_all(
+    limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int], writing: int
+) -> None:
     """Body of the fork. It never returns."""
     status = 1
     try:
@@ -142,7 +144,7 @@ def _frames(pipe: BinaryIO) -> list[LimitedScore]:
     return found
 
 
-def _passed(limits: Limits, status: int) -> LimitedScore:
+def _passed(limits: AnswerLimits, status: int) -> LimitedScore:
     """The score of the answer at which a fork ended."""
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGPROF:

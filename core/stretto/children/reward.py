@@ -1,6 +1,7 @@
 """The scoring process: one reward, called for one group at a time. Child of a verifier worker.
 
-It is told the run and is ready when the reward is made (see `pipes`); then a `Task` in, an `Answer` out.
+It is told the run and is ready when the reward is made (see `protocol`); then it answers each `Task` with a
+`ScoringResult`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any, cast
 import msgspec
 
 from stretto.assembly.compose import compose_mapping
-from stretto.children.limits import LIMIT_METRICS, Limits, score_within
+from stretto.children.limits import LIMIT_METRICS, AnswerLimits, score_within
 from stretto.children.protocol import serve, try_to_ask
 from stretto.component import Context
 from stretto.errors import ConfigError, RewardError
 from stretto.reward import RewardValue, is_number
 
-__all__ = ["COMMAND", "Answer", "Task", "accepted", "score_group", "told", "try_to_score"]
+__all__ = ["COMMAND", "ScoringResult", "Task", "accepted", "score_group", "told", "try_to_score"]
 
 COMMAND = (sys.executable, "-m", "stretto.children.reward")
 
@@ -33,7 +34,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     columns: bytes
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
     """(reward, metrics) of each completion, or why there are none."""
 
     scores: tuple[tuple[float, dict[str, float]], ...] = ()
@@ -183,7 +184,7 @@ def try_to_score(
         TimeoutError: if that is not known in time.
     """
     started, answers = try_to_ask(COMMAND, told(document, context), tasks, timeout_s)
-    return started.error, [msgspec.msgpack.decode(answer, type=Answer).error for answer in answers]
+    return started.error, [msgspec.msgpack.decode(answer, type=ScoringResult).error for answer in answers]
 
 
 class _Scorer:
@@ -195,7 +196,7 @@ class _Scorer:
         self._reward = composed.make("reward", context)
         config = composed.config.reward
         assert config is not None, "a run without a reward has no scoring process"
-        self._limits = Limits(config.answer_cpu_s, config.answer_memory_mb)
+        self._limits = AnswerLimits(config.answer_cpu_s, config.answer_memory_mb)
         if self._limits and "completions" in inspect.signature(self._reward).parameters:
             raise ConfigError(
                 "reward.answer_cpu_s and reward.answer_memory_mb are limits of one answer, but this reward "
@@ -203,13 +204,13 @@ class _Scorer:
                 "form `score(prompt, completion, **columns)`"
             )
 
-    def answer(self, data: bytes) -> Answer:
+    def answer(self, data: bytes) -> ScoringResult:
         """The scores of one group."""
         task = msgspec.msgpack.decode(data, type=Task)
         row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
         each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
         if not self._limits or not task.completions:
-            return Answer(tuple(score_group(self._reward, row, task.completions, each)))
+            return ScoringResult(tuple(score_group(self._reward, row, task.completions, each)))
 
         def score(index: int) -> tuple[float, dict[str, float]]:
             of_one = {name: values[index : index + 1] for name, values in each.items()}
@@ -218,13 +219,13 @@ class _Scorer:
 
         scores = score_within(self._limits, score, len(task.completions))
         over = {index: scored.over for index, scored in enumerate(scores) if scored.over}
-        return Answer(tuple(scored.value for scored in scores if scored.value), over=over)
+        return ScoringResult(tuple(scored.value for scored in scores if scored.value), over=over)
 
 
 def main() -> None:
     """Body of the process."""
     cannot = "the reward cannot be made"
-    serve(_Scorer, _Scorer.answer, lambda why: Answer(error=why), cannot=cannot, name="reward")
+    serve(_Scorer, _Scorer.answer, lambda why: ScoringResult(error=why), cannot=cannot, name="reward")
 
 
 if __name__ == "__main__":

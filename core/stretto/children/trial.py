@@ -46,7 +46,7 @@ def _problems(document: Mapping[str, Any], paths: Sequence[str], context: Contex
             yield Problem(path, str(error))
         except StrettoError as error:  # an engine may miss here what its machine has
             engine = path == "inference" or path.startswith(("training", "groups."))
-            yield Problem(path, str(error), "machine" if engine else "error")
+            yield Problem(path, str(error), "environment" if engine else "error")
 
 
 def _main() -> None:

@@ -103,7 +103,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         yield from _thread_problems(config, placed)
         yield from _of_plugin(composed, "launcher", partial(_launcher_problems, composed, placed))
         if config.bus.url is not None and (fault := fault_of_server(config.bus.url, _CONNECT_S)):
-            yield Problem("bus.url", fault, "machine")
+            yield Problem("bus.url", fault, "environment")
         yield from scored.result()
         yield from rows.result()
         yield from made.result()

@@ -233,7 +233,7 @@ def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> C
         typer.echo(f"note: {notice}", err=True)
     fatal: list[str] = []
     for problem in problems(composed, starting=starting, resumed=resumed):
-        if problem.severity == "error" or (problem.severity == "machine" and starting):
+        if problem.severity == "error" or (problem.severity == "environment" and starting):
             fatal.append(f"{composed.place(problem.path)}: {problem.message}")
         else:
             typer.echo(f"warning: {composed.place(problem.path)}: {problem.message}", err=True)

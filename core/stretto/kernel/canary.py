@@ -9,7 +9,7 @@ import structlog
 from stretto.bus.messages import Drift, SwapDone
 from stretto.engine import CanaryConfig
 
-__all__ = ["Drifts", "EngineErrors"]
+__all__ = ["CanaryRecord", "EngineErrors"]
 
 log = structlog.get_logger()
 
@@ -17,7 +17,7 @@ _WEIGHT = 0.25
 """Weight of an engine's newest error in its average."""
 
 
-class Drifts:
+class CanaryRecord:
     """The drifts of all engines.
 
     Args:

@@ -16,7 +16,7 @@ import structlog
 from stretto.bus.client import Bus
 from stretto.bus.messages import AskLoad, LoadReport, Subjects, Swap, SwapDone
 from stretto.errors import BusError, NoAnswer, RunError
-from stretto.kernel.fleet import Fleet, Member
+from stretto.kernel.fleet import Fleet, FleetMember
 from stretto.kernel.lending import Lending, Wish
 from stretto.weights import WeightsNote
 
@@ -42,7 +42,7 @@ class Engines:
         bus: Bus,
         names: Subjects,
         fleet: Fleet,
-        fence: int,
+        lease_epoch: int,
         *,
         on_swapped: Callable[[str, SwapDone], None],
         on_callable: Callable[[], None],
@@ -51,7 +51,7 @@ class Engines:
         self._bus = bus
         self._names = names
         self._fleet = fleet
-        self._fence = fence
+        self._lease_epoch = lease_epoch
         self._on_swapped = on_swapped
         self._on_callable = on_callable
         self._news = anyio.Event()
@@ -104,7 +104,7 @@ class Engines:
             with anyio.move_on_at(again):
                 await news.wait()
 
-    async def keep_current(self, member: Member) -> None:
+    async def keep_current(self, member: FleetMember) -> None:
         """Have one worker serve the newest weights, or those of the evaluation that it is lent to, until the
         worker is gone. Versions in between are passed over.
 
@@ -155,16 +155,16 @@ class Engines:
                 log.warning("no load figures", worker=member.worker, error=str(error))
         return sum(member.busy_s for member in members) / max(1, len(members))
 
-    def _wanted(self, member: Member) -> tuple[WeightsNote, bool] | None:
+    def _wanted(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
         """The weights that a worker is to serve now, and whether to their evaluation alone."""
         if self._wish.version is not None and member.worker in self._lending.lent:
             return self.notes[self._wish.version], True
         return (self.note, False) if self.note is not None else None
 
-    async def _swap(self, member: Member, note: WeightsNote, *, exact: bool) -> SwapDone:
+    async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone:
         done = await self._bus.request(
             self._names.worker("inference", member.worker, "swap"),
-            Swap(self._fence, next(self._numbers), note, exact),
+            Swap(self._lease_epoch, next(self._numbers), note, exact),
             SwapDone,
             who=member.worker,
             deadline_s=_SWAP_S,
@@ -173,5 +173,5 @@ class Engines:
             raise RunError(f"{member.worker}: {done.fault}")
         return done
 
-    def _there(self, member: Member) -> bool:
+    def _there(self, member: FleetMember) -> bool:
         return self._fleet.members.get(member.worker) is member

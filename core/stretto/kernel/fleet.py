@@ -21,7 +21,7 @@ from stretto.engine import Load
 from stretto.errors import LaunchError
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
 
-__all__ = ["Fleet", "Member"]
+__all__ = ["Fleet", "FleetMember"]
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ _TAIL_LINES = 15
 
 
 @dataclass
-class Member:
+class FleetMember:
     """One worker that has joined."""
 
     worker: str
@@ -67,8 +67,8 @@ class Fleet:
         logs: Path,
         *,
         max_restarts: int,
-        on_ready: Callable[[Member], None],
-        on_lost: Callable[[Member, str, bool], None],
+        on_ready: Callable[[FleetMember], None],
+        on_lost: Callable[[FleetMember, str, bool], None],
     ) -> None:
         self._launcher = launcher
         self._bootstraps = bootstraps
@@ -86,7 +86,7 @@ class Fleet:
         """Workers that failed at what would fail again."""
         self._launching = anyio.Lock()
         self._ending = False
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
         """Workers that are not ready yet, and what they are at."""
@@ -172,7 +172,7 @@ class Fleet:
             self._lose(message.worker, "replaced by a new process")
         if message.worker not in self.members:
             now = time.monotonic()
-            self.members[message.worker] = Member(
+            self.members[message.worker] = FleetMember(
                 message.worker, message.role, message.nonce, message.place, now
             )
             self.starting[message.worker] = "loading"
@@ -191,7 +191,7 @@ class Fleet:
             self.starting.pop(member.worker, None)
             self._on_ready(member)
 
-    def serves(self, member: Member, version: int) -> None:
+    def serves(self, member: FleetMember, version: int) -> None:
         """An engine says that it has swapped: routing must not wait for its next heartbeat."""
         if member.load is not None:
             member.load = msgspec.structs.replace(member.load, version=version)
@@ -229,7 +229,7 @@ class Fleet:
 
     # ----------------------------------------------------------------------------------- figures
 
-    def of(self, role: Role) -> list[Member]:
+    def of(self, role: Role) -> list[FleetMember]:
         """Members of a role that are ready."""
         return [member for member in self.members.values() if member.role == role and member.ready]
 

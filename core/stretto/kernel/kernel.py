@@ -64,7 +64,7 @@ from stretto.kernel.canary import EngineErrors
 from stretto.kernel.changes import differences, is_complete, newest_values, values_file, write_values
 from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
 from stretto.kernel.engines import Engines
-from stretto.kernel.fleet import Fleet, Member
+from stretto.kernel.fleet import Fleet, FleetMember
 from stretto.kernel.lending import Wish
 from stretto.kernel.recovery import read_journal, repeat_journal
 from stretto.kernel.report import Report, Status
@@ -76,7 +76,7 @@ from stretto.kernel.scheduler import (
     HeldBack,
     Issue,
     Scheduler,
-    Settings,
+    SchedulerSettings,
     StartBatch,
     Withdraw,
 )
@@ -101,7 +101,7 @@ _TURN_S = 30.0
 """The first turn of an evaluation at a single engine; less where workflows have less time."""
 _TURNS_PER_WORKFLOW = 10
 _ATTEMPTS_PER_KERNEL = 1000
-"""Attempts of a resumed kernel's tickets begin at its fence times this."""
+"""Attempts of a resumed kernel's tickets begin at its lease_epoch times this."""
 
 
 def run_to_end(composed: Composed) -> int:
@@ -240,7 +240,7 @@ class Kernel:
         )
         self._view = View(config.name, config.steps, self._report, self._scheduler, self._fleet)
         self._engine_errors = EngineErrors()
-        self._fence = 0
+        self._lease_epoch = 0
         self._incarnation = resumed[1].incarnation if resumed else 0
         self._log_sequence = 0
         """Last message of the log that the scheduler has taken in."""
@@ -337,17 +337,17 @@ class Kernel:
         """Streams, state, the lease, and what workers may ask."""
         self._bus, names = bus, self._names
         await bus.make_state(names.state_bucket)
-        self._fence = await bus.put_state(names.state_bucket, "kernel", KernelLease(str(self.folder)))
+        self._lease_epoch = await bus.put_state(names.state_bucket, "kernel", KernelLease(str(self.folder)))
         tickets = [names.ticket("train"), names.ticket("eval")]
         await bus.make_queue(names.tickets_stream, tickets, redeliver_s=60)
         await bus.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
         await bus.make_log(names.journal_stream, [names.journal])
-        self._trainers = Trainers(bus, names, self._placement, self._fence)
+        self._trainers = Trainers(bus, names, self._placement, self._lease_epoch)
         self._engines = Engines(
             bus,
             names,
             self._fleet,
-            self._fence,
+            self._lease_epoch,
             on_swapped=self._swapped,
             on_callable=self._touch,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
@@ -376,7 +376,7 @@ class Kernel:
                 self._trainers,
                 self._resumed,
                 values=self._values,
-                attempts_from=self._fence * _ATTEMPTS_PER_KERNEL,
+                attempts_from=self._lease_epoch * _ATTEMPTS_PER_KERNEL,
                 on_change=self._change_values,
                 on_repeated=lambda start, result, divergence: self._report.step(
                     start, result, generate_busy_s=0.0, divergence=divergence
@@ -518,12 +518,12 @@ class Kernel:
             config=msgspec.msgpack.encode(msgspec.to_builtins(self._config)),
             run=self.run,
             folder=str(self.folder),
-            fence=self._fence,
+            lease_epoch=self._lease_epoch,
             grace_s=self._config.bus.grace_s,
             fingerprints={path: dataset.fingerprint for path, dataset in self._datasets.items()},
         )
 
-    def _on_ready(self, member: Member) -> None:
+    def _on_ready(self, member: FleetMember) -> None:
         log.info("worker ready", worker=member.worker)
         if member.role == "inference":
             self._tasks.start_soon(self._engines.keep_current, member)
@@ -531,7 +531,7 @@ class Kernel:
             member.callable = True
         self._touch()
 
-    def _on_lost(self, member: Member, how: str, final: bool) -> None:
+    def _on_lost(self, member: FleetMember, how: str, final: bool) -> None:
         self._touch()
         self._engines.look_again()
         if final:
@@ -561,7 +561,7 @@ class Kernel:
                 await changed.wait()
 
     async def _beacon(self, state: Literal["running", "over"]) -> None:
-        beacon = Beacon(self._fence, self._scheduler.version, state, self._fleet.peers())
+        beacon = Beacon(self._lease_epoch, self._scheduler.version, state, self._fleet.peers())
         await self._bus.publish(self._names.beacon, beacon)
 
     def _swapped(self, worker: str, done: SwapDone) -> None:
@@ -722,7 +722,7 @@ class Kernel:
     async def _journal(
         self, entry: JournalBatch | JournalStep | JournalEvaluation | JournalChange, what: str, version: int
     ) -> None:
-        name = f"{self._incarnation}/{version}/{what}/{self._fence}"
+        name = f"{self._incarnation}/{version}/{what}/{self._lease_epoch}"
         await self._bus.append(self._names.journal, entry, id=name)
 
     async def _checkpoint(self) -> None:
@@ -821,11 +821,11 @@ class Kernel:
             self._report.problems.append(f"{plugin}: {hook}: {type(error).__name__}: {error}")
 
 
-def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) -> Settings:
+def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) -> SchedulerSettings:
     config = composed.config
     queue, evaluation = config.queue, config.evaluation
     rows = len(datasets["evaluation.dataset"]) if evaluation else 0
-    return Settings(
+    return SchedulerSettings(
         steps=config.steps,
         batch_size=queue.batch_size,
         max_staleness=queue.max_staleness if graph.samples else 0,  # rows have no version to be older than

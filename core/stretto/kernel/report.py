@@ -17,7 +17,7 @@ import structlog
 from stretto.bus.messages import Evaluation, SwapDone
 from stretto.engine import CanaryConfig
 from stretto.kernel.advice import Adviser, bottleneck, causes
-from stretto.kernel.canary import Drifts
+from stretto.kernel.canary import CanaryRecord
 from stretto.kernel.checkpoint import KernelState, checkpoint_name
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.scheduler import Scheduler, StartBatch
@@ -101,7 +101,7 @@ class Report:
         """Steps at the end that changed nothing, because their gradient was not finite."""
         self.problems: list[str] = []
         """What went wrong without ending the run, for the summary."""
-        self._drifts = Drifts(canary, self.problems)
+        self._drifts = CanaryRecord(canary, self.problems)
 
     @property
     def wall_s(self) -> float:

@@ -39,7 +39,7 @@ __all__ = [
     "Issue",
     "Ledger",
     "Scheduler",
-    "Settings",
+    "SchedulerSettings",
     "Snapshot",
     "StartBatch",
     "Withdraw",
@@ -47,7 +47,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Settings:
+class SchedulerSettings:
     """What the scheduler has to know of a run."""
 
     steps: int
@@ -237,7 +237,9 @@ def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
 class Scheduler:
     """Lives as long as its kernel. `keep` is the algorithm's filter on finished groups."""
 
-    def __init__(self, settings: Settings, keep: Callable[[Group], bool] = lambda group: True) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, keep: Callable[[Group], bool] = lambda group: True
+    ) -> None:
         self.settings = settings
         self.version = 0
         self.evaluations: list[Evaluation] = []

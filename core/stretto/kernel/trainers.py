@@ -18,7 +18,6 @@ import msgspec
 from stretto.assembly.placement import Placement, WorkerGroup, model_folder
 from stretto.bus.client import Bus
 from stretto.bus.messages import (
-    Call,
     CallDone,
     EndStep,
     LoadCheckpoint,
@@ -26,6 +25,7 @@ from stretto.bus.messages import (
     Message,
     Prefetch,
     RowRef,
+    RunCall,
     Save,
     Saved,
     StepEnded,
@@ -78,10 +78,10 @@ class StepResult:
 class Trainers:
     """Rank 0 of every worker group."""
 
-    def __init__(self, bus: Bus, names: Subjects, placement: Placement, fence: int) -> None:
+    def __init__(self, bus: Bus, names: Subjects, placement: Placement, lease_epoch: int) -> None:
         self._bus = bus
         self._names = names
-        self._fence = fence
+        self._lease_epoch = lease_epoch
         self.placement = placement
 
     async def load(
@@ -89,7 +89,7 @@ class Trainers:
     ) -> tuple[WeightsNote, ...]:
         """Have all begin at a checkpoint, or at the initial models. Returns the notes of what was published:
         the older versions that were `needed` and lie in the checkpoint, and then `version`."""
-        request = LoadCheckpoint(self._fence, str(folder or ""), version, needed)
+        request = LoadCheckpoint(self._lease_epoch, str(folder or ""), version, needed)
         answers = await self._ask_all("load", request, Loaded)
         again = [note for answer in answers for note in answer.needed]
         return (*again, _note_of([answer.note for answer in answers]))
@@ -108,12 +108,12 @@ class Trainers:
             ahead: rows that will probably be wanted next, to be fetched while the present ones train.
             needed: published versions that are kept, because evaluations need them.
         """
-        step = _Step(self, Call(self._fence, incarnation, version, "", rows), ahead)
+        step = _Step(self, RunCall(self._lease_epoch, incarnation, version, "", rows), ahead)
         with one_error():
             async with anyio.create_task_group() as tasks:
                 for group in self.placement.groups.values():
                     tasks.start_soon(step.run_group, group)
-        answers = await self._ask_all("end", EndStep(self._fence, version, needed), StepEnded)
+        answers = await self._ask_all("end", EndStep(self._lease_epoch, version, needed), StepEnded)
         divergence = step.statistics.pop("divergence", None)
         return StepResult(
             step.statistics, step.times, _note_of([answer.note for answer in answers]), divergence
@@ -130,7 +130,7 @@ class Trainers:
         for model in graph.models:
             if graph.models[model].trainable:
                 model_folder(folder, model, graph).mkdir(parents=True, exist_ok=True)
-        await self._ask_all("save", Save(self._fence, str(folder), version, needed), Saved)
+        await self._ask_all("save", Save(self._lease_epoch, str(folder), version, needed), Saved)
 
     async def prefetch(self, rows: tuple[RowRef, ...]) -> None:
         """Announce rows to every rank."""
@@ -160,7 +160,7 @@ class Trainers:
 class _Step:
     """The calls of one step under way."""
 
-    def __init__(self, trainers: Trainers, request: Call, ahead: tuple[RowRef, ...]) -> None:
+    def __init__(self, trainers: Trainers, request: RunCall, ahead: tuple[RowRef, ...]) -> None:
         self._trainers = trainers
         self._placement = trainers.placement
         self._request = request

@@ -33,7 +33,7 @@ __all__ = [
     "Manifest",
     "Outline",
     "RunFolders",
-    "Stored",
+    "StoredVersion",
     "VersionFolders",
     "lay_out",
     "open_version",
@@ -112,7 +112,7 @@ class Outline(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredVersion:
     """A version in its folder."""
 
     folder: Path
@@ -121,7 +121,7 @@ class Stored:
     outline: Outline
 
     @classmethod
-    def of(cls, folder: Path) -> Stored:
+    def of(cls, folder: Path) -> StoredVersion:
         """Of a folder that is complete."""
         data = (folder / "manifest.json").read_bytes()
         files = [folder / name for name in msgspec.json.decode(data, type=Manifest).files]
@@ -140,7 +140,7 @@ class VersionFolders:
         self._root = root
         self._keep = keep
         self._shard_bytes = int(shard_gb * 2**30)
-        self._stored: dict[int, Stored] = {}
+        self._stored: dict[int, StoredVersion] = {}
 
     def write(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
@@ -159,7 +159,7 @@ class VersionFolders:
             digest = self._write(aside, version, tensors)
             shutil.rmtree(final, ignore_errors=True)  # a repeated step publishes its version again
             aside.rename(final)
-            stored = {**self._stored, version: Stored.of(final)}
+            stored = {**self._stored, version: StoredVersion.of(final)}
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             reason = f"version {version} cannot be written to {self._root}: {error}"
@@ -170,7 +170,7 @@ class VersionFolders:
         self._stored = stored
         return WeightsNote(version, str(final), digest)
 
-    def find(self, version: int) -> Stored:
+    def find(self, version: int) -> StoredVersion:
         """A version that is there; it may be gone by the time its files are opened. From any thread.
 
         Raises:

@@ -132,13 +132,17 @@ def _check_interpreter(python: str, module: str) -> Iterator[Problem]:
     try:
         tried = subprocess.run([python, "-I", "-c", probe], capture_output=True, timeout=_TRY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Problem("inference.python", f"{python!r} does not run: {error}", "machine")
+        yield Problem("inference.python", f"{python!r} does not run: {error}", "environment")
         return
     if tried.returncode == 1 and not tried.stderr:
-        yield Problem("inference.python", f"{python!r} has no module {module!r}; install it there", "machine")
+        yield Problem(
+            "inference.python", f"{python!r} has no module {module!r}; install it there", "environment"
+        )
     elif tried.returncode:
         said = tried.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        yield Problem("inference.python", f"{python!r} is no Python interpreter: {' '.join(said)}", "machine")
+        yield Problem(
+            "inference.python", f"{python!r} is no Python interpreter: {' '.join(said)}", "environment"
+        )
 
 
 def _check_args(config: SidecarConfig, reserved: Mapping[str, str]) -> Iterator[Problem]:

@@ -28,7 +28,7 @@ from stretto.models.digest import digest_of
 from stretto.models.files import end_tokens_in, folder_of_model, shapes_in, text_config
 from stretto.models.version_files import open_version
 from stretto.serving.config import SidecarConfig, context_of_model
-from stretto.serving.requests import Ask, Piece, Samples
+from stretto.serving.requests import Ask, RequestQueue, StreamChunk
 from stretto.serving.server import Server, ServerCommand, ServerLost
 from stretto.weights import WeightsNote
 
@@ -79,7 +79,7 @@ class SidecarEngine(ABC):
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of the model's own tensors; empty while they are not on this machine."""
         self._room = context_of_model(config, context.model)
-        self._samples = Samples(self, slots=config.slots, room=self._room, model=self._model)
+        self._samples = RequestQueue(self, slots=config.slots, room=self._room, model=self._model)
         self._server: Server | None = None
         self._replaced = anyio.Event()
         self._restarted: deque[float] = deque()
@@ -111,7 +111,7 @@ class SidecarEngine(ABC):
         return ""
 
     @abstractmethod
-    def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+    def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
         """See `Streams`."""
 
     @abstractmethod

@@ -34,7 +34,7 @@ from stretto.serving.stop_strings import StopStrings, stop_tokenizer
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-__all__ = ["Ask", "Piece", "Samples", "Streams"]
+__all__ = ["Ask", "RequestQueue", "StreamChunk", "Streams"]
 
 _EMIT_EVERY_S = 0.02
 _LOOK_EVERY_S = 0.1
@@ -60,7 +60,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Piece:
+class StreamChunk:
     """New tokens of a stream."""
 
     tokens: Sequence[int]
@@ -73,7 +73,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class _Sample:
+class _ServerSample:
     """One answer in the making."""
 
     request: GenerateRequest
@@ -112,7 +112,7 @@ class Streams(Protocol):
         """Why tokens cannot be drawn in this way; empty if they can."""
         ...
 
-    def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+    def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
         """Ask for one stream. Its last piece has a `finish`."""
         ...
 
@@ -122,7 +122,7 @@ class Streams(Protocol):
         ...
 
 
-class Samples:
+class RequestQueue:
     """The samples of one worker.
 
     Args:
@@ -146,14 +146,14 @@ class Samples:
         """Where samples may be sent; None while they may not."""
         self._version = -1
         """What it serves."""
-        self._requests: dict[str, list[_Sample]] = {}
-        self._line: list[tuple[int, _Sample]] = []
-        self._aside: list[_Sample] = []
+        self._requests: dict[str, list[_ServerSample]] = {}
+        self._line: list[tuple[int, _ServerSample]] = []
+        self._aside: list[_ServerSample] = []
         """Samples that need newer weights than there are."""
-        self._running: set[_Sample] = set()
+        self._running: set[_ServerSample] = set()
         self._idle = anyio.Event()
         self._news = anyio.Event()
-        self._fresh: dict[_Sample, None] = {}
+        self._fresh: dict[_ServerSample, None] = {}
         """Samples with something to emit, in the order in which it came."""
         self._numbers = count()
         self._busy_s = 0.0
@@ -279,7 +279,7 @@ class Samples:
 
     # -------------------------------------------------------------------------------- the line
 
-    def _wanted(self, request: GenerateRequest) -> list[_Sample]:
+    def _wanted(self, request: GenerateRequest) -> list[_ServerSample]:
         """The samples that are wanted of a request; or `RequestError`."""
         prompt = request.prompt_ids.numpy().tolist()
         number, longest = len(request.seeds), request.sampling.max_tokens
@@ -303,7 +303,7 @@ class Samples:
                 raise RequestError(f"tokens outside the vocabulary of {self._vocabulary}")
         now = time.monotonic()
         return [
-            _Sample(
+            _ServerSample(
                 request=request,
                 index=i,
                 prompt=prompt,
@@ -320,7 +320,7 @@ class Samples:
     def _is_end(self, token: int, sampling: Sampling) -> bool:
         return token in sampling.stop_token_ids or (token in self._ends and not sampling.ignore_eos)
 
-    def _place(self, sample: _Sample) -> None:
+    def _place(self, sample: _ServerSample) -> None:
         """Let a sample wait for its turn."""
         heapq.heappush(self._line, (sample.place, sample))
 
@@ -345,7 +345,7 @@ class Samples:
             assert self._tasks is not None, "start comes first"
             self._tasks.start_soon(self._decode, server, sample)
 
-    async def _decode(self, server: Server, sample: _Sample) -> None:
+    async def _decode(self, server: Server, sample: _ServerSample) -> None:
         """One stream, from its question to its end; a sample that is unfinished then waits again."""
         assert sample.scope is not None
         ended = False
@@ -382,7 +382,7 @@ class Samples:
             except (ServerLost, ServerRefused) as error:
                 server.distrust(str(error))
 
-    async def _receive(self, server: Server, sample: _Sample) -> bool:
+    async def _receive(self, server: Server, sample: _ServerSample) -> bool:
         """Take the pieces of a stream until it or the sample ends; whether the stream did."""
         sampling, done = sample.request.sampling, len(sample.answer)
         ask = Ask(
@@ -408,7 +408,7 @@ class Samples:
             raise ServerLost("a stream ended without a finish")
         return True
 
-    def _take(self, sample: _Sample, piece: Piece, stops: StopStrings | None) -> None:
+    def _take(self, sample: _ServerSample, piece: StreamChunk, stops: StopStrings | None) -> None:
         for version in piece.versions:
             if version != str(sample.version):
                 raise EngineError(
@@ -450,7 +450,7 @@ class Samples:
 
     # -------------------------------------------------------------------------------- chunks
 
-    def _end(self, sample: _Sample, finish: Finish, error: str = "") -> None:
+    def _end(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
         """A sample has ended: nothing more is taken of it."""
         if sample.finish:
             return
@@ -460,7 +460,7 @@ class Samples:
             del self._requests[sample.request.id]
         self._note(sample)
 
-    def _cut(self, sample: _Sample, finish: Finish, error: str = "") -> None:
+    def _cut(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
         """End a sample whose stream, if it is in one, would go on."""
         self._end(sample, finish, error)
         if sample.scope is not None:
@@ -471,9 +471,9 @@ class Samples:
         for index in range(len(request.seeds)):
             if not request.have or (index < len(request.have) and request.have[index] >= 0):
                 sent = request.have[index] if request.have else 0
-                self._note(_Sample(request, index, [], [], 0, sent, 0, 0, finish="error", error=why))
+                self._note(_ServerSample(request, index, [], [], 0, sent, 0, 0, finish="error", error=why))
 
-    def _note(self, sample: _Sample) -> None:
+    def _note(self, sample: _ServerSample) -> None:
         """There is something to emit of a sample."""
         self._fresh[sample] = None
         self._news.set()
@@ -490,7 +490,7 @@ class Samples:
             await anyio.sleep(_EMIT_EVERY_S)
 
 
-def _chunk(sample: _Sample) -> Chunk:
+def _chunk(sample: _ServerSample) -> Chunk:
     """All that is new of a sample."""
     number = len(sample.logprobs)
     tokens = sample.answer[sample.sent : sample.sent + number]

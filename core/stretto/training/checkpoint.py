@@ -107,7 +107,7 @@ class _Files:
         return self._folder / f"{self._stem}-{index + 1:05d}.part"
 
 
-class _Stored:
+class _CheckpointFile:
     """The tensors of `write_tensors`, read one by one.
 
     Raises:
@@ -146,7 +146,7 @@ def restore_parameters(
     Raises:
         EngineError: if one is not there, or has another shape.
     """
-    stored = _Stored(folder, stem)
+    stored = _CheckpointFile(folder, stem)
     for name, parameter in parameters.items():
         if f"{prefix}{name}" not in stored:
             raise EngineError(
@@ -179,7 +179,7 @@ def restore_optimizer(
     folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout
 ) -> None:
     """Read back what `optimizer_tensors` gave, whatever the layout was."""
-    stored = _Stored(folder, "optimizer")
+    stored = _CheckpointFile(folder, "optimizer")
     for name, parameter in parameters.items():
         for key in stored.keys_of(name):
             full = stored[f"{name}.{key}"]

@@ -128,4 +128,4 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
     if config.device == "cuda" and not config.gpus:
         yield Problem("training.gpus", "is 0, but training.device is 'cuda'; set it to 1")
     if config.lora is not None and importlib.util.find_spec("peft") is None:
-        yield Problem("training.lora", "needs peft: pip install 'stretto[lora]'", "machine")
+        yield Problem("training.lora", "needs peft: pip install 'stretto[lora]'", "environment")

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from stretto.algorithm import Loss
     from stretto.component import Context, Head
     from stretto.training.config import LoraConfig, ModelTrainingConfig
-    from stretto.training.packing import Rows
+    from stretto.training.packing import ModelInputs
 
 __all__ = ["HFTraining"]
 
@@ -344,7 +344,7 @@ class HFTraining:
         plain = Batch(micro.lengths, {"tokens": micro["tokens"]}, {})
         return Batch.concat([plain, self._blank.to(self._layout.device)])
 
-    def _rows(self, work: list[_Work], most: int) -> list[Rows]:
+    def _rows(self, work: list[_Work], most: int) -> list[ModelInputs]:
         """The rows of each micro-batch, filled up to as many as the other ranks have."""
         blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
         filling = self._work(blank, torch.tensor([False, True])).rows
@@ -379,7 +379,7 @@ class _Work:
     batch: Batch
     places: Tensor
     """(N,) int64, indices of the tokens that the head is to say something of."""
-    rows: Rows
+    rows: ModelInputs
 
 
 def _spread(values: Tensor, work: _Work) -> Tensor:

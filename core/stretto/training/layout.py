@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from stretto.component import Context
     from stretto.training.config import ModelTrainingConfig
-    from stretto.training.packing import Rows
+    from stretto.training.packing import ModelInputs
 
 __all__ = ["Layout"]
 
@@ -104,13 +104,15 @@ class Layout:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._low and self.autocast):
             return model(**arguments).logits
 
-    def forward(self, model: nn.Module, rows: Sequence[Rows], take: Callable[[int, Tensor], object]) -> None:
+    def forward(
+        self, model: nn.Module, rows: Sequence[ModelInputs], take: Callable[[int, Tensor], object]
+    ) -> None:
         """Give each micro-batch's output to `take`, with its number, in the ranks that compute it."""
         for index, row in enumerate(rows):
             take(index, self.compute(model, row.arguments))
 
     def backward(
-        self, model: nn.Module, rows: Sequence[Rows], loss_of: Callable[[int, Tensor], Tensor]
+        self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
         """Leave in the parameters the gradient of the sum of all parts' losses.
 

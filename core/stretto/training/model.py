@@ -20,7 +20,14 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.training.packing import ATTENTION, MakeRows, Rows, packed_rows, packs_exactly, padded_rows
+from stretto.training.packing import (
+    ATTENTION,
+    MakeInputs,
+    ModelInputs,
+    packed_rows,
+    packs_exactly,
+    padded_rows,
+)
 
 if TYPE_CHECKING:
     from stretto.component import Head
@@ -44,7 +51,7 @@ log = structlog.get_logger()
 
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
-) -> tuple[PreTrainedModel, MakeRows]:
+) -> tuple[PreTrainedModel, MakeInputs]:
     """The model in float32 on a device, and how batches are laid out for it: packed if that is exact.
 
     Raises:
@@ -90,7 +97,7 @@ def reads_images(config: Any) -> bool:
 
 def _vision_language(
     source: str, made_for: Any, config: ModelTrainingConfig, head: Head, device: torch.device
-) -> tuple[PreTrainedModel, MakeRows]:
+) -> tuple[PreTrainedModel, MakeInputs]:
     """A vision-language model. Its rows are padded: images have attention, and often positions, of their
     own, of which a packed row knows nothing."""
     if head != "policy":
@@ -104,14 +111,14 @@ def _vision_language(
     return model, _rows_with_images(model)
 
 
-def _rows_with_images(model: PreTrainedModel) -> MakeRows:
+def _rows_with_images(model: PreTrainedModel) -> MakeInputs:
     """Padded rows, with what the model is to know of the images in them."""
     config: Any = model.config
     image_token: int = getattr(config, "image_token_id", None) or config.image_token_index
     # Some are told by the caller which tokens stand for an image: without, positions would be those of text.
     marks = {"mm_token_type_ids", "token_type_ids"} & {*inspect.signature(model.forward).parameters}
 
-    def rows(batch: Batch, at: Tensor, *, keep: bool) -> Rows:
+    def rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
         padded = padded_rows(batch, at, keep=keep)
         marked = (padded.arguments["input_ids"] == image_token).long()
         told = {**batch.joined_media(), **dict.fromkeys(marks, marked)}

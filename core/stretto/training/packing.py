@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from stretto.rl.batch import Batch
 
-__all__ = ["ATTENTION", "MakeRows", "Rows", "packed_rows", "packs_exactly", "padded_rows"]
+__all__ = ["ATTENTION", "MakeInputs", "ModelInputs", "packed_rows", "packs_exactly", "padded_rows"]
 
 ATTENTION = "stretto_packed"
 
@@ -58,7 +58,7 @@ AttentionInterface.register(ATTENTION, _attend_per_sequence)
 
 
 @dataclass(frozen=True)
-class Rows:
+class ModelInputs:
     """A batch as a model's arguments."""
 
     arguments: dict[str, Any]
@@ -67,10 +67,10 @@ class Rows:
     """The model's output -> (N, V): that at the wanted tokens, in the batch's order."""
 
 
-class MakeRows(Protocol):
+class MakeInputs(Protocol):
     """`packed_rows` or `padded_rows`."""
 
-    def __call__(self, batch: Batch, at: Tensor, *, keep: bool) -> Rows:
+    def __call__(self, batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
         """The rows of a batch.
 
         Args:
@@ -80,8 +80,8 @@ class MakeRows(Protocol):
         ...
 
 
-def packed_rows(batch: Batch, at: Tensor, *, keep: bool) -> Rows:
-    """One row of all sequences; see `MakeRows`."""
+def packed_rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
+    """One row of all sequences; see `MakeInputs`."""
     device = batch["tokens"].device
     arguments = {
         "input_ids": batch["tokens"][None],
@@ -90,12 +90,12 @@ def packed_rows(batch: Batch, at: Tensor, *, keep: bool) -> Rows:
         "use_cache": False,  # with a cache, positions that restart are not seen as new sequences
     }
     if keep:
-        return Rows({**arguments, "logits_to_keep": at}, lambda output: output[0])
-    return Rows(arguments, lambda output: output[0, at])
+        return ModelInputs({**arguments, "logits_to_keep": at}, lambda output: output[0])
+    return ModelInputs(arguments, lambda output: output[0, at])
 
 
-def padded_rows(batch: Batch, at: Tensor, *, keep: bool) -> Rows:
-    """One row a sequence, padded on the right; see `MakeRows`. The head computes all of them."""
+def padded_rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
+    """One row a sequence, padded on the right; see `MakeInputs`. The head computes all of them."""
     del keep
     device = batch["tokens"].device
     longest = max(batch.lengths)
@@ -106,7 +106,7 @@ def padded_rows(batch: Batch, at: Tensor, *, keep: bool) -> Rows:
     row = batch.sequence_index().to(device)[at]
     column = batch.positions().to(device)[at]
     arguments = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
-    return Rows(arguments, lambda output: output[row, column])
+    return ModelInputs(arguments, lambda output: output[row, column])
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def packs_exactly(
 
     Args:
         compute: a row's arguments -> the model's output.
-        keep: as for `MakeRows`.
+        keep: as for `MakeInputs`.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 1, 12]

@@ -169,7 +169,7 @@ def sandbox_problems(run: RunConfig) -> Iterator[Problem]:
             "sandbox",
             f"{problem}. It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, leave "
             "to make them); if you trust all that is run, write `sandbox: unsafe`",
-            "machine",
+            "environment",
         )
 
 

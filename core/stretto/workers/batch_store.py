@@ -20,29 +20,29 @@ from stretto.errors import ConfigError, Refused
 from stretto.models.files import fetched_config
 from stretto.models.tokenizer import Tokenizer, load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
-from stretto.workers.context import Setting
+from stretto.workers.context import WorkerContext
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.rl.batch import Batch
 
-__all__ = ["Rows"]
+__all__ = ["BatchStore"]
 
 _READS_AT_ONCE = 32
 _ANSWER_S = 600.0
 """Deadline for rows from another rank; a rank that dies ends the run long before."""
 
 
-class Rows:
+class BatchStore:
     """What this rank holds of the batch. Rows are named by their place in it.
 
     Columns that no call of the step wrote come from the log, or are made of the dataset's rows. Columns that
     a call wrote lie with the rank that computed them, which everybody can work out.
     """
 
-    def __init__(self, setting: Setting, placement: Placement) -> None:
-        self._setting = setting
+    def __init__(self, context: WorkerContext, placement: Placement) -> None:
+        self._context = context
         self._placement = placement
         self._source: Call = placement.graph.source
         self._bundles: dict[int, TrajectoryBundle] = {}
@@ -59,15 +59,15 @@ class Rows:
 
     async def open(self) -> None:
         """Be ready for requests of other ranks; where rows or their images are of the dataset, open that."""
-        setting, model = self._setting, self._setting.context.model
+        context, model = self._context, self._context.component_context.model
         if model is not None and is_vision_language(await anyio.to_thread.run_sync(fetched_config, model)):
             self._vision = await anyio.to_thread.run_sync(Vision, model)
         if not self._placement.graph.samples or self._vision is not None:
             self._tokenizer: Tokenizer = self._vision.tokenizer if self._vision else load_tokenizer(model)
-            self._dataset: Dataset = await anyio.to_thread.run_sync(setting.make, "dataset")
-            if self._dataset.fingerprint != setting.fingerprints["dataset"]:
+            self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, "dataset")
+            if self._dataset.fingerprint != context.fingerprints["dataset"]:
                 raise ConfigError("dataset: its rows here are not those that the kernel has", path="dataset")
-        await setting.bus.serve(setting.subject("column"), AskColumn, self._answer, forget=True)
+        await context.bus.serve(context.subject("column"), AskColumn, self._answer, forget=True)
 
     # ------------------------------------------------------------------------------- the life of a batch
 
@@ -167,9 +167,9 @@ class Rows:
     async def _ask(self, owner: str, key: str, rows: list[int]) -> None:
         import torch
 
-        setting = self._setting
-        column = await setting.bus.request(
-            setting.names.worker("trainer", owner, "column"),
+        context = self._context
+        column = await context.bus.request(
+            context.names.worker("trainer", owner, "column"),
             AskColumn(self._version, key, tuple(rows)),
             Column,
             who=owner,
@@ -184,7 +184,7 @@ class Rows:
 
         held = self._written.get(message.key, {})
         if message.version != self._version or not all(row in held for row in message.rows):
-            raise Refused(self._setting.worker, f"has not all rows of {message.key!r} that are asked for")
+            raise Refused(self._context.worker, f"has not all rows of {message.key!r} that are asked for")
         parts = [held[row] for row in message.rows]
         per_token = parts[0].dim() > 0
         values = torch.cat(parts) if per_token else torch.stack(parts)
@@ -224,8 +224,8 @@ class Rows:
 
         async def read(sequence: int) -> None:
             async with limit:
-                stream = self._setting.names.log_stream
-                self._bundles[sequence] = await self._setting.bus.read(stream, sequence, TrajectoryBundle)
+                stream = self._context.names.log_stream
+                self._bundles[sequence] = await self._context.bus.read(stream, sequence, TrajectoryBundle)
 
         async with anyio.create_task_group() as tasks:
             for sequence in missing:

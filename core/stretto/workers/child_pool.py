@@ -19,7 +19,7 @@ from stretto.children.protocol import HEAD, Started, framed
 from stretto.errors import RewardError
 from stretto.user_code.sandbox import kill
 
-__all__ = ["Children", "Ended", "Program"]
+__all__ = ["ChildEnded", "ChildPool", "Program"]
 
 _START_S = 120.0
 _END_S = 2.0
@@ -40,11 +40,11 @@ class Program:
     folder: Path | None = None
 
 
-class Ended(Exception):
+class ChildEnded(Exception):
     """A child has ended while it was asked something; the text says how."""
 
 
-class Children:
+class ChildPool:
     """Up to `count` processes of one program, started as they are needed."""
 
     def __init__(self, program: Program, count: int) -> None:
@@ -75,7 +75,7 @@ class Children:
 
         Raises:
             TimeoutError: if it takes too long; the child is killed. Waiting for a child does not count.
-            Ended: if the child ends instead.
+            ChildEnded: if the child ends instead.
         """
         async with self._child() as child:
             began = time.perf_counter()
@@ -83,7 +83,7 @@ class Children:
                 with anyio.fail_after(timeout_s):
                     return await child.ask(msgspec.msgpack.encode(question))
             except _GONE as error:
-                raise Ended(await child.last_status()) from error
+                raise ChildEnded(await child.last_status()) from error
             finally:
                 self.busy_s += time.perf_counter() - began
 

@@ -20,12 +20,12 @@ from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role
 
-__all__ = ["ComputeThread", "RoleWork", "Setting"]
+__all__ = ["ComputeThread", "RoleWorker", "WorkerContext"]
 
 T = TypeVar("T")
 
 
-class Setting:
+class WorkerContext:
     """What a role's code is given: the bus, the run, and the kernel's latest word."""
 
     def __init__(
@@ -37,68 +37,70 @@ class Setting:
         self.role: Role = role
         self.nonce = nonce
         self.composed: Composed = compose_mapping(msgspec.msgpack.decode(welcome.config))
-        self.context: Context = context_of(
+        self.component_context: Context = context_of(
             self.composed.config, run=welcome.run, folder=welcome.folder, worker=worker
         )
-        self.fence = welcome.fence
+        self.lease_epoch = welcome.lease_epoch
         self.grace_s = welcome.grace_s
         self.fingerprints = welcome.fingerprints
         self.beacon: Beacon | None = None
-        self.heard = time.monotonic()
+        self.beacon_at = time.monotonic()
         self.leave = anyio.Event()
         self.reason = ""
         self._listeners: list[Callable[[Beacon], None]] = []
 
     def make(self, path: str) -> Any:
         """The component that a section of the run chose (see `Composed.make`)."""
-        return self.composed.make(path, self.context)
+        return self.composed.make(path, self.component_context)
 
     def explain(self, error: BaseException) -> str:
         """An error for those who cannot see its traceback."""
-        return self.composed.explain(error, self.context.path("logs", f"{self.worker}.jsonl"))
+        return self.composed.explain(error, self.component_context.path("logs", f"{self.worker}.jsonl"))
 
     def subject(self, verb: str) -> str:
         """Where this worker is asked to do `verb`."""
         return self.names.worker(self.role, self.worker, verb)
 
     def on_beacon(self, listener: Callable[[Beacon], None]) -> None:
-        """Be told of every beacon."""
+        """Call `listener` with every beacon."""
         self._listeners.append(listener)
 
-    def obey(self, fence: int) -> None:
-        """Accept a command, or not.
+    def check_lease(self, lease_epoch: int) -> None:
+        """Accept a command of the kernel that owns the run.
 
         Raises:
             Refused: if a newer kernel than the sender owns the run.
         """
-        if fence < self.fence:
-            raise Refused(self.worker, f"a kernel with fence {self.fence} owns the run, not {fence}")
-        self.fence = fence
+        if lease_epoch < self.lease_epoch:
+            raise Refused(
+                self.worker, f"a kernel of lease epoch {self.lease_epoch} owns the run, not {lease_epoch}"
+            )
+        self.lease_epoch = lease_epoch
 
-    def hear(self, beacon: Beacon) -> None:
-        """Take in a beacon; one of a kernel that has been replaced does not count."""
-        if beacon.fence < self.fence:
+    def receive_beacon(self, beacon: Beacon) -> None:
+        """Take in a beacon; ignore one of a kernel that has been replaced."""
+        if beacon.lease_epoch < self.lease_epoch:
             return
-        self.fence, self.beacon, self.heard = beacon.fence, beacon, time.monotonic()
+        self.lease_epoch, self.beacon, self.beacon_at = beacon.lease_epoch, beacon, time.monotonic()
         if beacon.state == "over":
-            self.go("the run is over")
+            self.request_shutdown("the run is over")
         for listener in self._listeners:
             listener(beacon)
 
-    def go(self, reason: str) -> None:
-        """Begin to leave."""
+    def request_shutdown(self, reason: str) -> None:
+        """Make this worker leave."""
         self.reason = self.reason or reason
         self.leave.set()
 
 
-class RoleWork(Protocol):
+class RoleWorker(Protocol):
     """The work of a role, made once the worker has joined."""
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Do it until cancelled. `ready` is called when others may count on the worker."""
         ...
 
-    def beat(self, beat: Heartbeat) -> Heartbeat:
+    def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """The heartbeat with the role's own figures."""
         ...
 

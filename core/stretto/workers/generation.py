@@ -19,11 +19,11 @@ from stretto.array import Array
 from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate
 from stretto.engine import Finish, GenerateRequest
 from stretto.errors import EngineError
-from stretto.workers.context import Setting
-from stretto.workers.routing import Pool
-from stretto.workflow import Heard
+from stretto.workers.context import WorkerContext
+from stretto.workers.routing import Router
+from stretto.workflow import OnTokens
 
-__all__ = ["Floor", "Generations", "Sample"]
+__all__ = ["GeneratedSample", "Generations", "VersionFloor"]
 
 log = structlog.get_logger()
 
@@ -35,7 +35,7 @@ _TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
 """A sampled token, as answers are kept: many pieces of a few tokens arrive, so a piece has to cost little."""
 
 
-class Floor:
+class VersionFloor:
     """The version that no token of a ticket is older than: its `min_version`, until every request made so far
     has begun; then that of the oldest token there is, which later requests must respect.
 
@@ -64,7 +64,7 @@ class Floor:
 
 
 @dataclass(slots=True)
-class Sample:
+class GeneratedSample:
     """What has arrived of one sample."""
 
     records: bytearray = field(default_factory=bytearray)
@@ -100,13 +100,17 @@ class _Generation:
     """One request under way, on one engine after another if they die."""
 
     def __init__(
-        self, request: GenerateRequest, floor: Floor, exact_version: int | None, heard: Heard | None
+        self,
+        request: GenerateRequest,
+        floor: VersionFloor,
+        exact_version: int | None,
+        on_tokens: OnTokens | None,
     ) -> None:
         self.request = request
         self.floor = floor
         self.exact_version = exact_version
-        self.heard = heard
-        self.samples = [Sample() for _ in request.seeds]
+        self.on_tokens = on_tokens
+        self.samples = [GeneratedSample() for _ in request.seeds]
         self.unfinished = len(self.samples)
         self.failure: Exception | None = None
         """Why there will be no answer."""
@@ -156,8 +160,8 @@ class _Generation:
         sample.records += records[known:]
         if begins and records:
             self._note_begun()
-        if self.heard is not None and sample.length > sample.told:
-            self._tell(self.heard, sample, head.sample)
+        if self.on_tokens is not None and sample.length > sample.told:
+            self._tell(self.on_tokens, sample, head.sample)
         if head.finish:
             self._end(sample, head)
         return True
@@ -169,7 +173,7 @@ class _Generation:
             if not sample.finish:
                 sample.records = bytearray()
 
-    def _end(self, sample: Sample, head: ChunkHead) -> None:
+    def _end(self, sample: GeneratedSample, head: ChunkHead) -> None:
         if head.finish == "abort":  # not asked for: nothing is listened to after that
             self.given_up = True
         elif head.finish == "error":
@@ -180,10 +184,10 @@ class _Generation:
         if self.over:
             self.wake.set()
 
-    def _tell(self, heard: Heard, sample: Sample, index: int) -> None:
+    def _tell(self, on_tokens: OnTokens, sample: GeneratedSample, index: int) -> None:
         told, sample.told = sample.told, sample.length
         try:
-            heard(index, sample.tokens()[told:])
+            on_tokens(index, sample.tokens()[told:])
         except Exception as error:  # noqa: BLE001 - raised again in the ticket that listens
             self.failure = error
             self.wake.set()
@@ -203,16 +207,16 @@ class Generations:
         silence_s: after so long without a chunk of a request, its engine is asked again at the next beacon.
     """
 
-    def __init__(self, setting: Setting, engines: Pool, *, silence_s: float = 10.0) -> None:
-        self._setting = setting
+    def __init__(self, context: WorkerContext, engines: Router, *, silence_s: float = 10.0) -> None:
+        self._context = context
         self._silence_s = silence_s
-        self._bus = setting.bus
+        self._bus = context.bus
         self._engines = engines
-        self._deterministic = setting.composed.config.inference.deterministic
-        self._reply = f"{setting.bus.inbox('inference')}.chunks.in"
+        self._deterministic = context.composed.config.inference.deterministic
+        self._reply = f"{context.bus.inbox('inference')}.chunks.in"
         self._under_way: dict[str, _Generation] = {}
         """By the name that the engine at work on it knows it by."""
-        setting.on_beacon(self._look)
+        context.on_beacon(self._look)
 
     async def open(self) -> None:
         """Listen for chunks. Called once, before `run`."""
@@ -221,25 +225,25 @@ class Generations:
     async def run(
         self,
         request: GenerateRequest,
-        floor: Floor,
+        floor: VersionFloor,
         *,
         exact_version: int | None = None,
         affinity: str = "",
-        heard: Heard | None = None,
-    ) -> list[Sample]:
+        on_tokens: OnTokens | None = None,
+    ) -> list[GeneratedSample]:
         """Every sample of a request, finished.
 
         Args:
             exact_version: of an evaluation: the version that samples it. It goes to engines lent to that.
-            affinity: what requests have in common that should go to the same engine (see `Pool.member`), as
+            affinity: what requests have in common that should go to the same engine (see `Router.member`), as
                 it has their prefix; empty for none.
-            heard: called with (sample, new tokens) as they arrive, each position of an answer once.
+            on_tokens: called with (sample, new tokens) as they arrive, each position of an answer once.
 
         Raises:
             EngineError: if an engine refused it, or too many gave it up.
-            Exception: whatever `heard` raised.
+            Exception: whatever `on_tokens` raised.
         """
-        generation = _Generation(request, floor, exact_version, heard)
+        generation = _Generation(request, floor, exact_version, on_tokens)
         place, given_up, left = 0, 0, ""
         while generation.unfinished:
             async with self._engines.member(
@@ -306,12 +310,12 @@ class Generations:
             have=tuple(-1 if sample.finish else sample.length for sample in generation.samples),
             min_version=generation.floor.version,
         )
-        subject = self._setting.names.worker("inference", engine, "generate")
+        subject = self._context.names.worker("inference", engine, "generate")
         await self._bus.publish(subject, Generate(request, self._reply, generation.exact_version))
 
     async def _release(self, engine: str, generation: _Generation, name: str) -> None:
         """The engine can forget the request."""
-        names = self._setting.names
+        names = self._context.names
         if generation.unfinished:
             await self._bus.publish(names.worker("inference", engine, "abort"), Abort(name))
         else:

@@ -50,11 +50,11 @@ from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, made_whole
 from stretto.models.version_files import RunFolders
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate
-from stretto.workers.context import Setting
+from stretto.workers.context import WorkerContext
 from stretto.workers.shared_rows import engine_kl
 from stretto.workers.weights_wire import BusWire
 
-__all__ = ["InferenceWork"]
+__all__ = ["InferenceWorker"]
 
 log = structlog.get_logger()
 
@@ -83,12 +83,12 @@ Audience = int | None | Literal["nobody"]
 """Whose requests a worker answers: those of the evaluation of a version, those of training (None)."""
 
 
-class InferenceWork:
+class InferenceWorker:
     """One replica."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._bus = setting.bus
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._bus = context.bus
         self._engine: InferenceEngine | None = None
         self._subscriber: Subscriber | None = None
         self._requests: dict[str, _Request] = {}
@@ -108,21 +108,21 @@ class InferenceWork:
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Start the engine, then serve until cancelled."""
-        setting = self._setting
-        engine = self._engine = await anyio.to_thread.run_sync(setting.make, "inference")
-        subscriber = self._subscriber = setting.make("weights").subscriber(BusWire(setting))
-        expect_contract(subscriber, Subscriber, setting.composed.origin("weights").label)
-        self._whole = RunFolders(setting.context, None).own("whole")
+        context = self._context
+        engine = self._engine = await anyio.to_thread.run_sync(context.make, "inference")
+        subscriber = self._subscriber = context.make("weights").subscriber(BusWire(context))
+        expect_contract(subscriber, Subscriber, context.composed.origin("weights").label)
+        self._whole = RunFolders(context.component_context, None).own("whole")
         try:
             async with anyio.create_task_group() as tasks:
                 await engine.start(self._emit, tasks)
                 tasks.start_soon(self._send)
                 tasks.start_soon(self._forget)
-                await self._bus.subscribe(setting.subject("generate"), Generate, self._generate)
-                await self._bus.subscribe(setting.subject("confirm"), Confirm, self._confirm)
-                await self._bus.subscribe(setting.subject("abort"), Abort, self._abort)
-                await self._bus.serve(setting.subject("swap"), Swap, self._swap)
-                await self._bus.serve(setting.subject("load"), AskLoad, self._load)
+                await self._bus.subscribe(context.subject("generate"), Generate, self._generate)
+                await self._bus.subscribe(context.subject("confirm"), Confirm, self._confirm)
+                await self._bus.subscribe(context.subject("abort"), Abort, self._abort)
+                await self._bus.serve(context.subject("swap"), Swap, self._swap)
+                await self._bus.serve(context.subject("load"), AskLoad, self._load)
                 ready()
         finally:
             with anyio.CancelScope(shield=True):
@@ -130,12 +130,14 @@ class InferenceWork:
             subscriber.close()
             shutil.rmtree(self._whole, ignore_errors=True)
 
-    def beat(self, beat: Heartbeat) -> Heartbeat:
+    def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """With the engine's own figures."""
         if self._engine is None:
-            return beat
+            return heartbeat
         load = self._engine.load()
-        return Heartbeat(beat.worker, beat.nonce, beat.ready, load.busy_s, load, refused=beat.refused)
+        return Heartbeat(
+            heartbeat.worker, heartbeat.nonce, heartbeat.ready, load.busy_s, load, refused=heartbeat.refused
+        )
 
     # -------------------------------------------------------------------------------- requests
 
@@ -231,7 +233,7 @@ class InferenceWork:
             outgoing, self._outgoing = self._outgoing, {}
             told = 0
             for reply, chunks in outgoing.items():
-                batch = _batch(self._setting.worker, chunks)
+                batch = _batch(self._context.worker, chunks)
                 told += len(batch.heads)
                 await self._bus.publish(reply, batch)
             await anyio.sleep(min(_EVERY_S + _FOR_EACH_S * told, _LATEST_S))
@@ -245,9 +247,9 @@ class InferenceWork:
 
     async def _swap(self, message: Swap) -> SwapDone:
         """Serve a version. Of several swaps that wait for each other, former ones are passed over."""
-        self._setting.obey(message.fence)
+        self._context.check_lease(message.lease_epoch)
         async with self._swapping:
-            order = (message.fence, message.number)
+            order = (message.lease_epoch, message.number)
             if self._served is not None and order <= self._order:
                 return self._served
             audience = message.note.version if message.exact else None
@@ -307,7 +309,7 @@ class InferenceWork:
 
     async def _model_folder(self, note: WeightsNote) -> Path:
         """Where the files of the run's model are on this machine."""
-        model = self._setting.context.model
+        model = self._context.component_context.model
         folder = await anyio.to_thread.run_sync(folder_of_model, model)
         if folder is None:
             raise WeightsError(
@@ -337,13 +339,13 @@ class InferenceWork:
     async def _measured(self, done: SwapDone) -> SwapDone:
         """The same, with the engine's error at the version that it serves now, where the run needs it.
         Samples do not wait for this."""
-        if self._setting.composed.config.queue.max_divergence is None:
+        if self._context.composed.config.queue.max_divergence is None:
             return done
         assert self._engine is not None
         version = done.report.version
         try:
             shared = await self._bus.request(
-                self._setting.names.shared_rows,
+                self._context.names.shared_rows,
                 AskSharedRows(version),
                 SharedRows,
                 who="the trainer",
@@ -362,7 +364,7 @@ class InferenceWork:
 
     def _fault_of_canary(self, note: WeightsNote, drift: Drift | None, unscored: str) -> str:
         """What is wrong where the run must not go on with a drift, or without knowing it."""
-        config = self._setting.composed.config.inference.canary
+        config = self._context.composed.config.inference.canary
         if config is None or config.on_drift != "stop":
             return ""
         if drift is None:

@@ -47,14 +47,14 @@ from stretto.models.vision import IMAGE_COLUMNS, Vision, is_vision_language, kee
 from stretto.reward import is_number
 from stretto.tools import ToolAnswer
 from stretto.workers.answers import answers_of
-from stretto.workers.context import Setting
-from stretto.workers.generation import Floor, Generations
-from stretto.workers.routing import Pool
-from stretto.workers.verifier_client import Verifiers
-from stretto.workflow import Answer, Heard, Prompt, Trajectory, Workflow, sample_numbers
+from stretto.workers.context import WorkerContext
+from stretto.workers.generation import Generations, VersionFloor
+from stretto.workers.routing import Router
+from stretto.workers.verifier_client import VerifierClient
+from stretto.workflow import Answer, OnTokens, Prompt, Trajectory, Workflow, sample_numbers
 from stretto.workflow import Score as SampleScore
 
-__all__ = ["RolloutWork", "sample_seed"]
+__all__ = ["RolloutWorker", "sample_seed"]
 
 log = structlog.get_logger()
 
@@ -62,16 +62,16 @@ _BUNDLE_BYTES = 512 * 1024
 _KEEP_ALIVE_S = 10.0
 
 
-class _Limits:
+class _TicketLimits:
     """The time limits of tickets. They stand still while all engines are lent to others."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self._running: set[tuple[int | None, anyio.CancelScope]] = set()
         """(`exact_version` of the ticket, its limit)."""
         self._heard_s = 0.0
         self._serving: set[int | None] = set()
         """`exact_version` of each engine, by the latest beacon."""
-        setting.on_beacon(self._hear)
+        context.on_beacon(self._hear)
 
     @contextmanager
     def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
@@ -94,23 +94,23 @@ class _Limits:
         self._serving = {peer.exact_version for peer in beacon.peers if peer.role == "inference"}
 
 
-class RolloutWork:
+class RolloutWorker:
     """One rollout worker."""
 
-    def __init__(self, setting: Setting) -> None:
-        config = setting.composed.config
-        self._setting = setting
-        self._bus = setting.bus
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.composed.config
+        self._context = context
+        self._bus = context.bus
         self._slots: dict[Purpose, anyio.Semaphore] = {
             # Of each its own: those of training keep theirs while their engine is lent to an evaluation.
             purpose: anyio.Semaphore(config.rollout.concurrency)
             for purpose in ("train", "eval")
         }
-        self._engines = Pool(setting, "inference")
-        self.verifiers = Verifiers(setting)
-        self._generations = Generations(setting, self._engines)
+        self._engines = Router(context, "inference")
+        self.verifiers = VerifierClient(context)
+        self._generations = Generations(context, self._engines)
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Taken[Ticket]]] = {}
-        self._limits = _Limits(setting)
+        self._limits = _TicketLimits(context)
         self._progress: dict[tuple[int, int], int] = {}
         self._news = anyio.Event()
         self._vision: Vision | None = None
@@ -118,18 +118,18 @@ class RolloutWork:
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Take tickets until cancelled."""
-        setting, config = self._setting, self._setting.composed.config
-        self._vision = await anyio.to_thread.run_sync(_vision_of, setting.context.model)
+        context, config = self._context, self._context.composed.config
+        self._vision = await anyio.to_thread.run_sync(_vision_of, context.component_context.model)
         self.tokenizer: Tokenizer = (
-            await anyio.to_thread.run_sync(load_tokenizer, setting.context.model)
+            await anyio.to_thread.run_sync(load_tokenizer, context.component_context.model)
             if self._vision is None
             else self._vision.tokenizer
         )
-        self._workflow: Workflow = setting.make("workflow")
+        self._workflow: Workflow = context.make("workflow")
         self._datasets: dict[Purpose, Dataset] = {"train": await self._dataset("dataset")}
         if config.evaluation is not None:
             self._datasets["eval"] = await self._dataset("evaluation.dataset")
-        await self._bus.subscribe(setting.names.abort_ticket, AbortTicket, self._abort)
+        await self._bus.subscribe(context.names.abort_ticket, AbortTicket, self._abort)
         await self._generations.open()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tell_progress)
@@ -138,15 +138,19 @@ class RolloutWork:
                 tasks.start_soon(self._take, purpose, tasks)
             ready()
 
-    def beat(self, beat: Heartbeat) -> Heartbeat:
+    def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """With the tickets in hand."""
         return Heartbeat(
-            beat.worker, beat.nonce, beat.ready, tickets=len(self._running), refused=beat.refused
+            heartbeat.worker,
+            heartbeat.nonce,
+            heartbeat.ready,
+            tickets=len(self._running),
+            refused=heartbeat.refused,
         )
 
     async def _dataset(self, path: str) -> Dataset:
-        dataset: Dataset = await anyio.to_thread.run_sync(self._setting.make, path)
-        if dataset.fingerprint != self._setting.fingerprints[path]:
+        dataset: Dataset = await anyio.to_thread.run_sync(self._context.make, path)
+        if dataset.fingerprint != self._context.fingerprints[path]:
             raise ConfigError(f"{path}: its rows here are not those that the kernel has", path=path)
         return dataset
 
@@ -154,7 +158,7 @@ class RolloutWork:
 
     async def _take(self, purpose: Purpose, tasks: TaskGroup) -> None:
         """Pull a ticket whenever a slot is free."""
-        names = self._setting.names
+        names = self._context.names
         tickets = self._bus.take(names.tickets_stream, names.ticket(purpose), Ticket)
         while True:
             await self._slots[purpose].acquire()
@@ -164,7 +168,7 @@ class RolloutWork:
         """One ticket, to its end. Whatever goes wrong in it ends here, as a failed group."""
         ticket = taken.message
         key = (ticket.purpose, ticket.id, ticket.attempt)
-        worker = self._setting.worker
+        worker = self._context.worker
         if key in self._running:  # delivered again, such as by a server that was killed: it is in hand
             self._running[key] = (self._running[key][0], taken)
             self._slots[ticket.purpose].release()
@@ -173,18 +177,18 @@ class RolloutWork:
             self._running[key] = (scope, taken)
             try:
                 started = TicketStarted(worker, ticket.purpose, ticket.id, ticket.attempt)
-                await self._bus.publish(self._setting.names.ticket_started, started)
+                await self._bus.publish(self._context.names.ticket_started, started)
                 await self._end(ticket, await self._outcome(ticket))
             finally:
                 _, newest = self._running.pop(key)
                 self._slots[ticket.purpose].release()
-                if not self._setting.leave.is_set():
+                if not self._context.leave.is_set():
                     with anyio.CancelScope(shield=True), anyio.move_on_after(5):
                         await newest.done()
 
     async def _outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
-        setting, began, clocks = self._setting, anyio.current_time(), _Clocks()
-        timeout_s = setting.composed.config.workflow.timeout_s
+        context, began, clocks = self._context, anyio.current_time(), _Clocks()
+        timeout_s = context.composed.config.workflow.timeout_s
         try:
             with self._limits.of(ticket, timeout_s):
                 trajectories = await self._roll_out(ticket, clocks)
@@ -197,13 +201,13 @@ class RolloutWork:
             first = leaves(error)[0]
             log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
             named = f"{type(first).__name__}: {first}"
-            return self._failed(ticket, named if isinstance(first, StrettoError) else setting.explain(first))
+            return self._failed(ticket, named if isinstance(first, StrettoError) else context.explain(first))
         seconds = anyio.current_time() - began
         return GroupDone(
             ticket.purpose,
             ticket.id,
             ticket.attempt,
-            self._setting.worker,
+            self._context.worker,
             tuple(members),
             seconds,
             generate_s=clocks.generate.seconds,
@@ -211,7 +215,7 @@ class RolloutWork:
         )
 
     def _failed(self, ticket: Ticket, reason: str, *, filtered: bool = False) -> GroupFailed:
-        worker = self._setting.worker
+        worker = self._context.worker
         return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered)
 
     async def _roll_out(self, ticket: Ticket, clocks: _Clocks) -> Sequence[Trajectory]:
@@ -220,7 +224,7 @@ class RolloutWork:
         if fault := fault_of(row["prompt"]):
             raise ConfigError(f"row {ticket.row}: prompt: {fault}")
         ids = await self._encoded(row)
-        config = self._setting.composed.config
+        config = self._context.composed.config
         section = config.dataset
         if ticket.purpose == "eval" and config.evaluation is not None:
             section = config.evaluation.dataset
@@ -229,7 +233,7 @@ class RolloutWork:
             raise _Unfit(f"prompt longer than max_prompt_tokens={limit}")
         if len(ids) == 0:
             raise _Unfit("prompt without a token")
-        session = _Session(self, ticket, clocks)
+        session = RolloutSession(self, ticket, clocks)
         trajectories = await self._workflow.run(Prompt(row, ids), session)
         if not trajectories:
             raise EngineError("the workflow returned no trajectory")
@@ -256,7 +260,7 @@ class RolloutWork:
         for number, bundle in enumerate(_bundles(wired)):
             message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
             sequence = await self._bus.append(
-                self._setting.names.trajectories, message, id=f"{ticket.name}/{number}"
+                self._context.names.trajectories, message, id=f"{ticket.name}/{number}"
             )
             for index, wire in enumerate(bundle):
                 members.append(_member(trajectories[len(members)], wire.id, sequence, index))
@@ -264,14 +268,14 @@ class RolloutWork:
 
     async def _keep_answers(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> int:
         """The sequence number of an evaluation ticket's answers in the log; 0 where they are not kept."""
-        evaluation = self._setting.composed.config.evaluation
+        evaluation = self._context.composed.config.evaluation
         if evaluation is None or not evaluation.keep_answers:
             return 0
         answers = answers_of(ticket, self._datasets["eval"][ticket.row], trajectories, self.tokenizer)
-        return await self._bus.append(self._setting.names.kept_answers, answers, id=f"{ticket.name}/answers")
+        return await self._bus.append(self._context.names.kept_answers, answers, id=f"{ticket.name}/answers")
 
     async def _end(self, ticket: Ticket, outcome: GroupDone | GroupFailed) -> None:
-        await self._bus.append(self._setting.names.groups, outcome, id=f"{ticket.name}/end")
+        await self._bus.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
 
     def _abort(self, message: AbortTicket) -> None:
         if running := self._running.get((message.purpose, message.ticket, message.attempt)):
@@ -299,13 +303,13 @@ class RolloutWork:
             self._news = anyio.Event()
             progress, self._progress = self._progress, {}
             oldest = tuple((ticket, attempt, version) for (ticket, attempt), version in progress.items())
-            await self._bus.publish(self._setting.names.progress, Progress(self._setting.worker, oldest))
+            await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
 
     # ------------------------------------------------------------------- what sessions are made of
 
     def sampling_of(self, ticket: Ticket) -> Sampling:
         """How a ticket's tokens are drawn unless the workflow says otherwise."""
-        config = self._setting.composed.config
+        config = self._context.composed.config
         if ticket.purpose == "eval" and config.evaluation is not None:
             return config.evaluation.sampling or config.sampling
         return config.sampling
@@ -313,16 +317,16 @@ class RolloutWork:
     async def generate(
         self,
         ticket: Ticket,
-        floor: Floor,
+        floor: VersionFloor,
         turn: str,
         prompt_ids: NDArray[np.int32],
         n: int,
         sampling: Sampling,
-        line: str,
-        heard: Heard | None,
+        conversation_id: str,
+        on_tokens: OnTokens | None,
     ) -> list[Answer]:
         """n answers to a prompt, from whichever engines are there."""
-        config = self._setting.composed.config
+        config = self._context.composed.config
         # Attempts share their seeds: an answer that was interrupted is the same when it is repeated.
         of_ticket = f"{config.seed}/{ticket.purpose}/{ticket.id if ticket.purpose == 'train' else ticket.row}"
         request = GenerateRequest(
@@ -333,9 +337,9 @@ class RolloutWork:
             min_version=floor.version,
             deadline_s=config.workflow.timeout_s,
         )
-        affinity = f"{ticket.name}/{line}"
+        affinity = f"{ticket.name}/{conversation_id}"
         samples = await self._generations.run(
-            request, floor, exact_version=ticket.exact_version, affinity=affinity, heard=heard
+            request, floor, exact_version=ticket.exact_version, affinity=affinity, on_tokens=on_tokens
         )
         return [
             Answer(
@@ -378,16 +382,16 @@ class _Unfit(Exception):
     """The row cannot be trained on."""
 
 
-class _Session:
+class RolloutSession:
     """`stretto.workflow.Session` of one ticket."""
 
-    def __init__(self, work: RolloutWork, ticket: Ticket, clocks: _Clocks) -> None:
+    def __init__(self, work: RolloutWorker, ticket: Ticket, clocks: _Clocks) -> None:
         self._work = work
         self._ticket = ticket
         self._clocks = clocks
-        self._floor = Floor(ticket.min_version, lambda version: work.oldest_known(ticket, version))
+        self._floor = VersionFloor(ticket.min_version, lambda version: work.oldest_known(ticket, version))
         self._turns: Counter[str] = Counter()
-        """Requests made in each line."""
+        """Requests made in each conversation_id."""
         self._conversations = 0
 
     @property
@@ -408,15 +412,19 @@ class _Session:
         *,
         n: int = 1,
         sampling: Sampling | None = None,
-        line: str = "",
-        heard: Heard | None = None,
+        conversation_id: str = "",
+        on_tokens: OnTokens | None = None,
     ) -> list[Answer]:
-        self._turns[line] += 1
-        turn = f"{line}.{self._turns[line]}" if line else str(self._turns[line])
+        self._turns[conversation_id] += 1
+        turn = (
+            f"{conversation_id}.{self._turns[conversation_id]}"
+            if conversation_id
+            else str(self._turns[conversation_id])
+        )
         sampling = sampling or self.sampling
         with self._clocks.generate:
             return await self._work.generate(
-                self._ticket, self._floor, turn, prompt_ids, n, sampling, line, heard
+                self._ticket, self._floor, turn, prompt_ids, n, sampling, conversation_id, on_tokens
             )
 
     def conversation(
@@ -425,13 +433,15 @@ class _Session:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         limit: int | None = None,
-        heard: Heard | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Conversation:
         self._conversations += 1
-        line = f"c{self._conversations}"
+        conversation_id = f"c{self._conversations}"
 
         async def one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
-            [answer] = await self.generate(ids, sampling=sampling, line=line, heard=heard)
+            [answer] = await self.generate(
+                ids, sampling=sampling, conversation_id=conversation_id, on_tokens=on_tokens
+            )
             return answer
 
         return Conversation(one, self.tokenizer, self.sampling, prompt, tools=tools, limit=limit)

@@ -16,9 +16,9 @@ from stretto.bus.messages import Beacon, Peer
 from stretto.engine import Load
 from stretto.errors import NoAnswer
 from stretto.launcher import Role
-from stretto.workers.context import Setting
+from stretto.workers.context import WorkerContext
 
-__all__ = ["Pool"]
+__all__ = ["Router"]
 
 log = structlog.get_logger()
 
@@ -92,18 +92,20 @@ class _Replica:
         return self.own + self.others
 
 
-class Pool:
+class Router:
     """The workers of a role that can be called now, by the kernel's latest beacon."""
 
-    def __init__(self, setting: Setting, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, context: WorkerContext, role: Role, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._role = role
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._changed = anyio.Event()
-        setting.on_beacon(self._hear)
-        if setting.beacon is not None:
-            self._hear(setting.beacon)
+        context.on_beacon(self._hear)
+        if context.beacon is not None:
+            self._hear(context.beacon)
 
     def _hear(self, beacon: Beacon) -> None:
         members = {peer.worker: peer for peer in beacon.peers if peer.role == self._role}

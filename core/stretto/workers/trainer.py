@@ -44,9 +44,9 @@ from stretto.errors import EngineError, Refused, WeightsError, one_error
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import open_version
 from stretto.weights import Canary, Publisher, WeightsNote
-from stretto.workers.batch_store import Rows
+from stretto.workers.batch_store import BatchStore
 from stretto.workers.canary import Probe, probe_of
-from stretto.workers.context import ComputeThread, Setting
+from stretto.workers.context import ComputeThread, WorkerContext
 from stretto.workers.shared_rows import choose_rows, score_rows
 from stretto.workers.weights_wire import BusWire
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from stretto.rl.batch import Batch
 
-__all__ = ["TrainerWork"]
+__all__ = ["TrainerWorker"]
 
 log = structlog.get_logger()
 
@@ -71,11 +71,11 @@ _TOGETHER_S = 24 * 3600.0
 """Deadline of what other ranks are told to do. One that dies is noticed by other means."""
 
 
-class TrainerWork:
+class TrainerWorker:
     """One rank of a worker group."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
         self._thread = ComputeThread()
         self._engines: dict[str, TrainingEngine] = {}
         self._publisher: Publisher | None = None
@@ -88,36 +88,36 @@ class TrainerWork:
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Make the engines, then serve the kernel."""
-        setting = self._setting
-        algorithm: Algorithm = setting.make("algorithm")
+        context = self._context
+        algorithm: Algorithm = context.make("algorithm")
         self._algorithm = algorithm
         self._graph = graph_of(algorithm.calls(), algorithm.models)
         self._calls = {call.name: call for call in self._graph.calls}
-        self._placement = Placement(setting.composed.config, self._graph)
-        name, self._rank = group_of_worker(setting.worker)
+        self._placement = Placement(context.composed.config, self._graph)
+        name, self._rank = group_of_worker(context.worker)
         self._group = self._placement.groups[name]
         self._part = self._group.part_of(self._rank)
         self._leads = self._group is self._placement.lead
-        self._rows = Rows(setting, self._placement)
+        self._rows = BatchStore(context, self._placement)
         for model in self._group.models:
             self._engines[model] = await self._thread.run(self._make_engine, model)
-        config, wire = setting.composed.config, BusWire(setting)
+        config, wire = context.composed.config, BusWire(context)
         read = self._graph.samples or config.evaluation is not None
         if self._leads and read:
             self._probe = await anyio.to_thread.run_sync(probe_of, config)
         if self._leads and self._rank == 0:
-            self._publisher = setting.make("weights").publisher(wire) if read else _Unread()
-            expect_contract(self._publisher, Publisher, setting.composed.origin("weights").label)
+            self._publisher = context.make("weights").publisher(wire) if read else _Unread()
+            expect_contract(self._publisher, Publisher, context.composed.origin("weights").label)
         try:
             await wire.open()
             await self._rows.open()
             await self._serve("load", LoadCheckpoint, Loaded, self._load)
-            await self._serve("call", messages.Call, CallDone, self._call)
+            await self._serve("call", messages.RunCall, CallDone, self._call)
             await self._serve("end", EndStep, StepEnded, self._end_step)
             await self._serve("save", Save, Saved, self._save)
-            await setting.bus.subscribe(setting.subject("prefetch"), Prefetch, self._prefetch)
+            await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
             if self._publisher is not None:
-                await setting.bus.serve(setting.names.shared_rows, AskSharedRows, self._tell_shared_rows)
+                await context.bus.serve(context.names.shared_rows, AskSharedRows, self._tell_shared_rows)
             ready()
             await anyio.sleep_forever()
         finally:
@@ -126,26 +126,30 @@ class TrainerWork:
             if self._publisher is not None:
                 self._publisher.close()
 
-    def beat(self, beat: Heartbeat) -> Heartbeat:
+    def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Busy: seconds spent in calls."""
-        return Heartbeat(beat.worker, beat.nonce, beat.ready, self._worked_s, refused=beat.refused)
+        return Heartbeat(
+            heartbeat.worker, heartbeat.nonce, heartbeat.ready, self._worked_s, refused=heartbeat.refused
+        )
 
     def _make_engine(self, name: str) -> TrainingEngine:
         """The engine of one model of the group, with what the run file says of that model."""
-        setting, group = self._setting, self._group
-        placed, model = setting.composed.config.models.get(name), self._graph.models[name]
+        context, group = self._context, self._group
+        placed, model = context.composed.config.models.get(name), self._graph.models[name]
         section = group.section
         if placed is not None and placed.lr is not None:
             section = msgspec.structs.replace(section, lr=placed.lr)
-        context = msgspec.structs.replace(
-            setting.context,
-            model=(placed and placed.path) or setting.context.model,
+        component_context = msgspec.structs.replace(
+            context.component_context,
+            model=(placed and placed.path) or context.component_context.model,
             head=model.head,
             trainable=model.trainable,
             rank=self._rank,
-            rendezvous=str(setting.context.path("bus", f"{group.name}-{setting.fence}.rendezvous")),
+            rendezvous=str(
+                context.component_context.path("bus", f"{group.name}-{context.lease_epoch}.rendezvous")
+            ),
         )
-        return setting.composed.make(group.path, context, section)
+        return context.composed.make(group.path, component_context, section)
 
     # --------------------------------------------------------------------------- in all ranks together
 
@@ -168,20 +172,20 @@ class TrainerWork:
                         tasks.start_soon(self._pass_on, worker, verb, message, answer)
             return results[0]
 
-        await self._setting.bus.serve(self._setting.subject(verb), kind, together)
+        await self._context.bus.serve(self._context.subject(verb), kind, together)
 
     async def _pass_on(self, worker: str, verb: str, message: Message, answer: type[Message]) -> None:
-        subject = self._setting.names.worker("trainer", worker, verb)
-        await self._setting.bus.request(subject, message, answer, who=worker, deadline_s=_TOGETHER_S)
+        subject = self._context.names.worker("trainer", worker, verb)
+        await self._context.bus.request(subject, message, answer, who=worker, deadline_s=_TOGETHER_S)
 
     def _is_for_all(self, message: Message) -> bool:
         """A pure function runs on rank 0 alone; the others ask for what it wrote."""
-        return not (isinstance(message, messages.Call) and self._calls[message.name].op == "function")
+        return not (isinstance(message, messages.RunCall) and self._calls[message.name].op == "function")
 
     # ----------------------------------------------------------------------------- kernel's requests
 
     async def _load(self, message: LoadCheckpoint) -> Loaded:
-        self._setting.obey(message.fence)
+        self._context.check_lease(message.lease_epoch)
         for name, engine in self._engines.items():
             kept = bool(message.folder) and self._graph.models[name].trainable
             folder = model_folder(Path(message.folder), name, self._graph) if kept else None
@@ -196,7 +200,7 @@ class TrainerWork:
         return Loaded(await self._publish([note.version for note in needed]), needed)
 
     async def _save(self, message: Save) -> Saved:
-        self._setting.obey(message.fence)
+        self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
         began = time.perf_counter()
         for name, engine in self._engines.items():
@@ -209,8 +213,8 @@ class TrainerWork:
                 await self._thread.run(self._publisher.copy, version, _folder_of(version, message.folder))
         return Saved(time.perf_counter() - began)
 
-    async def _call(self, message: messages.Call) -> CallDone:
-        self._setting.obey(message.fence)
+    async def _call(self, message: messages.RunCall) -> CallDone:
+        self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
         call = self._calls[message.name]
         await self._rows.begin(message.version, message.rows)
@@ -222,7 +226,7 @@ class TrainerWork:
         return CallDone(dict(statistics), seconds)
 
     async def _end_step(self, message: EndStep) -> StepEnded:
-        self._setting.obey(message.fence)
+        self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
         if self._leads and self._gated:
             self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
@@ -237,7 +241,7 @@ class TrainerWork:
     @property
     def _gated(self) -> bool:
         """Whether the run bounds the divergence of what it trains on."""
-        return self._graph.samples and self._setting.composed.config.queue.max_divergence is not None
+        return self._graph.samples and self._context.composed.config.queue.max_divergence is not None
 
     async def _score_shared_rows(self) -> SharedRows:
         """A few rows of this rank's part of the batch, scored with the weights that it led to."""
@@ -253,7 +257,7 @@ class TrainerWork:
 
     def _expect(self, version: int) -> None:
         if version != self._version:
-            worker = self._setting.worker
+            worker = self._context.worker
             raise Refused(worker, f"holds version {self._version}, and was asked for version {version}")
 
     async def _publish_again(self, message: LoadCheckpoint) -> tuple[WeightsNote, ...]:
@@ -290,7 +294,7 @@ class TrainerWork:
 
     async def _run_call(self, call: Call) -> Mapping[str, float]:
         """Run one call on this rank's part of the batch, and keep what it writes."""
-        temperature = self._setting.composed.config.sampling.temperature
+        temperature = self._context.composed.config.sampling.temperature
         if call.op == "function":
             assert call.function is not None
             everything = range(len(self._rows.lengths))
@@ -334,7 +338,7 @@ class TrainerWork:
         """This rank's rows of every optimizer step of a train call."""
         assert call.loss is not None
         lengths, groups = self._rows.lengths, self._rows.groups
-        seed = abs(self._setting.composed.config.seed)
+        seed = abs(self._context.composed.config.seed)
         for epoch in range(call.epochs):
             for rows in minibatches(groups, call.minibatches, [seed, self._version, epoch]):
                 parts = split_rows(
@@ -349,7 +353,7 @@ class TrainerWork:
         if not parts[self._part]:
             raise EngineError(
                 f"call {call.name!r} has {sum(map(len, parts))} sequences for the {len(parts)} data-parallel "
-                f"ranks of {self._group.path!r}: none is left for {self._setting.worker}"
+                f"ranks of {self._group.path!r}: none is left for {self._context.worker}"
             )
         return parts[self._part]
 

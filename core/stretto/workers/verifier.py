@@ -15,10 +15,10 @@ from stretto.bus.messages import (
     AskTools,
     EnvironmentSaid,
     Heartbeat,
-    Score,
+    RunTool,
     Scored,
+    ScoreSamples,
     TellEnvironment,
-    ToolCall,
     ToolDone,
     ToolList,
 )
@@ -26,10 +26,10 @@ from stretto.children import environment, reward, tools
 from stretto.environment import EnvironmentConfig
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
-from stretto.workers.child_pool import Children, Ended, Program
-from stretto.workers.context import Setting
+from stretto.workers.child_pool import ChildEnded, ChildPool, Program
+from stretto.workers.context import WorkerContext
 
-__all__ = ["VerifierWork"]
+__all__ = ["VerifierWorker"]
 
 log = structlog.get_logger()
 
@@ -39,18 +39,18 @@ _END = 200
 """Characters of such an answer in the log: its end, where its result stands."""
 
 
-class VerifierWork:
+class VerifierWorker:
     """One verifier worker with its children."""
 
-    def __init__(self, setting: Setting) -> None:
-        config = setting.composed.config
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.composed.config
         self._services: list[_Service] = []
         if config.reward is not None:
-            self._services.append(_Rewards(setting, config.reward))
+            self._services.append(_Rewards(context, config.reward))
         if isinstance(config.workflow, ToolsConfig):
-            self._services.append(_Tools(setting, config.workflow))
+            self._services.append(_Tools(context, config.workflow))
         if isinstance(config.workflow, EnvironmentConfig):
-            self._services.append(_Environments(setting, config.workflow))
+            self._services.append(_Environments(context, config.workflow))
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Start the children, then serve until cancelled."""
@@ -64,16 +64,16 @@ class VerifierWork:
             for service in self._services:
                 await service.children.close()
 
-    def beat(self, beat: Heartbeat) -> Heartbeat:
+    def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Busy: seconds that children spent on calls."""
         busy_s = sum(service.children.busy_s for service in self._services)
-        return Heartbeat(beat.worker, beat.nonce, beat.ready, busy_s, refused=beat.refused)
+        return Heartbeat(heartbeat.worker, heartbeat.nonce, heartbeat.ready, busy_s, refused=heartbeat.refused)
 
 
 class _Service(Protocol):
     """What others may ask of this worker, and the children that do it."""
 
-    children: Children
+    children: ChildPool
 
     async def open(self, tasks: TaskGroup) -> None:
         """Start the first child, and serve."""
@@ -83,30 +83,30 @@ class _Service(Protocol):
 class _Rewards:
     """Scores answers. A reward that fails, fails the ticket."""
 
-    def __init__(self, setting: Setting, config: RewardConfig) -> None:
-        self._setting = setting
+    def __init__(self, context: WorkerContext, config: RewardConfig) -> None:
+        self._context = context
         self._timeout_s = config.timeout_s
         self._answer_s = config.answer_cpu_s or 0.0
         self._told = 0
-        composed = setting.composed
-        told = reward.told(msgspec.to_builtins(composed.config), setting.context)
+        composed = context.composed
+        told = reward.told(msgspec.to_builtins(composed.config), context.component_context)
         program = Program("the scoring process", reward.COMMAND, told)
-        self.children = Children(program, composed.config.verifier.children)
+        self.children = ChildPool(program, composed.config.verifier.children)
 
     async def open(self, tasks: TaskGroup) -> None:
         await self.children.open(tasks)
-        await self._setting.bus.serve(self._setting.subject("score"), Score, self._score)
+        await self._context.bus.serve(self._context.subject("score"), ScoreSamples, self._score)
 
-    async def _score(self, message: Score) -> Scored:
+    async def _score(self, message: ScoreSamples) -> Scored:
         task = reward.Task(message.row, message.completions, message.columns)
         timeout_s = self._timeout_s + self._answer_s * len(message.completions)
         try:
             answered = await self.children.ask(task, timeout_s)
         except TimeoutError:
             return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
-        except Ended as error:
+        except ChildEnded as error:
             return Scored((), f"reward ended its process: {error}")
-        answer = msgspec.msgpack.decode(answered, type=reward.Answer)
+        answer = msgspec.msgpack.decode(answered, type=reward.ScoringResult)
         for index, why in answer.over.items():
             self._tell(message.completions[index], why)
         return Scored(answer.scores, answer.error)
@@ -125,36 +125,36 @@ class _Rewards:
 class _Tools:
     """Calls tools, in the sandbox. A tool that fails has an answer for the policy all the same."""
 
-    def __init__(self, setting: Setting, config: ToolsConfig) -> None:
-        self._setting = setting
+    def __init__(self, context: WorkerContext, config: ToolsConfig) -> None:
+        self._context = context
         self._timeout_s = config.tool_timeout_s
         self._schemas = b""
-        run = setting.composed.config
-        confined = tools.command(config, run.sandbox, setting.context.folder)
+        run = context.composed.config
+        confined = tools.command(config, run.sandbox, context.component_context.folder)
         program = Program(
             "the tool process", confined.argv, tools.told(config), confined.env, confined.folder
         )
-        self.children = Children(program, run.verifier.tool_children)
+        self.children = ChildPool(program, run.verifier.tool_children)
 
     async def open(self, tasks: TaskGroup) -> None:
         self._schemas = await self.children.open(tasks)
-        await self._setting.bus.serve(self._setting.subject("tools"), AskTools, self._list)
-        await self._setting.bus.serve(self._setting.subject("tool"), ToolCall, self._call)
+        await self._context.bus.serve(self._context.subject("tools"), AskTools, self._list)
+        await self._context.bus.serve(self._context.subject("tool"), RunTool, self._call)
 
     async def _list(self, _: AskTools) -> ToolList:
         return ToolList(self._schemas)
 
-    async def _call(self, message: ToolCall) -> ToolDone:
+    async def _call(self, message: RunTool) -> ToolDone:
         invocation = tools.Invocation(message.name, message.arguments)
         try:
             answered = await self.children.ask(invocation, self._timeout_s)
         except TimeoutError:
             return self._failed(message, f"took longer than {self._timeout_s:g} s")
-        except Ended as error:
+        except ChildEnded as error:
             return self._failed(message, f"ended its process: {error}")
         return ToolDone(msgspec.msgpack.decode(answered, type=ToolAnswer))
 
-    def _failed(self, message: ToolCall, what: str) -> ToolDone:
+    def _failed(self, message: RunTool, what: str) -> ToolDone:
         log.warning("tool failed", tool=message.name, error=what)
         return ToolDone(ToolAnswer(f"error: {message.name} {what}", failed=True))
 
@@ -162,16 +162,16 @@ class _Tools:
 class _Environments:
     """Asks the environment what it says of answers. One that fails, fails the ticket."""
 
-    def __init__(self, setting: Setting, config: EnvironmentConfig) -> None:
-        self._setting = setting
+    def __init__(self, context: WorkerContext, config: EnvironmentConfig) -> None:
+        self._context = context
         self._timeout_s = config.environment_timeout_s
         told = environment.told(config.environment)
         program = Program("the environment process", environment.COMMAND, told)
-        self.children = Children(program, setting.composed.config.verifier.children)
+        self.children = ChildPool(program, context.composed.config.verifier.children)
 
     async def open(self, tasks: TaskGroup) -> None:
         await self.children.open(tasks)
-        await self._setting.bus.serve(self._setting.subject("environment"), TellEnvironment, self._tell)
+        await self._context.bus.serve(self._context.subject("environment"), TellEnvironment, self._tell)
 
     async def _tell(self, message: TellEnvironment) -> EnvironmentSaid:
         try:
@@ -179,7 +179,7 @@ class _Environments:
         except TimeoutError:
             limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
             return EnvironmentSaid(error=f"environment took longer than {limit}")
-        except Ended as error:
+        except ChildEnded as error:
             return EnvironmentSaid(error=f"environment ended its process: {error}")
         reaction = msgspec.msgpack.decode(answered, type=environment.Reaction)
         return EnvironmentSaid(reaction.feedback, reaction.error)

@@ -13,30 +13,30 @@ from stretto.bus.messages import (
     AskTools,
     EnvironmentSaid,
     Message,
-    Score,
+    RunTool,
     Scored,
+    ScoreSamples,
     TellEnvironment,
-    ToolCall,
     ToolDone,
     ToolList,
 )
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import ConfigError, RewardError
 from stretto.tools import ToolAnswer, ToolsConfig
-from stretto.workers.context import Setting
-from stretto.workers.routing import Pool
+from stretto.workers.context import WorkerContext
+from stretto.workers.routing import Router
 
-__all__ = ["Verifiers"]
+__all__ = ["VerifierClient"]
 
 M = TypeVar("M", bound=Message)
 
 
-class Verifiers:
+class VerifierClient:
     """All verifier workers of the run, as one. What was asked of one that is lost is asked of another."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._pool = Pool(setting, "verifier")
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._pool = Router(context, "verifier")
         self._schemas: list[dict[str, Any]] | None = None
         self._listing = anyio.Lock()
 
@@ -48,11 +48,11 @@ class Verifiers:
         Raises:
             RewardError: if there are none.
         """
-        if self._setting.composed.config.reward is None:
+        if self._context.composed.config.reward is None:
             raise RewardError(
                 "the run has no `reward`: its environment has to give one to every conversation"
             )
-        message = Score(msgspec.msgpack.encode(row), tuple(texts), msgspec.msgpack.encode(columns))
+        message = ScoreSamples(msgspec.msgpack.encode(row), tuple(texts), msgspec.msgpack.encode(columns))
         scored = await self._ask("score", message, Scored)
         if scored.error:
             raise RewardError(scored.error)
@@ -64,7 +64,7 @@ class Verifiers:
         Raises:
             ConfigError: if its workflow's section has none.
         """
-        if not isinstance(self._setting.composed.config.workflow, ToolsConfig):
+        if not isinstance(self._context.composed.config.workflow, ToolsConfig):
             raise ConfigError("the section of this workflow has no tools: it must extend `ToolsConfig`")
         async with self._listing:
             if self._schemas is None:
@@ -79,7 +79,7 @@ class Verifiers:
             ConfigError: as of `tools`.
         """
         await self.tools()
-        message = ToolCall(name, json.dumps(arguments).encode())
+        message = RunTool(name, json.dumps(arguments).encode())
         return (await self._ask("tool", message, ToolDone)).answer
 
     async def feedback(self, offered: Mapping[str, Any]) -> Feedback:
@@ -89,7 +89,7 @@ class Verifiers:
             ConfigError: if the workflow's section has no environment.
             RewardError: if it raised, took too long, or returned what none may.
         """
-        if not isinstance(self._setting.composed.config.workflow, EnvironmentConfig):
+        if not isinstance(self._context.composed.config.workflow, EnvironmentConfig):
             raise ConfigError(
                 "the section of this workflow has no environment: it must extend `EnvironmentConfig`"
             )
@@ -101,13 +101,13 @@ class Verifiers:
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:
         """Ask whichever verifier is there. The ticket's own time limit is shorter than the deadline."""
-        setting = self._setting
+        context = self._context
         while True:
             async with self._pool.member() as verifier:
-                return await setting.bus.request(
-                    setting.names.worker("verifier", verifier, verb),
+                return await context.bus.request(
+                    context.names.worker("verifier", verifier, verb),
                     message,
                     kind,
                     who=verifier,
-                    deadline_s=setting.composed.config.workflow.timeout_s,
+                    deadline_s=context.composed.config.workflow.timeout_s,
                 )

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from stretto.bus.messages import AskWeights, WeightsAnswer
 from stretto.errors import Refused
-from stretto.workers.context import Setting
+from stretto.workers.context import WorkerContext
 
 __all__ = ["BusWire"]
 
@@ -17,19 +17,19 @@ _ENVELOPE = 64
 class BusWire:
     """Questions and answers of one worker over the run's bus."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
         self._handler: Callable[[bytes], Awaitable[bytes]] | None = None
 
     @property
     def address(self) -> str:
         """The worker, and which of its lives."""
-        return f"{self._setting.worker}/{self._setting.nonce}"
+        return f"{self._context.worker}/{self._context.nonce}"
 
     @property
     def limit(self) -> int:
         """What one message carries."""
-        return self._setting.bus.limit - _ENVELOPE
+        return self._context.bus.limit - _ENVELOPE
 
     def answer(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Have `handler` answer."""
@@ -38,15 +38,15 @@ class BusWire:
     async def open(self) -> None:
         """Listen for questions, if anything answers them. Called once, when the publisher is made."""
         if self._handler is not None:
-            await self._setting.bus.serve(
-                self._setting.subject("weights"), AskWeights, self._answer, forget=True
+            await self._context.bus.serve(
+                self._context.subject("weights"), AskWeights, self._answer, forget=True
             )
 
     async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
         """Put a question to a trainer."""
         worker, _, nonce = address.partition("/")
-        answer = await self._setting.bus.request(
-            self._setting.names.worker("trainer", worker, "weights"),
+        answer = await self._context.bus.request(
+            self._context.names.worker("trainer", worker, "weights"),
             AskWeights(nonce, question),
             WeightsAnswer,
             who=worker,
@@ -55,7 +55,7 @@ class BusWire:
         return answer.data
 
     async def _answer(self, message: AskWeights) -> WeightsAnswer:
-        if message.nonce != self._setting.nonce:
-            raise Refused(self._setting.worker, "was started again since it published what is asked for")
+        if message.nonce != self._context.nonce:
+            raise Refused(self._context.worker, "was started again since it published what is asked for")
         assert self._handler is not None
         return WeightsAnswer(await self._handler(message.question))

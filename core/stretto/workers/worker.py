@@ -25,21 +25,21 @@ from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Wel
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, ContractError, StrettoError, leaves
 from stretto.launcher import Role, thread_variables
-from stretto.workers.context import RoleWork, Setting
-from stretto.workers.inference import InferenceWork
-from stretto.workers.rollout import RolloutWork
-from stretto.workers.trainer import TrainerWork
-from stretto.workers.verifier import VerifierWork
+from stretto.workers.context import RoleWorker, WorkerContext
+from stretto.workers.inference import InferenceWorker
+from stretto.workers.rollout import RolloutWorker
+from stretto.workers.trainer import TrainerWorker
+from stretto.workers.verifier import VerifierWorker
 
 __all__ = ["main"]
 
 log = structlog.get_logger()
 
-_WORK: dict[Role, Callable[[Setting], RoleWork]] = {
-    "trainer": TrainerWork,
-    "inference": InferenceWork,
-    "rollout": RolloutWork,
-    "verifier": VerifierWork,
+_WORKERS: dict[Role, Callable[[WorkerContext], RoleWorker]] = {
+    "trainer": TrainerWorker,
+    "inference": InferenceWorker,
+    "rollout": RolloutWorker,
+    "verifier": VerifierWorker,
 }
 _FINAL = (ConfigError, ContractError)
 """Errors that a worker started again would meet again."""
@@ -74,39 +74,39 @@ async def _work(bootstrap: Bootstrap, worker: str) -> None:
         place = f"{socket.gethostname()} pid {os.getpid()}"
         join = Join(worker, role, place, nonce)
         welcome = await bus.request(names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=60)
-        setting = Setting(bus, names, worker, role, nonce, welcome)
-        bus.explain = setting.explain
+        context = WorkerContext(bus, names, worker, role, nonce, welcome)
+        bus.explain = context.explain
         try:
-            await _work_in(setting)
+            await _work_in(context)
         except Exception as error:
             first = leaves(error)[0]
-            await _say_leaving(setting, setting.explain(first), final=isinstance(first, _FINAL))
+            await _say_leaving(context, context.explain(first), final=isinstance(first, _FINAL))
             raise
-        await _say_leaving(setting, setting.reason)
+        await _say_leaving(context, context.reason)
 
 
-async def _work_in(setting: Setting) -> None:
+async def _work_in(context: WorkerContext) -> None:
     """The role's work, until it is over."""
     # Before any library reads them: a worker started by hand has its threads too.
-    os.environ |= thread_variables(resources_of(setting.composed.config, setting.worker))
-    await setting.bus.subscribe(setting.names.beacon, Beacon, setting.hear)
-    work = _WORK[setting.role](setting)
+    os.environ |= thread_variables(resources_of(context.composed.config, context.worker))
+    await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
+    work = _WORKERS[context.role](context)
     ready = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_obey_signals, setting)
-        tasks.start_soon(_watch_kernel, setting)
-        tasks.start_soon(_beat, setting, work, ready)
+        tasks.start_soon(_obey_signals, context)
+        tasks.start_soon(_watch_kernel, context)
+        tasks.start_soon(_send_heartbeats, context, work, ready)
         tasks.start_soon(work.run, ready.set)
-        await setting.leave.wait()
-        log.info("leaving", reason=setting.reason)
+        await context.leave.wait()
+        log.info("leaving", reason=context.reason)
         _leave_for_certain()
         tasks.cancel_scope.cancel()
 
 
-async def _say_leaving(setting: Setting, reason: str, *, final: bool = False) -> None:
-    leaving = Leaving(setting.worker, setting.nonce, reason, final)
+async def _say_leaving(context: WorkerContext, reason: str, *, final: bool = False) -> None:
+    leaving = Leaving(context.worker, context.nonce, reason, final)
     with anyio.move_on_after(1):
-        await setting.bus.publish(setting.names.kernel(setting.role, "leaving"), leaving)
+        await context.bus.publish(context.names.kernel(context.role, "leaving"), leaving)
 
 
 def _leave_for_certain() -> None:
@@ -116,27 +116,27 @@ def _leave_for_certain() -> None:
     watchdog.start()
 
 
-async def _obey_signals(setting: Setting) -> None:
+async def _obey_signals(context: WorkerContext) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for number in signals:
-            setting.go(f"asked by {signal.Signals(number).name}")
+            context.request_shutdown(f"asked by {signal.Signals(number).name}")
 
 
-async def _watch_kernel(setting: Setting) -> None:
+async def _watch_kernel(context: WorkerContext) -> None:
     """Leave by oneself when the kernel has been silent for the grace time."""
-    interval = min(0.5, setting.grace_s / 4)
+    interval = min(0.5, context.grace_s / 4)
     while True:
         late = await sleep_and_measure_delay(interval)
-        setting.heard += late  # this process stood still, not the kernel
-        silent = time.monotonic() - setting.heard
-        if silent > setting.grace_s:
-            setting.go(f"no word from the kernel for {silent:.1f} s")
+        context.beacon_at += late  # this process stood still, not the kernel
+        silent = time.monotonic() - context.beacon_at
+        if silent > context.grace_s:
+            context.request_shutdown(f"no word from the kernel for {silent:.1f} s")
 
 
-async def _beat(setting: Setting, work: RoleWork, ready: anyio.Event) -> None:
+async def _send_heartbeats(context: WorkerContext, work: RoleWorker, ready: anyio.Event) -> None:
     """A heartbeat every second, and one at once when the role is ready."""
     while True:
-        plain = Heartbeat(setting.worker, setting.nonce, ready=ready.is_set(), refused=setting.bus.refused)
-        await setting.bus.publish(setting.names.kernel(setting.role, "heartbeat"), work.beat(plain))
+        plain = Heartbeat(context.worker, context.nonce, ready=ready.is_set(), refused=context.bus.refused)
+        await context.bus.publish(context.names.kernel(context.role, "heartbeat"), work.heartbeat(plain))
         with anyio.move_on_after(BEAT_S):
             await (anyio.sleep(BEAT_S) if ready.is_set() else ready.wait())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from stretto import Context
-    from stretto.training.packing import Rows
+    from stretto.training.packing import ModelInputs
     from stretto_fsdp2 import Fsdp2TrainingConfig
 
 __all__ = ["ShardedLayout"]
@@ -114,7 +114,7 @@ class ShardedLayout(RankLayout):
     # --------------------------------------------------------------------------------- computing
 
     def backward(
-        self, model: nn.Module, rows: Sequence[Rows], loss_of: Callable[[int, Tensor], Tensor]
+        self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
         """FSDP2 reduces each micro-batch's gradient, so none is ever whole; copies reduce theirs once."""
         if self._shards:

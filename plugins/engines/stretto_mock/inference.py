@@ -28,7 +28,7 @@ _TICK_S = 0.01
 
 
 @dataclass
-class _Sample:
+class _MockSample:
     """One answer; its tokens are drawn at the start and come out as time passes."""
 
     request: GenerateRequest
@@ -47,8 +47,8 @@ class MockInference:
     def __init__(self, config: MockInferenceConfig, context: Context) -> None:
         del context
         self._config = config
-        self._waiting: deque[_Sample] = deque()
-        self._running: list[_Sample] = []
+        self._waiting: deque[_MockSample] = deque()
+        self._running: list[_MockSample] = []
         self._version = -1
         self._generated = 0
         self._busy_s = 0.0
@@ -108,7 +108,7 @@ class MockInference:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _draw(self, request: GenerateRequest, index: int, expires: float) -> _Sample:
+    def _draw(self, request: GenerateRequest, index: int, expires: float) -> _MockSample:
         config, limit = self._config, request.sampling.max_tokens
         random = np.random.default_rng(request.seeds[index])
         scale = random.lognormal(-(config.sigma**2) / 2, config.sigma)
@@ -116,7 +116,7 @@ class MockInference:
         tokens = random.integers(config.vocab_size, size=min(length, limit), dtype=np.int32)
         begun = len(request.begun[index]) if request.begun else 0
         have = request.have[index] if request.have else 0
-        sample = _Sample(
+        sample = _MockSample(
             request, index, tokens, "length" if length > limit else "stop", expires, float(begun)
         )
         sample.sent = max(begun, have)
@@ -155,7 +155,7 @@ class MockInference:
         if chunks:
             self._send(chunks)
 
-    def _chunk(self, sample: _Sample, upto: int, finish: Finish, error: str = "") -> Chunk:
+    def _chunk(self, sample: _MockSample, upto: int, finish: Finish, error: str = "") -> Chunk:
         new = sample.tokens[sample.sent : upto]
         chunk = Chunk(
             request=sample.request.id,
@@ -171,7 +171,7 @@ class MockInference:
         self._generated += len(new)
         return chunk
 
-    def _end(self, samples: list[_Sample], finish: Finish, error: str) -> None:
+    def _end(self, samples: list[_MockSample], finish: Finish, error: str) -> None:
         if samples:
             self._waiting = deque(sample for sample in self._waiting if sample not in samples)
             self._running = [sample for sample in self._running if sample not in samples]

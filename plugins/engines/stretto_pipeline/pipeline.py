@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from stretto import Context
-    from stretto.training.packing import Rows
+    from stretto.training.packing import ModelInputs
     from stretto_pipeline import PipelineTrainingConfig
 
 __all__ = ["PipelineLayout"]
@@ -99,13 +99,15 @@ class PipelineLayout(RankLayout):
         dist.broadcast(output, self._line[-1], group=self._group)
         return output
 
-    def forward(self, model: nn.Module, rows: Sequence[Rows], take: Callable[[int, Tensor], object]) -> None:
+    def forward(
+        self, model: nn.Module, rows: Sequence[ModelInputs], take: Callable[[int, Tensor], object]
+    ) -> None:
         """Through this stage."""
         del model
         run_forward(self._neighbours, self._shapes(rows), self.device, self._computing(rows), take)
 
     def backward(
-        self, model: nn.Module, rows: Sequence[Rows], loss_of: Callable[[int, Tensor], Tensor]
+        self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
         """1F1B; then equal stages add up their gradients, and the ends those of a tied embedding."""
         run_backward(self._neighbours, self._shapes(rows), self.device, self._computing(rows), loss_of)
@@ -115,10 +117,10 @@ class PipelineLayout(RankLayout):
         if self._tied is not None and self._tied.grad is not None:
             self.add_up([self._tied.grad], self._ends)
 
-    def _shapes(self, rows: Sequence[Rows]) -> list[tuple[int, ...]]:
+    def _shapes(self, rows: Sequence[ModelInputs]) -> list[tuple[int, ...]]:
         return [self._stage.shape(row.arguments) for row in rows]
 
-    def _computing(self, rows: Sequence[Rows]) -> Callable[[int, Tensor | None], Tensor]:
+    def _computing(self, rows: Sequence[ModelInputs]) -> Callable[[int, Tensor | None], Tensor]:
         def compute(index: int, hidden: Tensor | None) -> Tensor:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self._low):
                 return self._stage.compute(rows[index].arguments, hidden)

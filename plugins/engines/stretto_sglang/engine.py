@@ -20,7 +20,7 @@ from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.serving.config import Flag, flags
 from stretto.serving.engine import SidecarEngine
-from stretto.serving.requests import Ask, Piece
+from stretto.serving.requests import Ask, StreamChunk
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto_sglang.checksums import Checksums
 
@@ -145,7 +145,7 @@ class SglangEngine(SidecarEngine):
             raise EngineError(f"{server.url} computes in {dtype}, inference.dtype is {self._sglang.dtype}")
         self._checksums.begin(await self._checked(server))
 
-    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
         """See `SidecarEngine`."""
         body = {
             "rid": ask.id,
@@ -159,7 +159,7 @@ class SglangEngine(SidecarEngine):
         async for event in server.stream("/generate", body, _EVENT):
             if event.error is not None or event.meta_info is None:
                 message = event.error.message if event.error is not None else "an event without meta_info"
-                yield Piece((), (), "error", message)
+                yield StreamChunk((), (), "error", message)
                 return
             yield _piece(event.output_ids, event.meta_info)
 
@@ -240,19 +240,19 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _piece(tokens: list[int], meta: _Meta) -> Piece:
+def _piece(tokens: list[int], meta: _Meta) -> StreamChunk:
     logprobs = meta.output_token_sampling_logprobs
     if logprobs is None:
         logprobs = [entry[0] for entry in meta.output_token_logprobs]
     known = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob)]
     if len(known) < len(tokens):
-        return Piece((), (), "error", "the server's logits are not finite")
+        return StreamChunk((), (), "error", "the server's logits are not finite")
     versions = [span.version for span in meta.weight_versions]
     reason = meta.finish_reason
     if reason is None:
-        return Piece(tokens, known)
+        return StreamChunk(tokens, known)
     finish = _FINISH.get(reason.type, "error")
     if finish == "abort":
         # SGLang does not look whether these tokens end the answer, so they are drawn again when it goes on.
-        return Piece((), (), finish, "", versions)
-    return Piece(tokens, known, finish, reason.message if finish == "error" else "", versions)
+        return StreamChunk((), (), finish, "", versions)
+    return StreamChunk(tokens, known, finish, reason.message if finish == "error" else "", versions)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto_torch.kv import SlotCache
-from stretto_torch.shapes import Span
+from stretto_torch.shapes import TokenSpan
 
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of one layer: (its index, qkv) -> (N, K * G * D)."""
@@ -121,7 +121,7 @@ class SlotAttention:
         self._scale = heads.dim**-0.5
         self._columns = torch.arange(length, device=cache.device)
 
-    def at(self, positions: Tensor, spans: Sequence[Span]) -> Attend:
+    def at(self, positions: Tensor, spans: Sequence[TokenSpan]) -> Attend:
         """Attention of a step whose new tokens stand at `positions` (R,). Rows beyond the last span get
         zeros."""
         cache, heads, width = self._cache, self._heads, self._heads.query * self._heads.dim
@@ -141,7 +141,7 @@ class SlotAttention:
 
         return attend
 
-    def _mask(self, positions: Tensor, span: Span) -> Tensor:
+    def _mask(self, positions: Tensor, span: TokenSpan) -> Tensor:
         """What to add to the scores of a span: (its rows * K, 1, T), 0 or -inf."""
         unseen = self._columns[: span.length] > positions[span.start : span.stop].unsqueeze(1)
         if self._heads.kv > 1:
@@ -149,7 +149,7 @@ class SlotAttention:
         zeros = torch.zeros(unseen.shape, device=unseen.device, dtype=self._cache.layers[0].dtype)
         return zeros.masked_fill_(unseen, -inf).unsqueeze(1)
 
-    def _attend(self, layer: int, queries: Tensor, span: Span, mask: Tensor) -> Tensor:
+    def _attend(self, layer: int, queries: Tensor, span: TokenSpan, mask: Tensor) -> Tensor:
         """(its rows * K, G, D) for one span."""
         queries = queries[span.start * self._heads.kv : span.stop * self._heads.kv]
         keys, values = self._cache.span(layer, span.start, span.stop, span.length)

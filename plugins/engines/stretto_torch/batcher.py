@@ -20,9 +20,9 @@ from torch import Tensor
 from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
 from stretto.serving.stop_strings import StopStrings
-from stretto_torch.model import Model
-from stretto_torch.requests import UNWANTED, Job, Sample, open_job
-from stretto_torch.slots import NO_TOKENS, Answer, Ending, Slots
+from stretto_torch.model import LoadedModel
+from stretto_torch.requests import UNWANTED, SampleJob, SlotSample, open_job
+from stretto_torch.slots import NO_TOKENS, Ending, SlotOutput, Slots
 from stretto_torch.swap import Targets
 from stretto_torch.waiting import WaitingLine
 
@@ -50,7 +50,7 @@ class Batcher:
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
         tokenizer: Callable[[], Any],
         *,
         deterministic: bool,
@@ -67,7 +67,7 @@ class Batcher:
         # standing empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
         self._waiting = WaitingLine()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, SampleJob] = {}
         self._next_deadline = inf  # of a job; perhaps of one that has ended
         self._chunks: list[Chunk] = []
 
@@ -217,7 +217,7 @@ class Batcher:
         free, ready = self._slots.free, self._waiting.ready
         if not free or not ready or free < min(self._refill_from, ready):
             return 0
-        samples: list[Sample] = []
+        samples: list[SlotSample] = []
         while len(samples) < free and self._waiting.ready:
             if not self._slots.fits([*samples, self._waiting.first]):
                 break
@@ -243,7 +243,7 @@ class Batcher:
 
     # ------------------------------------------------------------------------------------ endings
 
-    def _finish_of_begun(self, sample: Sample) -> Finish:
+    def _finish_of_begun(self, sample: SlotSample) -> Finish:
         """The finish of an answer that was complete when it came."""
         begun, job = sample.begun, sample.job
         if not len(begun):
@@ -262,7 +262,7 @@ class Batcher:
         for ending in endings:
             self._end(ending.sample, ending.finish, ending.error, ending.unsent)
 
-    def _end_all(self, samples: Iterable[Sample], finish: Finish, error: str = "") -> None:
+    def _end_all(self, samples: Iterable[SlotSample], finish: Finish, error: str = "") -> None:
         """End samples before their time, running or waiting."""
         samples = tuple(samples)
         running = [sample for sample in samples if sample.row >= 0]
@@ -273,7 +273,9 @@ class Batcher:
                 self._waiting.leave()
             self._end(sample, finish, error, unsent.get(sample, NO_TOKENS))
 
-    def _end(self, sample: Sample, finish: Finish, error: str = "", unsent: Answer = NO_TOKENS) -> None:
+    def _end(
+        self, sample: SlotSample, finish: Finish, error: str = "", unsent: SlotOutput = NO_TOKENS
+    ) -> None:
         self._chunks.append(_chunk(sample, unsent, finish, error))
         sample.ended = True
         job = sample.job
@@ -294,7 +296,7 @@ def last_chunks(request: GenerateRequest, finish: Finish, error: str = "") -> li
     ]
 
 
-def _chunk(sample: Sample, answer: Answer, finish: Finish = "", error: str = "") -> Chunk:
+def _chunk(sample: SlotSample, answer: SlotOutput, finish: Finish = "", error: str = "") -> Chunk:
     return Chunk(
         request=sample.job.request.id,
         sample=sample.index,

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from stretto_torch.kv import SlotCache
-from stretto_torch.shapes import Span
+from stretto_torch.shapes import TokenSpan
 from stretto_torch.swap import Targets
 
 
@@ -67,7 +67,7 @@ class Decoder(Protocol):
         """
         ...
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
         """Compute one more token of rows 0..R-1, storing its keys and values.
 
         Args:

@@ -22,7 +22,7 @@ from stretto_torch.attention import Attend, Heads, Prompts, SlotAttention, over_
 from stretto_torch.decoder import logprobs_of
 from stretto_torch.kv import LayerShape, SlotCache
 from stretto_torch.linear import Linear
-from stretto_torch.shapes import Span, padded_rows
+from stretto_torch.shapes import TokenSpan, padded_rows
 from stretto_torch.swap import Target, Targets, tied_names
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -62,7 +62,7 @@ class FastDecoder:
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, _head_dim(config))
         self._eps: float = config.rms_norm_eps
 
-        weights = _Weights(model.state_dict(), self._heads.dim, onednn=onednn)
+        weights = _DecoderWeights(model.state_dict(), self._heads.dim, onednn=onednn)
         self._embedding = weights.take("model.embed_tokens.weight")
         self._layers = [_layer(weights, f"model.layers.{i}") for i in range(config.num_hidden_layers)]
         self._norm = weights.take("model.norm.weight")
@@ -92,7 +92,7 @@ class FastDecoder:
         # Padded like the rows of a step: a product of fewer gives other bits.
         return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
         """See `Decoder`."""
         return self._logits(self._forward(tokens, positions, self._attention.at(positions, spans)))
 
@@ -146,7 +146,7 @@ class _Layer:
     down: Linear
 
 
-def _layer(weights: _Weights, prefix: str) -> _Layer:
+def _layer(weights: _DecoderWeights, prefix: str) -> _Layer:
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return _Layer(
         attention_norm=weights.take(f"{prefix}.input_layernorm.weight"),
@@ -160,7 +160,7 @@ def _layer(weights: _Weights, prefix: str) -> _Layer:
     )
 
 
-class _Weights:
+class _DecoderWeights:
     """Allocates the decoder's weights and notes where each tensor of a checkpoint goes in them."""
 
     def __init__(self, state: Mapping[str, Tensor], head_dim: int, *, onednn: bool) -> None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from stretto.errors import EngineError
 from stretto_torch.decoder import logprobs_of
 from stretto_torch.kv import LayerShape, SlotCache
-from stretto_torch.shapes import Span
+from stretto_torch.shapes import TokenSpan
 from stretto_torch.swap import Target, Targets, tied_names
 
 
@@ -64,7 +64,7 @@ class HFDecoder:
         logits = self._run(tokens, positions, cache, mask, wanted)
         return logits[torch.arange(len(tokens), device=tokens.device), column].float()
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[Span]) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
         """See `Decoder`."""
         length = max(span.length for span in spans)
         cache = _StepCache(self.cache, positions, length)

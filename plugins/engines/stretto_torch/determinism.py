@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto_torch.decoder import Decoder
 from stretto_torch.shapes import Shapes, padded_prompt
-from stretto_torch.shelves import Shelves
+from stretto_torch.shelves import SizeClasses
 
 log = structlog.get_logger(__name__)
 
@@ -85,7 +85,7 @@ def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | N
     lengths = torch.full((company.live,), company.others)
     lengths[company.row] = company.prompt
     needs = (lengths + _STEPS).tolist()
-    shelves = Shelves(shapes, decoder.cache.tokens, together=decoder.one_shelf)
+    shelves = SizeClasses(shapes, decoder.cache.tokens, together=decoder.one_shelf)
     if not shelves.fits(needs):
         return None
     plan = shelves.plan(needs, [None] * company.live)

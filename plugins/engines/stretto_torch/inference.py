@@ -48,18 +48,18 @@ _EMIT_EVERY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class _Generate:
+class _GenerateCommand:
     request: GenerateRequest
     arrived: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Abort:
+class _AbortCommand:
     request: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Swap:
+class _SwapCommand:
     order: int
     """Rises with each call of `swap`; of several that are due, the last called is the one that counts."""
     version: int
@@ -69,7 +69,7 @@ class _Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class _Score:
+class _ScoreCommand:
     sequences: Sequence[NDArray[np.int32]]
     found: Future[list[NDArray[np.float32]]] = field(default_factory=Future[list[NDArray[np.float32]]])
 
@@ -79,7 +79,7 @@ class _Stop:
     pass
 
 
-_Command = _Generate | _Abort | _Swap | _Score | _Stop
+_Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _Stop
 
 
 class TorchInferenceEngine:
@@ -105,7 +105,7 @@ class TorchInferenceEngine:
         self._swaps_called = 0
         # Touched by the compute thread only (`_samples_taken` is read by both).
         self._samples_taken = 0
-        self._swaps_due: list[_Swap] = []
+        self._swaps_due: list[_SwapCommand] = []
         self._newest_swap = 0
         self._served = SwapReport(-1, "", 0.0)
 
@@ -125,11 +125,11 @@ class TorchInferenceEngine:
             asyncio.get_running_loop().call_soon(self._deliver, last_chunks(request, "abort"))
             return
         self._samples_posted += len(request.seeds)
-        self._commands.put(_Generate(request, monotonic()))
+        self._commands.put(_GenerateCommand(request, monotonic()))
 
     def abort(self, request: str) -> None:
         """See `InferenceEngine`."""
-        self._commands.put(_Abort(request))
+        self._commands.put(_AbortCommand(request))
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
         """See `InferenceEngine`. Of several at once only the last called is loaded; all are answered
@@ -144,7 +144,7 @@ class TorchInferenceEngine:
         tensors, hashes = await anyio.to_thread.run_sync(self._inspect, update)
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
-        command = _Swap(order, version, hashes, tensors)
+        command = _SwapCommand(order, version, hashes, tensors)
         self._commands.put(command)
         # The compute thread may be reading the tensors now, so the caller must not go and close them.
         report = asyncio.wrap_future(command.report)
@@ -161,7 +161,7 @@ class TorchInferenceEngine:
         """
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
-        command = _Score(sequences)
+        command = _ScoreCommand(sequences)
         self._commands.put(command)
         return await asyncio.wrap_future(command.found)
 
@@ -220,11 +220,11 @@ class TorchInferenceEngine:
         """Answer the commands that the compute thread did not take before it ended."""
         while not self._commands.empty():
             command = self._commands.get_nowait()
-            if isinstance(command, _Generate):
+            if isinstance(command, _GenerateCommand):
                 self._deliver(last_chunks(command.request, "abort"))
-            elif isinstance(command, _Swap):
+            elif isinstance(command, _SwapCommand):
                 command.report.set_exception(why)
-            elif isinstance(command, _Score) and command.found.set_running_or_notify_cancel():
+            elif isinstance(command, _ScoreCommand) and command.found.set_running_or_notify_cancel():
                 command.found.set_exception(why)
 
     # ---------------------------------------------------------------------- in the compute thread
@@ -279,14 +279,14 @@ class TorchInferenceEngine:
         while True:
             for command in self._take_commands(batcher):
                 match command:
-                    case _Generate(request, arrived):
+                    case _GenerateCommand(request, arrived):
                         batcher.take(request, arrived)
                         self._samples_taken += len(request.seeds)
-                    case _Abort(request):
+                    case _AbortCommand(request):
                         batcher.abort(request)
-                    case _Swap():
+                    case _SwapCommand():
                         self._swaps_due.append(command)
-                    case _Score():
+                    case _ScoreCommand():
                         self._score(batcher, command)
                     case _Stop():
                         self._end_swaps(EngineError("the torch inference engine was stopped"))
@@ -311,7 +311,7 @@ class TorchInferenceEngine:
             commands.append(self._commands.get_nowait())
         return commands
 
-    def _score(self, batcher: Batcher, command: _Score) -> None:
+    def _score(self, batcher: Batcher, command: _ScoreCommand) -> None:
         if not command.found.set_running_or_notify_cancel():
             return
         try:

@@ -22,7 +22,7 @@ from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
 from stretto_torch.decoder_hf import HFDecoder, layer_shapes
 from stretto_torch.linear import prefers_onednn
-from stretto_torch.shapes import Shapes, Span, padded_length, padded_rows
+from stretto_torch.shapes import Shapes, TokenSpan, padded_length, padded_rows
 
 if TYPE_CHECKING:
     from stretto_torch import TorchInferenceConfig
@@ -38,7 +38,7 @@ _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True)
-class Model:
+class LoadedModel:
     """A model ready to be served."""
 
     decoder: Decoder
@@ -47,7 +47,7 @@ class Model:
     """Tokens that end an answer."""
 
 
-def load_model(folder: str, config: TorchInferenceConfig) -> Model:
+def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
     """Load a model from a local folder or the hub.
 
     Raises:
@@ -65,7 +65,7 @@ def load_model(folder: str, config: TorchInferenceConfig) -> Model:
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
     model.to(device).eval().requires_grad_(False)
     shapes = Shapes(config.slots, _context(model.config, config.context_length))
-    return Model(_choose(model, shapes, config), shapes, _eos(model))
+    return LoadedModel(_choose(model, shapes, config), shapes, _eos(model))
 
 
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
@@ -123,7 +123,7 @@ def difference(decoder: Decoder, model: Any) -> float:
     rows = torch.arange(len(prompts), device=model.device)
     decoder.cache.place_evenly(padded_length(length), len(prompts))
     found = [decoder.prefill(tokens[:, : max(prompts)], positions, rows)]
-    spans = [Span(0, len(prompts), padded_length(length))]
+    spans = [TokenSpan(0, len(prompts), padded_length(length))]
     expected = [whole[rows, positions - 1]]
     for _ in range(more):
         found.append(decoder.decode(tokens[rows, positions], positions, spans))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto_torch.kv import Block, Move
-from stretto_torch.requests import Sample
+from stretto_torch.requests import SlotSample
 
 # Texts are found by whole pieces of so many tokens.
 _PIECE = 32
@@ -28,7 +28,7 @@ class Held:
     """One text."""
 
     ids: NDArray[np.int32]
-    where: Sample | Block
+    where: SlotSample | Block
     """The running sample whose row has it, or a block of its own."""
     keys: tuple[int, ...]
 
@@ -39,7 +39,7 @@ class Prefixes:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._by_key: dict[int, Held] = {}  # of each beginning in whole pieces, the newest text
-        self._running: dict[Sample, Held] = {}
+        self._running: dict[SlotSample, Held] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class Prefixes:
         self._bounds = self._free = (0, self._tokens)
         self._cursor = 0
 
-    def find(self, ids: NDArray[np.int32]) -> tuple[Sample | Block, int] | None:
+    def find(self, ids: NDArray[np.int32]) -> tuple[SlotSample | Block, int] | None:
         """Where the text is that shares most whole pieces with the beginning of this one, and how many tokens
         they share. At least one is left over, as something has to be computed for the logits."""
         for key in reversed([*_keys(ids[:-1])]):
@@ -65,12 +65,12 @@ class Prefixes:
                     return held.where, length
         return None
 
-    def hold(self, sample: Sample, ids: NDArray[np.int32]) -> None:
+    def hold(self, sample: SlotSample, ids: NDArray[np.int32]) -> None:
         """A running sample's slot begins with this text."""
         if len(ids) >= _SHORTEST:
             self._running[sample] = self._add(ids, sample)
 
-    def release(self, sample: Sample) -> None:
+    def release(self, sample: SlotSample) -> None:
         """A sample leaves its slot."""
         held = self._running.pop(sample, None)
         if held is not None:
@@ -118,7 +118,7 @@ class Prefixes:
         while self._left and start <= self._left[0][0].start < stop:
             self._forget(self._left.popleft()[1])
 
-    def _add(self, ids: NDArray[np.int32], where: Sample | Block) -> Held:
+    def _add(self, ids: NDArray[np.int32], where: SlotSample | Block) -> Held:
         held = Held(ids, where, tuple(_keys(ids)))
         self._by_key.update(dict.fromkeys(held.keys, held))
         return held

@@ -25,14 +25,14 @@ _NOTHING: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class SampleJob:
     """A request from its arrival until its last sample has ended."""
 
     request: GenerateRequest
     prompt: NDArray[np.int32]
     deadline: float
     """On the clock of `time.monotonic`."""
-    samples: list[Sample] = field(default_factory=list["Sample"])
+    samples: list[SlotSample] = field(default_factory=list["SlotSample"])
     """Those that have not ended."""
     ends: frozenset[int] = frozenset()
     """Tokens that end an answer."""
@@ -51,17 +51,17 @@ class Job:
 class SharedPrompt:
     """A prompt that was computed for one sample of a job, for the others to copy."""
 
-    lender: Sample
+    lender: SlotSample
     """The sample whose slot holds its keys and values, while it is running."""
     logits: Tensor
     """(V,) float32, after the last token of the prompt."""
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class SlotSample:
     """One answer in the making."""
 
-    job: Job
+    job: SampleJob
     index: int
     begun: NDArray[np.int32]
     """Tokens it had when it came, or when it last left its slot to others."""
@@ -89,7 +89,7 @@ def open_job(
     context: int,
     eos: Iterable[int],
     deterministic: bool,
-) -> Job:
+) -> SampleJob:
     """Read a request that arrived at some time of `time.monotonic`.
 
     Raises:
@@ -121,10 +121,10 @@ def open_job(
     if max(map(len, begun)) > longest:
         raise RequestError(f"'begun' has {max(map(len, begun))} tokens, more than max_tokens {longest}")
     ends = {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else eos)}
-    job = Job(request, prompt, arrived + request.deadline_s, ends=frozenset(ends))
+    job = SampleJob(request, prompt, arrived + request.deadline_s, ends=frozenset(ends))
     have = request.have or (0,) * count
     job.samples = [
-        Sample(job, i, begun[i], max(have[i], len(begun[i]))) for i in range(count) if have[i] != UNWANTED
+        SlotSample(job, i, begun[i], max(have[i], len(begun[i]))) for i in range(count) if have[i] != UNWANTED
     ]
     return job
 

@@ -21,7 +21,7 @@ _LIKELIEST = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingSettings:
     """How each row is drawn: `temperature`, `top_k`, `top_p` and `min_p`, each (R,)."""
 
     temperature: NDArray[np.float32]
@@ -51,7 +51,7 @@ def uniforms(seed: int, count: int) -> NDArray[np.float32]:
 
 
 def draw(
-    logits: Tensor, uniform: NDArray[np.float32], settings: Settings | None
+    logits: Tensor, uniform: NDArray[np.float32], settings: SamplingSettings | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Draw one token a row by inverting the cumulative distribution.
 
@@ -83,7 +83,7 @@ def _host(column: Tensor) -> NDArray[Any]:
     return column.squeeze(1).cpu().numpy()
 
 
-def _shape(logits: Tensor, settings: Settings) -> Tensor:
+def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """Add the bias, divide by the temperature, and take out what min_p, then top_k and top_p of what that
     leaves, do not keep. In a greedy row it ends with the bias: its logprobs are those of the plain
     distribution."""

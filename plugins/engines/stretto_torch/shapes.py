@@ -19,7 +19,7 @@ _PROMPT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Rows `start..stop-1`, which attend to positions `0..length-1` at most."""
 
     start: int
@@ -51,7 +51,7 @@ class Shapes:
         """Rows of a step with so many live ones."""
         return self.most_rows if self.fixed else padded_rows(live)
 
-    def spans(self, positions: NDArray[np.int64], shelves: Sequence[tuple[int, int]]) -> list[Span]:
+    def spans(self, positions: NDArray[np.int64], shelves: Sequence[tuple[int, int]]) -> list[TokenSpan]:
         """The spans of a step: one a shelf, as far as its longest row reaches.
 
         Args:
@@ -59,9 +59,10 @@ class Shapes:
             shelves: rows start..stop-1 of each, in order; of all live rows.
         """
         if self.fixed:
-            return [Span(0, self.most_rows, self.length)]
+            return [TokenSpan(0, self.most_rows, self.length)]
         return [
-            Span(start, stop, padded_length(int(positions[start:stop].max()) + 1)) for start, stop in shelves
+            TokenSpan(start, stop, padded_length(int(positions[start:stop].max()) + 1))
+            for start, stop in shelves
         ]
 
 

@@ -38,7 +38,7 @@ class Plan:
     """Tokens start..stop-1 of the pool are in no block."""
 
 
-class Shelves:
+class SizeClasses:
     """Plans for a pool of so many tokens.
 
     Args:

@@ -22,10 +22,10 @@ from stretto.engine import Finish
 from stretto_torch.decoder import Decoder
 from stretto_torch.kv import Block, Move
 from stretto_torch.prefixes import Prefixes
-from stretto_torch.requests import Job, Sample, SharedPrompt
-from stretto_torch.sampling import Bias, Settings, draw, uniforms
+from stretto_torch.requests import SampleJob, SharedPrompt, SlotSample
+from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, padded_prompt
-from stretto_torch.shelves import Shelves
+from stretto_torch.shelves import SizeClasses
 
 # Tokens in one prefill; bounds its memory.
 _PREFILL_TOKENS = 8192
@@ -35,7 +35,7 @@ _HEADROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SlotOutput:
     """Some tokens of an answer, with what is known of each."""
 
     tokens: NDArray[np.int32]
@@ -43,17 +43,17 @@ class Answer:
     versions: NDArray[np.int32]
 
 
-NO_TOKENS = Answer(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+NO_TOKENS = SlotOutput(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """A sample that has drawn its last token and left its slot."""
 
-    sample: Sample
+    sample: SlotSample
     finish: Finish
     error: str
-    unsent: Answer
+    unsent: SlotOutput
     """What of the answer was not sent yet."""
 
 
@@ -73,7 +73,7 @@ class Slots:
         self._cache = decoder.cache
         self._shapes = shapes
         self._deterministic = deterministic
-        self._shelves = Shelves(shapes, decoder.cache.tokens, together=decoder.one_shelf)
+        self._shelves = SizeClasses(shapes, decoder.cache.tokens, together=decoder.one_shelf)
         self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens)
         self._is_eos = np.zeros(decoder.vocabulary, np.bool_)
         self._is_eos[list(eos)] = True
@@ -82,7 +82,7 @@ class Slots:
         self.prefix_hits = 0  # samples that found the beginning of their text computed
         self.prefix_tokens = 0  # and how long those were
         self.kv_used = 0.0  # share of the cache that the blocks of running samples take
-        self.running: list[Sample] = []  # by row
+        self.running: list[SlotSample] = []  # by row
         # By row: last drawn token, which is not in the cache yet, and its position. Dead rows: 0, 0.
         self._token = np.zeros(shapes.most_rows, np.int64)
         self._position = np.zeros(shapes.most_rows, np.int64)
@@ -112,7 +112,7 @@ class Slots:
         """Slots without a sample."""
         return len(self._free_lanes)
 
-    def fits(self, samples: Sequence[Sample]) -> bool:
+    def fits(self, samples: Sequence[SlotSample]) -> bool:
         """Whether the cache has room for these beside the running ones."""
         lanes = self._lane[: len(self.running)]
         needs = self._limit[lanes]
@@ -123,19 +123,19 @@ class Slots:
             news = [min(n + 1 + _HEADROOM, limit) for n, limit in zip(known, news, strict=True)]
         return self._shelves.fits([*needs.tolist(), *news])
 
-    def surplus(self) -> list[Sample]:
+    def surplus(self) -> list[SlotSample]:
         """Running samples that have to leave before the next step, as the cache is too small for all: those
         that came last."""
         if self._steps_in_order:
             return []
         needs = dict(zip(self.running, (self._position[: len(self.running)] + 1).tolist(), strict=True))
-        leave: list[Sample] = []
+        leave: list[SlotSample] = []
         while not self._shelves.fits([*needs.values()]):
             leave.append(max(needs, key=lambda sample: sample.place))
             del needs[leave[-1]]
         return leave
 
-    def admit(self, samples: Sequence[Sample], version: int) -> list[Ending]:
+    def admit(self, samples: Sequence[SlotSample], version: int) -> list[Ending]:
         """Give each sample a slot, compute its prompt and draw its first token."""
         for sample in samples:
             self._seat(sample)
@@ -167,19 +167,19 @@ class Slots:
             self.remove([ending.sample for ending in endings])
         return endings
 
-    def length(self, sample: Sample) -> int:
+    def length(self, sample: SlotSample) -> int:
         """Tokens of a running sample's answer so far."""
         return int(self._position[sample.row]) + 1 - len(sample.job.prompt)
 
-    def answer(self, sample: Sample, start: int) -> Answer:
+    def answer(self, sample: SlotSample, start: int) -> SlotOutput:
         """A running sample's answer from its token `start` on."""
         lane, first = self._lane[sample.row], len(sample.job.prompt)
         part = slice(first + start, self._position[sample.row] + 1)
-        return Answer(
+        return SlotOutput(
             self._ids[lane, part].copy(), self._logprobs[lane, part].copy(), self._versions[lane, part].copy()
         )
 
-    def remove(self, samples: Iterable[Sample]) -> None:
+    def remove(self, samples: Iterable[SlotSample]) -> None:
         """Free the slots of some running samples."""
         left: list[tuple[Block, NDArray[np.int32]]] = []
         for sample in samples:
@@ -210,7 +210,7 @@ class Slots:
 
     # -------------------------------------------------------------------------------- new samples
 
-    def _seat(self, sample: Sample) -> None:
+    def _seat(self, sample: SlotSample) -> None:
         """Give a sample the next row and a lane, with everything but keys and values."""
         sample.row = len(self.running)
         sample.pure = True
@@ -237,17 +237,17 @@ class Slots:
             self._bias[lane] = sampling.logit_bias
         self._plain[lane] = sampling.temperature == 1 and not sampling.reshapes
 
-    def _find_prefixes(self, samples: Sequence[Sample]) -> dict[Sample, tuple[Block, int]]:
+    def _find_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
         """Where in the pool the beginnings of new samples' texts are, and how long they are."""
         if self._prefixes is None:
             return {}
-        found: dict[Sample, tuple[Block, int]] = {}
+        found: dict[SlotSample, tuple[Block, int]] = {}
         texts = [self._ids[self._lane[s.row], : self._position[s.row]].copy() for s in samples]
         for sample, text in zip(samples, texts, strict=True):
             if prefix := self._prefixes.find(text):
                 where, length = prefix
                 found[sample] = (
-                    self._cache.blocks[where.row] if isinstance(where, Sample) else where,
+                    self._cache.blocks[where.row] if isinstance(where, SlotSample) else where,
                     length,
                 )
         for sample, text in zip(samples, texts, strict=True):  # now only: these are still to be computed
@@ -256,7 +256,7 @@ class Slots:
         self.prefix_tokens += sum(length for _, length in found.values())
         return found
 
-    def _share_prompts(self, samples: Sequence[Sample], logits: dict[Sample, Tensor]) -> Tensor:
+    def _share_prompts(self, samples: Sequence[SlotSample], logits: dict[SlotSample, Tensor]) -> Tensor:
         """Copy prompts that were computed for one sample of a job to its others: (samples, V) logits."""
         for sample in logits:
             if not len(sample.begun):
@@ -336,15 +336,15 @@ class Slots:
         ended = stopped | (position + 1 >= self._limit[lane])
         return [self._ending(int(rows[i]), bool(stopped[i]), version) for i in ended.nonzero()[0]]
 
-    def _stops(self, sample: Sample, token: int) -> bool:
+    def _stops(self, sample: SlotSample, token: int) -> bool:
         """Whether a sample's last token ends it by what its request says."""
         job = sample.job
         return token in job.ends or (job.stops is not None and job.stops.end(self.answer(sample, 0).tokens))
 
-    def _settings(self, lane: NDArray[np.int64]) -> Settings | None:
+    def _settings(self, lane: NDArray[np.int64]) -> SamplingSettings | None:
         if self._plain[lane].all():
             return None
-        return Settings(
+        return SamplingSettings(
             self._temperature[lane],
             self._top_k[lane],
             self._top_p[lane],
@@ -383,7 +383,7 @@ class Slots:
         self,
         rows: Sequence[int],
         left: Sequence[tuple[Block, NDArray[np.int32]]] = (),
-        held: Mapping[Sample, tuple[Block, int]] = MappingProxyType({}),
+        held: Mapping[SlotSample, tuple[Block, int]] = MappingProxyType({}),
     ) -> None:
         """Let these rows alone go on, in the order and the blocks that suit them now.
 
@@ -428,16 +428,16 @@ class Slots:
         self._on_shelves = plan.shelves
 
 
-def _to_compute(samples: Sequence[Sample]) -> list[Sample]:
+def _to_compute(samples: Sequence[SlotSample]) -> list[SlotSample]:
     """Those of new samples that do not copy their job's prompt from another one. The prompt is computed for
     one of them, as long as that one is running and the weights do not change."""
-    first: dict[Job, Sample] = {}
+    first: dict[SampleJob, SlotSample] = {}
     for sample in samples:
         if not len(sample.begun) and not sample.job.prompt_is_lent:
             first.setdefault(sample.job, sample)
     return [sample for sample in samples if len(sample.begun) or first.get(sample.job) is sample]
 
 
-def _limit(sample: Sample) -> int:
+def _limit(sample: SlotSample) -> int:
     """The most tokens of prompt and answer."""
     return len(sample.job.prompt) + sample.job.request.sampling.max_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from itertools import count
 
-from stretto_torch.requests import Job, Sample
+from stretto_torch.requests import SampleJob, SlotSample
 
 
 class WaitingLine:
@@ -16,8 +16,8 @@ class WaitingLine:
     def __init__(self) -> None:
         self._version = -1
         self._tickets = count()
-        self._ready: list[tuple[float, int, Sample]] = []
-        self._aside: list[tuple[float, int, Sample]] = []
+        self._ready: list[tuple[float, int, SlotSample]] = []
+        self._aside: list[tuple[float, int, SlotSample]] = []
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -31,23 +31,23 @@ class WaitingLine:
             heappop(self._ready)
         return len(self._ready)
 
-    def add(self, job: Job, arrived: float) -> None:
+    def add(self, job: SampleJob, arrived: float) -> None:
         """Let all samples of a job wait, in their order."""
         for sample in job.samples:
             sample.place = (arrived, next(self._tickets))
             self.put_back(sample)
 
-    def put_back(self, sample: Sample) -> None:
+    def put_back(self, sample: SlotSample) -> None:
         """Let a sample that has left its slot wait again, at the place it had."""
         self._place((*sample.place, sample))
         self._waiting += 1
 
     @property
-    def first(self) -> Sample:
+    def first(self) -> SlotSample:
         """The next sample to serve; only if `ready`."""
         return self._ready[0][2]
 
-    def pop(self) -> Sample:
+    def pop(self) -> SlotSample:
         """Take out `first`."""
         self._waiting -= 1
         return heappop(self._ready)[2]
@@ -65,7 +65,7 @@ class WaitingLine:
             if not entry[2].ended:
                 self._place(entry)
 
-    def _place(self, entry: tuple[float, int, Sample]) -> None:
+    def _place(self, entry: tuple[float, int, SlotSample]) -> None:
         if max(entry[2].job.request.min_version, 0) <= self._version:
             heappush(self._ready, entry)
         else:

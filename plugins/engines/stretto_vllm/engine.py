@@ -20,7 +20,7 @@ from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.serving.config import Flag, flags
 from stretto.serving.engine import SidecarEngine
-from stretto.serving.requests import Ask, Piece
+from stretto.serving.requests import Ask, StreamChunk
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class VllmEngine(SidecarEngine):
                 f"{server.url} has room for {room} tokens; inference.context_length is {self._room}"
             )
 
-    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[Piece]:
+    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
         """See `SidecarEngine`."""
         body = {
             "request_id": ask.id,
@@ -159,7 +159,7 @@ class VllmEngine(SidecarEngine):
             if event.error is not None:
                 if event.error.code >= 500:
                     raise ServerLost(event.error.message)
-                yield Piece((), (), "error", event.error.message)
+                yield StreamChunk((), (), "error", event.error.message)
             for choice in event.choices:
                 yield _piece(choice)
 
@@ -246,11 +246,11 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _piece(choice: _Choice) -> Piece:
+def _piece(choice: _Choice) -> StreamChunk:
     logprobs = [token.logprob for token in choice.logprobs.content]
     if not all(map(math.isfinite, logprobs)):
-        return Piece((), (), "error", "the server's logits are not finite")
+        return StreamChunk((), (), "error", "the server's logits are not finite")
     versions = [span.version for span in choice.weight_versions or ()]
     finish: Finish = _FINISH.get(choice.finish_reason, "error") if choice.finish_reason else ""
     error = f"the server ended it with {choice.finish_reason!r}" if finish == "error" else ""
-    return Piece(choice.token_ids, logprobs, finish, error, versions)
+    return StreamChunk(choice.token_ids, logprobs, finish, error, versions)

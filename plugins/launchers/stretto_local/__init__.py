@@ -77,7 +77,7 @@ class LocalLauncher:
         try:
             place(jobs, visible_gpus(os.environ))
         except LaunchError as error:
-            yield Problem("launcher", str(error), "machine")
+            yield Problem("launcher", str(error), "environment")
         asked = sum(job.resources.memory_gb or 0 for job in jobs)
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         if asked > there:

@@ -17,10 +17,10 @@ from stretto.component import ModelSource
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = ["RewardModelConfig"]
+__all__ = ["ModelRewardConfig"]
 
 
-class RewardModelConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelRewardConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `model`."""
 
     path: ModelSource
@@ -32,7 +32,7 @@ class RewardModelConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_
     """The score is multiplied by it."""
 
 
-def make(config: RewardModelConfig, context: Context) -> Callable[..., list[float]]:
+def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[float]]:
     """The scoring function, for all answers of a group at once."""
     del context
     import torch
@@ -71,7 +71,7 @@ def make(config: RewardModelConfig, context: Context) -> Callable[..., list[floa
     return score
 
 
-def check(config: RewardModelConfig, run: RunConfig) -> Iterable[Problem]:
+def check(config: ModelRewardConfig, run: RunConfig) -> Iterable[Problem]:
     """Where it comes from."""
     del run
     path = Path(config.path)
@@ -80,12 +80,12 @@ def check(config: RewardModelConfig, run: RunConfig) -> Iterable[Problem]:
 
 
 @hookimpl
-def stretto_reward() -> Iterator[Component[RewardModelConfig]]:
+def stretto_reward() -> Iterator[Component[ModelRewardConfig]]:
     """The component of this package."""
     yield Component(
         "model",
         make,
-        RewardModelConfig,
+        ModelRewardConfig,
         "the score of a reward model",
         check,
         requires={"torch": "stretto[torch]"},

@@ -15,7 +15,7 @@ import msgspec
 
 from stretto.errors import BusError, WeightsError, one_error
 from stretto.models.version_files import FolderUpdate, Outline, lay_out, open_version
-from stretto_bus.questions import AskOutline, AskPiece, Piece, Question, checksum
+from stretto_bus.questions import AskOutline, AskPiece, Question, TensorPiece, checksum
 
 if TYPE_CHECKING:
     from stretto.weights import WeightsNote, Wire
@@ -25,7 +25,7 @@ __all__ = ["BusSubscriber"]
 A = TypeVar("A")
 
 _ENVELOPE = 64
-"""Bytes of a `Piece` beside its data, at most."""
+"""Bytes of a `TensorPiece` beside its data, at most."""
 _TRIES = 3
 """How often a piece may arrive damaged."""
 
@@ -41,7 +41,7 @@ class BusSubscriber:
 
     def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
         self._root = root
-        self._source = _Source(wire, deadline_s)
+        self._source = _TensorSource(wire, deadline_s)
         self._piece = piece - _ENVELOPE
         self._in_flight = in_flight
         self._fetch: _Fetch | None = None
@@ -79,7 +79,7 @@ class BusSubscriber:
             self._fetch = None
 
 
-class _Source:
+class _TensorSource:
     """Asks publishers."""
 
     def __init__(self, wire: Wire, deadline_s: float) -> None:
@@ -110,7 +110,7 @@ class _Fetch:
     """
 
     def __init__(
-        self, source: _Source, note: WeightsNote, folder: Path, sizes: dict[Path, int], piece: int
+        self, source: _TensorSource, note: WeightsNote, folder: Path, sizes: dict[Path, int], piece: int
     ) -> None:
         self.note = note
         self.folder = folder
@@ -156,7 +156,7 @@ class _Fetch:
 
     async def _intact(self, asked: AskPiece) -> memoryview:
         for _ in range(_TRIES):
-            piece = await self._source.ask(self.note, asked, Piece)
+            piece = await self._source.ask(self.note, asked, TensorPiece)
             if len(piece.data) == asked.size and checksum(piece.data) == piece.checksum:
                 return piece.data
         file = self._files[asked.file].name

@@ -6,7 +6,7 @@ import zlib
 
 import msgspec
 
-__all__ = ["AskOutline", "AskPiece", "Piece", "Question", "checksum"]
+__all__ = ["AskOutline", "AskPiece", "Question", "TensorPiece", "checksum"]
 
 
 class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
@@ -16,7 +16,7 @@ class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
 
 
 class AskPiece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """Bytes of one of its files. Answered by a `Piece`."""
+    """Bytes of one of its files. Answered by a `TensorPiece`."""
 
     version: int
     file: int
@@ -28,7 +28,7 @@ class AskPiece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
 Question = AskOutline | AskPiece
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
     """Bytes, and what they add up to."""
 
     checksum: int

@@ -12,7 +12,7 @@ import msgspec
 
 from stretto.errors import WeightsError
 from stretto.models.version_files import VersionFolders
-from stretto_bus.questions import AskOutline, AskPiece, Piece, Question, checksum
+from stretto_bus.questions import AskOutline, AskPiece, Question, TensorPiece, checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class BusPublisher:
         except OSError as error:  # it has just been removed
             reason = f"version {question.version} is not here any more: {error}"
             raise WeightsError(reason, version=question.version) from error
-        return msgspec.msgpack.encode(Piece(checksum(data), memoryview(data)))
+        return msgspec.msgpack.encode(TensorPiece(checksum(data), memoryview(data)))
 
 
 def _read(path: Path, asked: AskPiece) -> bytes:

@@ -77,7 +77,7 @@ def check(config: CollectiveConfig, run: RunConfig) -> Iterable[Problem]:
     if config.interface not in interfaces:
         hint = offer(config.interface, interfaces, "it has")
         message = f"this machine has no network interface {config.interface!r}{hint}"
-        yield Problem("weights.interface", message, "machine")
+        yield Problem("weights.interface", message, "environment")
 
 
 @hookimpl

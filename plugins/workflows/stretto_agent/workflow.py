@@ -17,7 +17,7 @@ from anyio.abc import ByteReceiveStream, ByteSendStream
 
 from stretto import Context, StrettoError
 from stretto.agents.endpoint import Endpoint
-from stretto.agents.recorder import Episode, Limits
+from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.user_code.sandbox import Confined, confined, kill, may_be_shown
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_agent import AgentConfig
@@ -36,7 +36,7 @@ class AgentError(StrettoError):
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _AgentEnded:
     """How a run of an agent ended."""
 
     status: int | None
@@ -56,7 +56,7 @@ class AgentWorkflow:
         self.endpoint = Endpoint(config.tool_parser)
         """Started with the first prompt; it serves as long as the worker lives."""
         self._processes = anyio.CapacityLimiter(config.processes)
-        self._limits = Limits(config.max_calls, config.max_total_tokens, config.max_tokens)
+        self._limits = CallLimits(config.max_calls, config.max_total_tokens, config.max_tokens)
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
         """The trajectories of all runs; those of one have one score.
@@ -67,37 +67,37 @@ class AgentWorkflow:
         await self.endpoint.start()
         numbers = count()  # tasks begin in order, so that a sample has the same seeds in every repetition
         runs = await group_of(session, lambda: self._run(prompt, session, next(numbers)))
-        chats = [episode.last.chat if episode.last else [] for episode, _ in runs]
+        chats = [recorder.last.chat if recorder.last else [] for recorder, _ in runs]
         texts = [ended.output or chat[-1]["content"] for (_, ended), chat in zip(runs, chats, strict=True)]
         statuses = [ended.status for _, ended in runs]
         scores = await session.score(prompt, texts, columns={"messages": chats, "exit_status": statuses})
         return [
             trajectory
-            for (episode, _), score in zip(runs, scores, strict=True)
-            for trajectory in episode.trajectories(score)
+            for (recorder, _), score in zip(runs, scores, strict=True)
+            for trajectory in recorder.trajectories(score)
         ]
 
-    async def _run(self, prompt: Prompt, session: Session, number: int) -> tuple[Episode, _Ended]:
+    async def _run(self, prompt: Prompt, session: Session, number: int) -> tuple[CallRecorder, _AgentEnded]:
         """One run of the agent, judged."""
         config = self._config
-        episode = Episode(session, f"a{number}", self._limits)
-        async with self._processes, self.endpoint.serve(episode) as key:
+        recorder = CallRecorder(session, f"a{number}", self._limits)
+        async with self._processes, self.endpoint.serve(recorder) as key:
             row = msgspec.json.encode(prompt.row)
             ended = await _run(self._command(prompt, key), row, config.agent_timeout_s)
         words = f"; its last words: {ended.errors}" if ended.errors else ""
-        because = f"; a call of the model failed: {episode.fault}" if episode.fault else words
+        because = f"; a call of the model failed: {recorder.fault}" if recorder.fault else words
         if ended.status is None and config.on_timeout == "fail":
             raise AgentError(
                 f"the agent took longer than agent_timeout_s={config.agent_timeout_s:g}{because}"
             )
-        if ended.status and config.on_error == "fail" and not episode.over:
+        if ended.status and config.on_error == "fail" and not recorder.over:
             raise AgentError(f"the agent ended with status {ended.status}{because}")
-        if episode.last is None:
+        if recorder.last is None:
             how = f"ended with status {ended.status}"
             if ended.status is None:
                 how = f"was killed after agent_timeout_s={config.agent_timeout_s:g}"
             raise AgentError(f"the agent got no answer of the model and {how}{because}")
-        return episode, ended
+        return recorder, ended
 
     def _command(self, prompt: Prompt, key: str) -> Confined:
         """The agent's program in its place, with all it is told."""
@@ -132,7 +132,7 @@ class AgentWorkflow:
         )
 
 
-async def _run(command: Confined, given: bytes, timeout_s: float) -> _Ended:
+async def _run(command: Confined, given: bytes, timeout_s: float) -> _AgentEnded:
     """Run a command to its end, or to that of its time. Nothing that it started is left."""
     process = await command.start(stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdin is not None
@@ -152,7 +152,7 @@ async def _run(command: Confined, given: bytes, timeout_s: float) -> _Ended:
         kill(process)
         with anyio.CancelScope(shield=True):
             await process.aclose()
-    return _Ended(status, output.text, "\n".join(errors.text.splitlines()[-5:]))
+    return _AgentEnded(status, output.text, "\n".join(errors.text.splitlines()[-5:]))
 
 
 async def _tell(stdin: ByteSendStream, given: bytes) -> None:

@@ -38,7 +38,7 @@ class MultiTurnConfig(EnvironmentConfig, frozen=True, kw_only=True, forbid_unkno
 
 
 @dataclass
-class _Episode:
+class _TurnLoop:
     """One conversation, and what the environment made of it."""
 
     conversation: Conversation
@@ -55,26 +55,26 @@ class MultiTurn:
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
         """The trajectories of the group's conversations: one each, more where there were splits."""
-        episodes = await group_of(session, lambda: self._episode(prompt, session))
-        unscored = [episode for episode in episodes if not episode.rewards]
-        for episode, score in zip(unscored, await self._scores(prompt, session, unscored), strict=True):
-            episode.rewards.append(score.reward)
-            episode.metrics |= score.metrics
+        loops = await group_of(session, lambda: self._play(prompt, session))
+        unscored = [loop for loop in loops if not loop.rewards]
+        for loop, score in zip(unscored, await self._scores(prompt, session, unscored), strict=True):
+            loop.rewards.append(score.reward)
+            loop.metrics |= score.metrics
         return [
             trajectory
-            for episode in episodes
-            for trajectory in episode.conversation.trajectories(Score(sum(episode.rewards), episode.metrics))
+            for loop in loops
+            for trajectory in loop.conversation.trajectories(Score(sum(loop.rewards), loop.metrics))
         ]
 
-    async def _episode(self, prompt: Prompt, session: Session) -> _Episode:
+    async def _play(self, prompt: Prompt, session: Session) -> _TurnLoop:
         config = self._config
         conversation = session.conversation(prompt.row["prompt"], limit=config.max_tokens)
-        episode, feedback = _Episode(conversation), Feedback()
+        loop, feedback = _TurnLoop(conversation), Feedback()
         while len(conversation.answers) < config.max_turns and await conversation.reply():
             feedback = await session.feedback(prompt, conversation, feedback.state)
-            episode.metrics |= feedback.metrics
+            loop.metrics |= feedback.metrics
             if feedback.reward is not None:
-                episode.rewards.append(feedback.reward)
+                loop.rewards.append(feedback.reward)
             if not feedback.said:
                 break
             chat = not isinstance(conversation.history, str)
@@ -84,12 +84,12 @@ class MultiTurn:
                 )
         if not conversation.answers:
             raise EngineError(f"workflow.max_tokens={config.max_tokens} leaves no room after the prompt")
-        return episode
+        return loop
 
-    async def _scores(self, prompt: Prompt, session: Session, episodes: Sequence[_Episode]) -> list[Score]:
-        if not episodes:
+    async def _scores(self, prompt: Prompt, session: Session, loops: Sequence[_TurnLoop]) -> list[Score]:
+        if not loops:
             return []
-        conversations = [episode.conversation for episode in episodes]
+        conversations = [loop.conversation for loop in loops]
         columns = {
             "messages": [conversation.history for conversation in conversations],
             "turns": [len(conversation.answers) for conversation in conversations],

@@ -28,9 +28,9 @@ from stretto.models.files import known_config
 from stretto.models.tokenizer import Message, shows_tools
 from stretto.models.vision import is_vision_language
 from stretto.tools import (
-    Call,
     ParserName,
     ToolAnswer,
+    ToolCall,
     ToolsConfig,
     assistant_message,
     parse_calls,
@@ -53,7 +53,7 @@ class ToolUseConfig(ToolsConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 
 @dataclass
-class _Episode:
+class _ToolLoop:
     """One conversation, and how often it called."""
 
     conversation: Conversation
@@ -71,46 +71,44 @@ class ToolUse:
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
         """The trajectories of the group's conversations: one each, more where there were splits."""
         tools = await session.tools()
-        episodes = await group_of(session, lambda: self._episode(prompt, session, tools))
-        conversations = [episode.conversation for episode in episodes]
+        loops = await group_of(session, lambda: self._play(prompt, session, tools))
+        conversations = [loop.conversation for loop in loops]
         columns = {
             "messages": [conversation.history for conversation in conversations],
             "turns": [len(conversation.answers) for conversation in conversations],
-            "tool_calls": [episode.calls for episode in episodes],
+            "tool_calls": [loop.calls for loop in loops],
         }
         last = [conversation.answers[-1] for conversation in conversations]
         scores = await session.score(prompt, last, columns=columns)
         trajectories: list[Trajectory] = []
-        for episode, score in zip(episodes, scores, strict=True):
-            counted = {"tool_calls": float(episode.calls), "tool_errors": float(episode.errors)}
+        for loop, score in zip(loops, scores, strict=True):
+            counted = {"tool_calls": float(loop.calls), "tool_errors": float(loop.errors)}
             score = replace(score, metrics={**score.metrics, **counted})
-            trajectories += episode.conversation.trajectories(score)
+            trajectories += loop.conversation.trajectories(score)
         return trajectories
 
-    async def _episode(
-        self, prompt: Prompt, session: Session, tools: Sequence[Mapping[str, Any]]
-    ) -> _Episode:
+    async def _play(self, prompt: Prompt, session: Session, tools: Sequence[Mapping[str, Any]]) -> _ToolLoop:
         config = self._config
         conversation = session.conversation(_chat(prompt), tools=tools, limit=config.max_tokens)
-        episode = _Episode(conversation)
+        loop = _ToolLoop(conversation)
         while await conversation.reply() and len(conversation.answers) < config.max_turns:
             history = conversation.history
             assert isinstance(history, list)
             content = str(history[-1]["content"])
             if not (calls := parse_calls(content, config.tool_parser)):
                 break
-            calls = [_named(call, episode.calls + index) for index, call in enumerate(calls)]
+            calls = [_named(call, loop.calls + index) for index, call in enumerate(calls)]
             history[-1] = assistant_message(content, calls, config.tool_parser)
             for call in calls:
                 answer = await _made(call, session)
-                episode.calls += 1
-                episode.errors += answer.failed
+                loop.calls += 1
+                loop.errors += answer.failed
                 conversation.add(
                     {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": answer.text}
                 )
         if not conversation.answers:
             raise EngineError(f"workflow.max_tokens={config.max_tokens} leaves no room after the prompt")
-        return episode
+        return loop
 
 
 def _chat(prompt: Prompt) -> list[Message]:
@@ -119,13 +117,13 @@ def _chat(prompt: Prompt) -> list[Message]:
     return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
 
 
-async def _made(call: Call, session: Session) -> ToolAnswer:
+async def _made(call: ToolCall, session: Session) -> ToolAnswer:
     if call.fault:
         return ToolAnswer(f"error: {call.fault}", failed=True)
     return await session.call(call.name, call.arguments)
 
 
-def _named(call: Call, number: int) -> Call:
+def _named(call: ToolCall, number: int) -> ToolCall:
     """With an id that every template takes: Mistral's wants nine letters and digits."""
     if re.fullmatch(r"[A-Za-z0-9]{9}", call.id):
         return call

@@ -17,7 +17,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from stretto import Context, StrettoError
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.openai_api import MODEL
-from stretto.agents.recorder import Episode, Limits
+from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.user_code.sandbox import confined, kill
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
@@ -47,7 +47,7 @@ class VerifiersWorkflow:
         self._environments: dict[bytes, _Environment] = {}
         self._starting = anyio.Lock()
         self._episodes = anyio.CapacityLimiter(config.episodes)
-        self._limits = Limits(calls=config.max_calls, context=config.max_tokens)
+        self._limits = CallLimits(calls=config.max_calls, context=config.max_tokens)
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
         """The trajectories of all episodes; those of one have one score.
@@ -61,14 +61,14 @@ class VerifiersWorkflow:
         environment = await self._environment(prompt.row["verifiers"])
         numbers = count()  # episodes begin in order, so that each has the same seeds in every repetition
         played = await group_of(session, lambda: self._play(environment, prompt, session, next(numbers)))
-        last = [episode.last.chat if episode.last else [] for episode, _ in played]
+        last = [recorder.last.chat if recorder.last else [] for recorder, _ in played]
         verdicts = [verdict for _, verdict in played]
         texts = [str(chat[-1]["content"]) for chat in last]
         scores = await session.score(prompt, texts, columns={"verdict": verdicts, "messages": last})
         return [
             trajectory
-            for (episode, _), score in zip(played, scores, strict=True)
-            for trajectory in episode.trajectories(score)
+            for (recorder, _), score in zip(played, scores, strict=True)
+            for trajectory in recorder.trajectories(score)
         ]
 
     async def end(self) -> None:
@@ -78,11 +78,11 @@ class VerifiersWorkflow:
 
     async def _play(
         self, environment: _Environment, prompt: Prompt, session: Session, number: int
-    ) -> tuple[Episode, dict[str, float]]:
+    ) -> tuple[CallRecorder, dict[str, float]]:
         """One episode, and what the environment says of it."""
-        episode = Episode(session, f"v{number}", self._limits)
+        recorder = CallRecorder(session, f"v{number}", self._limits)
         about = prompt.row["verifiers"]
-        async with self._episodes, self.endpoint.serve(episode) as key:
+        async with self._episodes, self.endpoint.serve(recorder) as key:
             order = {
                 "task": about["task"],
                 "key": about["key"],
@@ -98,11 +98,11 @@ class VerifiersWorkflow:
                     f"the episode took longer than episode_timeout_s={self._config.episode_timeout_s:g}"
                 ) from None
         if reply["error"]:
-            cause = f"; a call of the model failed: {episode.fault}" if episode.fault else ""
+            cause = f"; a call of the model failed: {recorder.fault}" if recorder.fault else ""
             raise EpisodeError(f"the episode failed: {reply['error']}{cause}")
-        if episode.last is None:
+        if recorder.last is None:
             raise EpisodeError("the environment asked nothing of the policy")
-        return episode, {**reply["metrics"], "reward": reply["reward"]}
+        return recorder, {**reply["metrics"], "reward": reply["reward"]}
 
     async def _environment(self, about: Mapping[str, Any]) -> _Environment:
         """The process that plays rows like this one; started with the first, or when the last has ended."""

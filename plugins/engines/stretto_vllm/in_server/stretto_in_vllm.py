@@ -33,7 +33,7 @@ class Weights:
 
     def stretto_read(self, folder: str) -> None:
         """Begin to read and hash the tensors of a folder, in a thread: decoding goes on."""
-        self._stretto_reading = _Reading(folder)
+        self._stretto_reading = _TensorReader(folder)
 
     def stretto_have_read(self) -> dict[str, Any]:
         """Whether it is `done`; then the `error`, if any, and the `hashes`: tensor name -> SHA-256."""
@@ -55,7 +55,7 @@ class Weights:
         return {"loaded": len(reading.tensors)}
 
 
-class _Reading(threading.Thread):
+class _TensorReader(threading.Thread):
     """Reads a folder. A reload that fails half-way leaves a model that ends the server, so whether all can be
     read is found out here."""
 
