@@ -214,7 +214,7 @@ assert not heavy, heavy
             "stretto.cli.main",
             "stretto.cli.schema",
             "stretto.assembly.plan",
-            "stretto.kernel.kernel",
+            "stretto.kernel.life",
         ),
         *("stretto.workers.rollout", "stretto.workers.verifier", "stretto.children.reward"),
         *("stretto.workers.inference", "stretto.workers.trainer"),

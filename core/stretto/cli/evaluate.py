@@ -239,9 +239,9 @@ def _refuse_without(document: Mapping[str, Any], overrides: Sequence[str]) -> No
 def run_evaluation(composed: Composed, threshold: float) -> tuple[Result | None, dict[str, Any], Path]:
     """Run it to its end; returns what it found, if it was completed, the run's summary, and its folder. The
     result is written into `summary.json` too."""
-    from stretto.kernel.kernel import run_through
+    from stretto.kernel.life import run
 
-    summary, folder = run_through(composed)
+    summary, folder = run(composed)
     file = folder / "answers" / "step-000000.jsonl"
     if summary["status"] != "completed" or not file.exists():
         return None, summary, folder

@@ -95,7 +95,7 @@ def run(file: RunFile, overrides: Overrides = None) -> None:
     from stretto.assembly.compose import compose
 
     composed = _accepted(compose(file, overrides or ()), starting=True)
-    from stretto.kernel.kernel import run_to_end
+    from stretto.kernel.life import run_to_end
 
     raise typer.Exit(run_to_end(composed))
 
@@ -107,7 +107,7 @@ def resume(
 ) -> None:
     """Go on with a run from its newest checkpoint and its journal, perhaps with changed values."""
     from stretto.kernel.changes import compose_changes, put_into_force
-    from stretto.kernel.kernel import resume_to_end
+    from stretto.kernel.life import resume_to_end
 
     if overrides:
         changed = _accepted(compose_changes(folder.absolute(), overrides), starting=True, resumed=True)
@@ -150,7 +150,7 @@ def evaluate(
     composed = _accepted(compose_evaluation(source, wanted, overrides or ()), starting=True)
     result, summary, folder = run_evaluation(composed, threshold)
     if result is None:
-        from stretto.kernel.kernel import exit_status
+        from stretto.kernel.life import exit_status
         from stretto.kernel.view import final_lines
 
         typer.echo(final_lines(summary, folder), err=True)

@@ -52,13 +52,7 @@ class FleetMember:
 
 
 class Fleet:
-    """Starts the workers, listens to them, and starts again those that end unasked.
-
-    Args:
-        on_ready: called once for each worker that became ready.
-        on_lost: called with each worker that is gone, how, and whether that is final, before it is started
-            again; it is not where that is final.
-    """
+    """Starts the workers, listens to them, and starts again those that end unasked."""
 
     def __init__(
         self,
@@ -67,15 +61,11 @@ class Fleet:
         logs: Path,
         *,
         max_restarts: int,
-        on_ready: Callable[[FleetMember], None],
-        on_lost: Callable[[FleetMember, str, bool], None],
     ) -> None:
         self._launcher = launcher
         self._bootstraps = bootstraps
         self._logs = logs
         self._max_restarts = max_restarts
-        self._on_ready = on_ready
-        self._on_lost = on_lost
         self._handles: dict[str, Handle] = {}
         self._ended_busy: dict[Role, float] = {}
         self._ended_tokens = 0
@@ -86,6 +76,11 @@ class Fleet:
         """Workers that failed at what would fail again."""
         self._launching = anyio.Lock()
         self._ending = False
+        self.on_ready: Callable[[FleetMember], None] = lambda member: None
+        """Called once for each worker that became ready."""
+        self.on_lost: Callable[[FleetMember, str, bool], None] = lambda member, how, final: None
+        """Called with each worker that is gone, how, and whether that is final, before it is started again;
+        where that is final it is not started."""
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
@@ -189,7 +184,7 @@ class Fleet:
         if message.ready and not member.ready:
             member.ready = True
             self.starting.pop(member.worker, None)
-            self._on_ready(member)
+            self.on_ready(member)
 
     def serves(self, member: FleetMember, version: int) -> None:
         """An engine says that it has swapped: routing must not wait for its next heartbeat."""
@@ -225,7 +220,7 @@ class Fleet:
         self._ended_refused += member.refused
         if not self._ending:
             log.warning("worker lost", worker=worker, how=how)
-            self._on_lost(member, how, worker in self._given_up)
+            self.on_lost(member, how, worker in self._given_up)
 
     # ----------------------------------------------------------------------------------- figures
 

@@ -135,9 +135,7 @@ class InferenceWorker:
         if self._engine is None:
             return heartbeat
         load = self._engine.load()
-        return Heartbeat(
-            heartbeat.worker, heartbeat.nonce, heartbeat.ready, load.busy_s, load, refused=heartbeat.refused
-        )
+        return msgspec.structs.replace(heartbeat, busy_s=load.busy_s, load=load)
 
     # -------------------------------------------------------------------------------- requests
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import structlog
 from anyio.abc import TaskGroup
@@ -140,13 +141,7 @@ class RolloutWorker:
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """With the tickets in hand."""
-        return Heartbeat(
-            heartbeat.worker,
-            heartbeat.nonce,
-            heartbeat.ready,
-            tickets=len(self._running),
-            refused=heartbeat.refused,
-        )
+        return msgspec.structs.replace(heartbeat, tickets=len(self._running))
 
     async def _dataset(self, path: str) -> Dataset:
         dataset: Dataset = await anyio.to_thread.run_sync(self._context.make, path)

@@ -128,9 +128,7 @@ class TrainerWorker:
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Busy: seconds spent in calls."""
-        return Heartbeat(
-            heartbeat.worker, heartbeat.nonce, heartbeat.ready, self._worked_s, refused=heartbeat.refused
-        )
+        return msgspec.structs.replace(heartbeat, busy_s=self._worked_s)
 
     def _make_engine(self, name: str) -> TrainingEngine:
         """The engine of one model of the group, with what the run file says of that model."""

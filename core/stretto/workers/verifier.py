@@ -67,7 +67,7 @@ class VerifierWorker:
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Busy: seconds that children spent on calls."""
         busy_s = sum(service.children.busy_s for service in self._services)
-        return Heartbeat(heartbeat.worker, heartbeat.nonce, heartbeat.ready, busy_s, refused=heartbeat.refused)
+        return msgspec.structs.replace(heartbeat, busy_s=busy_s)
 
 
 class _Service(Protocol):

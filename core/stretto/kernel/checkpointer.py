@@ -1,0 +1,117 @@
+"""When a checkpoint is written, what the kernel puts into it, and which ones are kept."""
+
+from __future__ import annotations
+
+import anyio
+import structlog
+
+from stretto.bus.client import Bus
+from stretto.errors import BusError, RunError
+from stretto.kernel.checkpoint import KernelState, checkpoint_name, prune, writing
+from stretto.kernel.engines import Engines
+from stretto.kernel.journal import JournalWriter
+from stretto.kernel.setup import RunSetup
+from stretto.kernel.tickets import TicketQueue
+from stretto.kernel.trainers import Trainers
+from stretto.weights import WeightsNote
+
+__all__ = ["Checkpointer"]
+
+log = structlog.get_logger()
+
+
+class Checkpointer:
+    """Writes the checkpoints of one kernel's life."""
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        bus: Bus,
+        trainers: Trainers,
+        engines: Engines,
+        tickets: TicketQueue,
+        journal: JournalWriter,
+    ) -> None:
+        self._setup = setup
+        self._bus = bus
+        self._trainers = trainers
+        self._engines = engines
+        self._tickets = tickets
+        self._journal = journal
+        self._root = setup.folder / "checkpoints"
+        self._writing = anyio.Lock()
+        resumed = setup.resumed
+        self._newest = resumed[0].name if resumed and resumed[0] else ""
+        self._saved_version = resumed[1].version if resumed else -1
+        if setup.config.steps == 0:
+            self._saved_version = 0  # nothing will have been trained: there is nothing to save
+
+    async def save(self) -> None:
+        """Write one of the present version, unless there is one. A failure is reported; the run goes on."""
+        async with self._writing:
+            version, note = self._setup.scheduler.version, self._engines.note
+            if self._saved_version == version:
+                return
+            assert note is not None
+            try:
+                await self._write(checkpoint_name(version), self._state(note))
+            except (OSError, BusError) as error:
+                log.error("checkpoint failed", version=version, error=str(error))
+                self._setup.report.problems.append(f"checkpoint of version {version} not written: {error}")
+
+    async def save_required(self, note: WeightsNote, name: str | None = None) -> None:
+        """Write one that the run cannot go on without, because other values come after it.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
+        try:
+            await self._write(name or checkpoint_name(note.version), self._state(note))
+        except (OSError, BusError) as error:
+            raise RunError(f"the checkpoint before changed values was not written: {error}") from error
+
+    async def prune(self) -> None:
+        """Remove the checkpoints that are not kept, and the part of the log that only they needed.
+
+        `keep_best` spares those of the best version and of versions that may yet be the best.
+        """
+        kept, scheduler = self._setup.config.checkpoint, self._setup.scheduler
+        if not self._newest:
+            return
+        spared: set[int] = set()
+        if kept.keep_best:
+            best = scheduler.best
+            spared = {*scheduler.needed_versions, *([best.version] if best else [])}
+        below = await anyio.to_thread.run_sync(prune, self._root, kept.keep, self._newest, spared)
+        await self._bus.purge(self._setup.names.log_stream, below=below)
+
+    async def _write(self, name: str, state: KernelState) -> None:
+        async with writing(self._root, name, state) as folder:
+            await self._trainers.save(folder, state.version, tuple(each.version for each in state.needed))
+        self._saved_version, self._newest = state.version, name
+        self._setup.report.checkpoints.append(name)
+        log.info("checkpoint", folder=name)
+        self._setup.notify_plugins("stretto_checkpoint_saved", folder=self._root / name)
+        await self.prune()
+
+    def _state(self, note: WeightsNote) -> KernelState:
+        """The kernel's part of a checkpoint of these weights."""
+        setup = self._setup
+        snapshot = setup.scheduler.snapshot()
+        return KernelState(
+            version=snapshot.version,
+            incarnation=self._journal.incarnation,
+            digest=note.digest,
+            snapshot=snapshot,
+            log_sequence=self._tickets.log_sequence,
+            lowest_sequence=self._tickets.lowest_sequence(snapshot),
+            layout=setup.layout,
+            seed=setup.config.seed,
+            trained_tokens=setup.report.trained_tokens,
+            generated_tokens=setup.report.generated_tokens,
+            wall_s=setup.report.wall_s,
+            values=setup.values,
+            needed=tuple(
+                self._engines.notes[version] for version in snapshot.evaluating if version != snapshot.version
+            ),
+        )

@@ -1,0 +1,165 @@
+"""The life of a run's kernel: from the command to the summary, with nothing left behind.
+
+`run` starts a run and `resume_to_end` goes on with one. Each life starts the bundled nats-server, opens the
+bus, lets a `Kernel` own the run there, and writes `summary.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import structlog
+
+from stretto.assembly.compose import Composed, compose
+from stretto.assembly.logs import log_to
+from stretto.assembly.plan import run_folder
+from stretto.bus.client import connect
+from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
+from stretto.errors import ConfigError, RunError, leaves
+from stretto.kernel.changes import is_complete, newest_values, values_file, write_values
+from stretto.kernel.checkpoint import KernelState, newest_intact
+from stretto.kernel.ending import Ending
+from stretto.kernel.kernel import own_run
+from stretto.kernel.setup import RunSetup
+from stretto.kernel.view import final_lines, terminal
+
+__all__ = ["exit_status", "resume_to_end", "run", "run_to_end"]
+
+log = structlog.get_logger()
+
+
+def run_to_end(composed: Composed) -> int:
+    """Train a run, print its final lines, and return the exit status."""
+    return _print_end(*run(composed))
+
+
+def run(composed: Composed) -> tuple[dict[str, Any], Path]:
+    """Train a run; return its summary and its folder.
+
+    Raises:
+        ConfigError: if the run's folder cannot be written.
+    """
+    folder = run_folder(composed.config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_values(folder, composed)
+    except OSError as error:
+        raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
+    summary, _ = _live(RunSetup(composed, folder, resumed=None))
+    return summary, folder
+
+
+def resume_to_end(folder: Path) -> int:
+    """Go on with a run from its newest intact checkpoint and its journal; return the exit status.
+
+    Where the checkpoint is of former values, a kernel with these first repeats what the journal has of them.
+
+    Raises:
+        ConfigError: if the folder holds no run, or one that cannot go on.
+    """
+    folder = folder.absolute()
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+    composed = compose(folder / "config.yaml")
+    if is_complete(folder, composed.config.steps):
+        raise ConfigError(
+            f"the run in {folder} is complete: there is nothing to go on with; `stretto resume {folder} "
+            "steps=…` gives it more steps"
+        )
+    newest, checkpoint = newest_values(folder), _newest_checkpoint(folder)
+    number = min(checkpoint[1].values, newest)
+    while number < newest:
+        former = compose(values_file(folder, number))
+        setup = RunSetup(former, folder, resumed=checkpoint, values=number, goes_on=False)
+        summary, next_values = _live(setup)
+        if summary["status"] != "repeated":
+            return _print_end(summary, folder)
+        number, checkpoint = next_values or newest, _newest_checkpoint(folder)
+    summary, _ = _live(RunSetup(composed, folder, resumed=checkpoint, values=newest))
+    return _print_end(summary, folder)
+
+
+def exit_status(summary: Mapping[str, Any]) -> int:
+    """The exit status of a command whose run ended with this summary."""
+    return {"completed": 0, "interrupted": 130}.get(summary["status"], 1)
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
+    return newest_intact(folder / "checkpoints") or (None, KernelState.initial())
+
+
+def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
+    lines = final_lines(summary, folder)
+    if summary["status"] == "interrupted":
+        lines += f"\ngo on with it: stretto resume {shlex.quote(str(folder))}"
+    try:
+        print(lines, flush=True)
+    except OSError:  # the reader of the output is gone; the run is not worse for it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return exit_status(summary)
+
+
+def _live(setup: RunSetup) -> tuple[dict[str, Any], int | None]:
+    """One life; its summary, and `Ending.next_values`."""
+    log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
+    return anyio.run(_live_and_sum_up, setup)
+
+
+async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]:
+    """Own the run until it ends. No process is left behind, however it ends."""
+    ending = Ending()
+    error: BaseException | None = None
+    (setup.folder / "summary.json").unlink(missing_ok=True)  # a former life's
+    try:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(ending.obey_signals)  # before there is anything to be left behind
+            tasks.start_soon(setup.view.run)
+            try:
+                async with _server(setup):
+                    bootstrap = Bootstrap.read(setup.folder / "bus" / "kernel.json")
+                    async with connect(bootstrap, setup.names.inbox("kernel"), name="kernel") as bus:
+                        await own_run(setup, bus, ending)
+            finally:
+                setup.view.stop()
+            tasks.cancel_scope.cancel()
+    except Exception as raised:
+        error = leaves(raised)[0]
+        ending.end("failed", setup.composed.explain(error, setup.logs / "kernel.jsonl"))
+        log.error("run failed", exc_info=error)
+    summary = setup.report.finish(ending.status, ending.reason)
+    if ending.status == "failed":
+        setup.notify_plugins("stretto_run_failed", summary=summary, error=error or RunError(ending.reason))
+    elif ending.status != "repeated":
+        setup.notify_plugins("stretto_run_finished", summary=summary)
+    return summary, ending.next_values
+
+
+@asynccontextmanager
+async def _server(setup: RunSetup) -> AsyncGenerator[None]:
+    """Hold the run's lock, run the bundled server unless there is another, and remove published weights."""
+    folder, bus = setup.folder / "bus", setup.config.bus
+    lock = lock_run(folder)
+    server = None
+    try:
+        setup.transport.clean()
+        if bus.url is None:
+            server = await NatsServer.start(folder, setup.run, bus, setup.logs)
+        else:
+            foreign_bootstrap(folder, setup.run, bus, setup.logs)
+        yield
+    finally:
+        with anyio.CancelScope(shield=True):
+            if server is not None:
+                await server.stop()
+        setup.transport.clean()
+        lock.close()

@@ -1,0 +1,143 @@
+"""What a kernel makes of a composed run before its server starts: components, scheduler, fleet and report."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from stretto.algorithm import Algorithm
+from stretto.assembly.compose import Composed
+from stretto.assembly.dataflow import Graph, graph_of
+from stretto.assembly.placement import Placement
+from stretto.assembly.plan import context_of, workers
+from stretto.bus.messages import Subjects
+from stretto.bus.server import Bootstrap
+from stretto.dataset import Dataset
+from stretto.kernel.advice import Adviser
+from stretto.kernel.checkpoint import KernelState
+from stretto.kernel.fleet import Fleet
+from stretto.kernel.report import Report
+from stretto.kernel.scheduler import Scheduler, SchedulerSettings
+from stretto.kernel.view import View
+from stretto.weights import WeightsTransport
+
+__all__ = ["RunSetup"]
+
+log = structlog.get_logger()
+
+
+class RunSetup:
+    """The parts of one kernel's life that need no bus."""
+
+    def __init__(
+        self,
+        composed: Composed,
+        folder: Path,
+        resumed: tuple[Path | None, KernelState] | None,
+        *,
+        values: int = 1,
+        goes_on: bool = True,
+    ) -> None:
+        """Make the run's components.
+
+        Args:
+            resumed: the checkpoint to begin with, and its state; None in a run that starts.
+            values: number of the run's values that `composed` has.
+            goes_on: train on when the journal is repeated. Else write a checkpoint and end, since other
+                values come next.
+
+        Raises:
+            StrettoError: if a component cannot be made.
+        """
+        config = composed.config
+        self.composed = composed
+        self.config = config
+        self.folder = folder
+        self.resumed = resumed
+        self.values = values
+        self.goes_on = goes_on
+        self.run = _run_id(folder)
+        self.names = Subjects(self.run)
+        self.context = context_of(config, run=self.run, folder=str(folder))
+        self.logs = folder / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.datasets: dict[str, Dataset] = {
+            path: composed.make(path, self.context)
+            for path in ("dataset", "evaluation.dataset")
+            if path in composed.components
+        }
+        algorithm: Algorithm = composed.make("algorithm", self.context)
+        self.graph = graph_of(algorithm.calls(), algorithm.models)
+        self.placement = Placement(config, self.graph)
+        started = workers(config, self.placement)
+        self.workers = started if goes_on else [each for each in started if each.role == "trainer"]
+        self.transport: WeightsTransport = composed.make("weights", self.context)
+        self.scheduler = Scheduler(_settings(composed, self.datasets, self.graph), algorithm.keep)
+        self.fleet = Fleet(
+            composed.make("launcher", self.context),
+            folder / "bus",
+            self.logs,
+            max_restarts=config.launcher.max_restarts,
+        )
+        trackers = [composed.make(path, self.context) for path in composed.components if "trackers." in path]
+        self.report = Report(
+            folder,
+            self.run,
+            self.scheduler,
+            self.fleet,
+            trackers,
+            resumed[1] if resumed else None,
+            sampled=self.graph.samples,
+            canary=config.inference.canary,
+            adviser=Adviser(composed.document),
+        )
+        self.view = View(config.name, config.steps, self.report, self.scheduler, self.fleet)
+
+    @property
+    def layout(self) -> str:
+        """The worker groups' engines, processes and threads: equal layouts repeat a step bit by bit."""
+        return "; ".join(
+            f"{group.path}: {group.section.use} x {group.section.processes}, {group.section.threads} threads"
+            for group in self.placement.groups.values()
+        )
+
+    def notify_plugins(self, hook: str, **facts: Any) -> None:
+        """Call a hook of the run's life in every plugin. A failure is reported; the run goes on."""
+        for plugin, error in self.composed.plugins.life(hook, context=self.context, **facts):
+            log.error("plugin failed", plugin=plugin, hook=hook, exc_info=error)
+            self.report.problems.append(f"{plugin}: {hook}: {type(error).__name__}: {error}")
+
+
+def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) -> SchedulerSettings:
+    config = composed.config
+    queue, evaluation = config.queue, config.evaluation
+    rows = len(datasets["evaluation.dataset"]) if evaluation else 0
+    return SchedulerSettings(
+        steps=config.steps,
+        batch_size=queue.batch_size,
+        max_staleness=queue.max_staleness if graph.samples else 0,  # rows have no version to be older than
+        max_divergence=queue.max_divergence,
+        rows=len(datasets["dataset"]),
+        group_size=graph.source.samples,
+        on_late=queue.on_late,
+        max_attempts=queue.max_attempts,
+        max_failures=queue.max_failures or 2 * queue.batch_size,
+        max_filtered=queue.max_filtered or 16 * queue.batch_size,
+        shuffle=config.dataset.shuffle,
+        seed=config.seed,
+        evaluation_rows=min(rows, evaluation.rows or rows) if evaluation else 0,
+        evaluation_every=evaluation.every if evaluation else 0,
+        evaluation_samples=evaluation.samples if evaluation else 1,
+    )
+
+
+def _run_id(folder: Path) -> str:
+    """Unique on a bus that several runs share, and the same when the run is resumed."""
+    bootstrap = folder / "bus" / "kernel.json"
+    if bootstrap.exists():
+        return Bootstrap.read(bootstrap).run
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '-', folder.name)}-{secrets.token_hex(3)}"

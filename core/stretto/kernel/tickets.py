@@ -1,0 +1,115 @@
+"""Tickets on the bus: the work queue, the log of outcomes, and the part of that log which is still needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from stretto.bus import messages
+from stretto.bus.client import Bus
+from stretto.bus.messages import AbortTicket, GroupDone, GroupFailed, Purpose, Subjects, Ticket
+from stretto.kernel.scheduler import Snapshot
+
+__all__ = ["TicketQueue"]
+
+log = structlog.get_logger()
+
+
+class TicketQueue:
+    """Puts the scheduler's tickets on the bus and follows their outcomes.
+
+    Args:
+        samples: whether answers are sampled. Otherwise a ticket is a row, and done when it is issued.
+    """
+
+    def __init__(self, bus: Bus, names: Subjects, *, samples: bool) -> None:
+        self._bus = bus
+        self._names = names
+        self._samples = samples
+        self._queued: dict[tuple[Purpose, int, int], int] = {}
+        """(purpose, ticket, attempt) -> sequence number in the work queue."""
+        self._log_at_issue: dict[int, int] = {}
+        """Training ticket -> last message of the log known when it was issued: its data lies beyond."""
+        self._log_at_evaluation: int | None = None
+        """The same of the evaluation under way."""
+        self.log_sequence = 0
+        """Last message of the log that the scheduler has taken in."""
+
+    async def issue(self, ticket: Ticket) -> None:
+        """Put a ticket into the work queue; where rows are read, write its outcome into the log."""
+        if ticket.purpose == "train" and not self._samples:
+            await self._bus.append(self._names.groups, _read_group(ticket), id=f"{ticket.name}/end")
+            return
+        if ticket.purpose == "train":
+            self._log_at_issue.setdefault(ticket.id, self.log_sequence)
+        elif self._log_at_evaluation is None:
+            self._log_at_evaluation = self.log_sequence
+        sequence = await self._bus.append(self._names.ticket(ticket.purpose), ticket, id=ticket.name)
+        self._queued[ticket.purpose, ticket.id, ticket.attempt] = sequence
+
+    async def withdraw(self, purpose: Purpose, ticket: int, attempt: int) -> None:
+        """Take an attempt out of the queue, and stop the worker that has it."""
+        sequence = self._queued.pop((purpose, ticket, attempt), None)
+        if sequence is not None:
+            await self._bus.delete(self._names.tickets_stream, sequence)
+        await self._bus.publish(self._names.abort_ticket, AbortTicket(purpose, ticket, attempt))
+
+    async def clear(self) -> None:
+        """Remove the tickets that a former kernel left in the queue."""
+        await self._bus.purge(self._names.tickets_stream)
+
+    async def follow(self, take_in: Callable[[GroupDone | GroupFailed], None]) -> None:
+        """Call `take_in` with every outcome of a ticket, in the order of the log."""
+        kinds = GroupDone | GroupFailed
+        stream, start = self._names.log_stream, self.log_sequence + 1
+        async for sequence, outcome in self._bus.follow(stream, self._names.groups, kinds, start=start):
+            self._queued.pop((outcome.purpose, outcome.ticket, outcome.attempt), None)
+            if isinstance(outcome, GroupFailed):
+                write, event = (
+                    (log.info, "row left out") if outcome.filtered else (log.warning, "ticket failed")
+                )
+                write(event, ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason)
+            # The log's place moves with the ledger: a checkpoint may be taken at any await.
+            take_in(outcome)
+            self.log_sequence = sequence
+
+    def evaluation_ended(self) -> None:
+        """Note that the log's messages of the evaluation under way are no longer needed."""
+        self._log_at_evaluation = None
+
+    def lowest_sequence(self, snapshot: Snapshot) -> int:
+        """The first message of the log that a run resumed from this snapshot needs."""
+        open_tickets = {ticket.id for ticket in snapshot.open}
+        self._log_at_issue = {
+            ticket: sequence for ticket, sequence in self._log_at_issue.items() if ticket in open_tickets
+        }
+        finished = [
+            member.sequence
+            for ticket in snapshot.open
+            if ticket.done and self._samples
+            for member in ticket.done.members
+        ]
+        issued = [sequence + 1 for sequence in self._log_at_issue.values()]
+        evaluation = [] if self._log_at_evaluation is None else [self._log_at_evaluation + 1]
+        return min([*finished, *issued, *evaluation, self.log_sequence + 1])
+
+
+def _read_group(ticket: Ticket) -> GroupDone:
+    """The outcome of a ticket whose sequences are read: its row, from which the trainers make them."""
+    members = tuple(
+        messages.Member(
+            id=f"{ticket.name}/{index}",
+            sequence=ticket.row,
+            index=index,
+            length=0,
+            sampled=0,
+            oldest=ticket.min_version,
+            newest=ticket.min_version,
+            reward=0.0,
+            metrics={},
+            finish="stop",
+        )
+        for index in range(ticket.samples)
+    )
+    return GroupDone(ticket.purpose, ticket.id, ticket.attempt, "dataset", members, 0.0)
