@@ -293,7 +293,7 @@ def test_a_hook_that_returns_its_component_is_told_to_yield_it(run_file: Path) -
 
 def test_a_run_whose_prompts_are_all_too_long_is_refused(run_file: Path) -> None:
     text = found(run_file, "dataset.max_prompt_tokens=3")["dataset.max_prompt_tokens"]
-    assert text.startswith("is 3, and the prompts of all 4 rows are longer (the shortest has 4 tokens)")
+    assert text.startswith("is 3, but the prompts of all 4 rows are longer (the shortest has 4 tokens)")
     rows = run_file.parent / "rows.jsonl"
     rows.write_text(rows.read_text() + '{"prompt": "=", "answer": "2"}\n')
     assert found(run_file, "dataset.max_prompt_tokens=3") == {}
@@ -307,7 +307,7 @@ def test_odd_values_are_warned_of(run_file: Path) -> None:
     assert "the dataset has 4 rows" in text["queue.batch_size"]
     assert text["queue.max_staleness"].startswith("is 50: tokens may be 50 train steps old")
     assert text["training.lr"].startswith("is 1: with AdamW")
-    assert text["training.micro_batch_tokens"].startswith("is 16, and a sequence can have 36 tokens")
+    assert text["training.micro_batch_tokens"].startswith("is 16, but a sequence can have 36 tokens")
     assert "only versions 0 and 5" in text["evaluation.every"]
     assert "one after another" in text["inference.slots"]
     usual = ("training.lr=1e-4", "training.micro_batch_tokens=36", "inference.slots=2")

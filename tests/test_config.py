@@ -269,16 +269,16 @@ def test_interpolations_that_lead_nowhere_are_refused(run_file: Path) -> None:
 
 def test_what_is_wrong_with_the_run_as_a_whole(run_file: Path) -> None:
     wrong = complaints(compose(run_file))
-    assert wrong == ["model: required by training engine 'torch': a local folder or a hub id"]
+    assert wrong == ["model: required by the training engine 'torch'; give a local folder or a hub id"]
     wrong = complaints(compose(run_file, ["training=mock", "algorithm.correction.use=none"]))
     assert "stale samples need a correction" in wrong[0]
     wrong = complaints(compose(run_file, ["training=mock", "algorithm.minibatches=3"]))
     assert wrong == [
-        "queue.batch_size: 8 groups cannot be split into the 3 minibatches of train(actor); "
+        "queue.batch_size: 8 groups cannot be split into the 3 minibatches of call 'train(actor)'; "
         "expected a multiple of 3"
     ]
     wrong = complaints(compose(run_file, ["training=mock", "sampling.top_p=0.9"]))
-    assert "refused in training" in wrong[0]
+    assert "training does not allow" in wrong[0]
     wrong = complaints(compose(run_file, ["training=mock", "sampling.temperature=0"]))
     assert "greedy" in wrong[0]
 
@@ -405,12 +405,12 @@ def test_worker_groups_are_sections_of_their_own(run_file: Path) -> None:
 def test_what_a_run_of_given_models_needs(run_file: Path) -> None:
     placed = [f"models.actor.path={run_file.parent}/model", "models.actor.lr=0.1"]
     [wrong] = complaints(compose(run_file, placed))
-    assert wrong == "model: required by training engine 'torch': a local folder or a hub id"
+    assert wrong == "model: required by the training engine 'torch'; give a local folder or a hub id"
     pairs = run_file.parent / "rows.jsonl"
     pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 8)
     evaluated = f"evaluation.dataset={{use: jsonl, path: {pairs}}}"
     scorer = ["algorithm=reward_model", "training=mock", evaluated]
-    assert "'reward', which is no policy" in " ".join(complaints(compose(run_file, scorer)))
+    assert "'reward', which is not a policy" in " ".join(complaints(compose(run_file, scorer)))
     frozen = ["algorithm=dpo", "training=mock", "models.reference.lr=0.1"]
     [warning] = complaints(compose(run_file, frozen), "warning")
     assert "models.reference.lr: has no effect" in warning
@@ -423,7 +423,7 @@ def test_models_of_one_dataflow_have_one_vocabulary(run_file: Path) -> None:
     own = [f"model={run_file.parent}/model", "algorithm.kl.coef=0.1", "models.reference.path=other"]
     [wrong] = complaints(compose(run_file, own))
     assert wrong.startswith("models.reference.path: ")
-    assert "has a vocabulary of 99 tokens, and the run's model" in wrong
+    assert "has a vocabulary of 99 tokens, but the run's model" in wrong
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_wishes_go_before_the_run(run_folder: Path, tmp_path: Path) -> None:
 def test_a_run_without_a_step_needs_an_evaluation() -> None:
     found = problems(compose(QUICKSTART / "run.yaml", ["steps=0", "evaluation=null", "training=frozen"]))
     assert [(problem.path, problem.message) for problem in found if problem.severity == "error"] == [
-        ("steps", "is 0, and there is no `evaluation`: nothing is to be done")
+        ("steps", "is 0, and there is no `evaluation`: the run would do nothing")
     ]
     [found] = problems(compose(QUICKSTART / "run.yaml", ["training=frozen", "out=x"]))
     assert found.message == "'frozen' trains nothing, and steps is 200; it is for `steps: 0`"

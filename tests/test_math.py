@@ -304,10 +304,10 @@ def test_check_lists_rows_whose_expected_answer_cannot_be_read(tmp_path: Path) -
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": {"use": "math"}}
-    [problem] = [each for each in problems(compose_mapping(run)) if "cannot be scored" in each.message]
+    [problem] = [each for each in problems(compose_mapping(run)) if "cannot score" in each.message]
     first = len(BARE) + 1
     assert (problem.path, problem.severity) == ("dataset", "warning")
-    assert problem.message.startswith(f"3 of {len(rows)} rows cannot be scored")
+    assert problem.message.startswith(f"the reward cannot score 3 of {len(rows)} rows")
     assert f"row {first}: cannot read the expected answer '?' (column 'answer')" in problem.message
     assert f"row {first + 1}: cannot read the expected answer '\\\\frac{{1}}{{'" in problem.message
 
@@ -316,7 +316,7 @@ def test_check_refuses_rows_of_which_none_can_be_scored_and_reads_a_part_of_many
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "p", "solution": "1"}\n' * 30_000)
     run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": {"use": "math"}}
-    [problem] = [each for each in problems(compose_mapping(run)) if "cannot be scored" in each.message]
+    [problem] = [each for each in problems(compose_mapping(run)) if "cannot score" in each.message]
     assert problem.severity == "error"
     assert "of 30,000 rows, drawn at random" in problem.message
     assert "no column 'answer'; its columns: solution" in problem.message

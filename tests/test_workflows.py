@@ -422,7 +422,7 @@ def test_check_tries_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [none] = told(tmp_path, {"use": "tool_use"})
     assert "there is no tool" in none
     [unreachable] = told(tmp_path, {**tools, "mcp": [{"url": "http://127.0.0.1:1/mcp"}]})
-    assert "workflow.mcp.0.url: cannot be reached without `workflow.network: true`" in unreachable
+    assert "workflow.mcp.0.url: the tools cannot reach it without a network" in unreachable
     [missing] = told(tmp_path, {"use": "multi_turn", "environment": "tools.py:sub"})
     assert "workflow.environment" in missing
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2\nexit 1\n")

@@ -1,6 +1,7 @@
-"""What is wrong with a composed run, found before any process starts.
+"""Find what is wrong with a composed run before any worker process starts.
 
-`problems` is all that `stretto check` and `stretto run` refuse beyond the types of single keys.
+Composing a run checks the type of each key. `problems` makes all other checks of `stretto check` and
+`stretto run`.
 """
 
 from __future__ import annotations
@@ -45,26 +46,26 @@ if TYPE_CHECKING:
 __all__ = ["problems"]
 
 _TRY_S = 60.0
-"""Deadline of each trial: components are made, a reward scores first rows, a row with images is read."""
+"""Time limit of each trial: making components, scoring the first rows, or reading a row with images."""
 _LOOK_S = 2.0
-"""Longest search for a prompt that is short enough."""
+"""Time limit of the search for a prompt that is short enough."""
 _CONNECT_S = 3.0
-"""What a nats-server gets to be found at `bus.url`."""
+"""Time limit of the connection to the nats-server at `bus.url`."""
 _ANSWER = "0"
-"""What a reward is to score on trial."""
+"""The answer that the reward scores in its trial."""
 _FAR_STALENESS = 16
-"""Beyond this bound a run is warned: the project has measured none above 8."""
+"""Warn about a larger `queue.max_staleness`: the project has measured no run above 8."""
 
 
 def problems(composed: Composed, *, starting: bool = True, resumed: bool = False) -> list[Problem]:
-    """Everything wrong with the run as a whole, errors first.
+    """Return everything wrong with the run as a whole, errors first.
 
     Args:
-        starting: the run is about to start. Engines are then not made on trial: the workers are about to.
-        resumed: the run goes on in a folder that it has.
+        starting: the run is about to start. Do not make the engines in a trial: the workers will make them.
+        resumed: the run continues in its own folder. Do not check whether that folder is empty.
     """
-    found = [*_problems(composed, starting), *([] if resumed else _folder_problems(composed.config))]
-    return sorted(found, key=lambda problem: problem.severity == "warning")
+    faults = [*_problems(composed, starting), *([] if resumed else _folder_problems(composed.config))]
+    return sorted(faults, key=lambda problem: problem.severity == "warning")
 
 
 # --------------------------------------------------------------------------------------- problems
@@ -72,20 +73,23 @@ def problems(composed: Composed, *, starting: bool = True, resumed: bool = False
 
 def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
     config = composed.config
-    placed = _placed(composed)
-    found: list[Problem] = []
+    placed = _placement_or_problem(composed)
+    section_problems: list[Problem] = []
     for path in composed.components:
         where = None if isinstance(placed, Problem) else placed
-        found += _of_plugin(composed, path, partial(_component_problems, composed, path, where))
-    found += _tool_problems(config)
-    yield from found
+        section_problems += _of_plugin(composed, path, partial(_component_problems, composed, path, where))
+    section_problems += _tool_problems(config)
+    yield from section_problems
     if isinstance(placed, Problem):
         yield placed
         return
-    untried = {problem.path.partition(".")[0] for problem in found if problem.severity != "warning"}
-    with ThreadPoolExecutor() as trials:  # each is a process of its own
+    # Sections with an error are not tried: the trial would only repeat the error.
+    untried = {
+        problem.path.partition(".")[0] for problem in section_problems if problem.severity != "warning"
+    }
+    with ThreadPoolExecutor() as trials:  # each trial is a process of its own
         tools = trials.submit(lambda: list(_tool_trial_problems(config, untried)))
-        made = trials.submit(lambda: list(_trial_problems(composed, placed, starting, untried)))
+        components = trials.submit(lambda: list(_trial_problems(composed, placed, starting, untried)))
         rows = trials.submit(lambda: list(_row_problems(composed, untried)))
         first_rows: dict[str, Row] = {}
         for path in ("dataset", "evaluation.dataset"):
@@ -96,7 +100,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         yield from _of_plugin(composed, "model", partial(_model_problems, composed, placed))
         yield from _batch_problems(config, placed)
         if config.steps == 0 and config.evaluation is None:
-            yield Problem("steps", "is 0, and there is no `evaluation`: nothing is to be done")
+            yield Problem("steps", "is 0, and there is no `evaluation`: the run would do nothing")
         if placed.graph.samples and config.steps:
             yield from _sampling_problems(config)
         yield from _odd_values(config)
@@ -106,42 +110,42 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
             yield Problem("bus.url", fault, "environment")
         yield from scored.result()
         yield from rows.result()
-        yield from made.result()
+        yield from components.result()
         yield from tools.result()
     for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
         yield Problem("plugins", f"{plugin}: {error if isinstance(error, StrettoError) else place_of(error)}")
 
 
 def _folder_problems(config: RunConfig) -> Iterator[Problem]:
-    """What is in the way where the run is to write."""
+    """Refuse an output folder that is not empty."""
     folder = run_folder(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if (folder / "config.yaml").exists():
-            advice = f"already holds a run; choose another, or go on with it: `stretto resume {folder}`"
+            advice = f"already holds a run; choose another folder, or resume it: `stretto resume {folder}`"
         else:
-            advice = "is not an empty folder; choose another"
+            advice = "is not an empty folder; choose another folder"
         yield Problem("out", f"{str(folder)!r} {advice}")
 
 
-def _placed(composed: Composed) -> Placement | Problem:
-    """The dataflow and where its models live, or what is wrong with them."""
+def _placement_or_problem(composed: Composed) -> Placement | Problem:
+    """Return the placement of the dataflow's models, or what is wrong with the dataflow or the placement."""
     try:
         return placement(composed)
     except ConfigError as error:
         return Problem(error.path or "algorithm", str(error))
     except StrettoError as error:
         return Problem("algorithm", str(error))
-    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is told
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the problem reports it
         return Problem("algorithm", composed.blame(error, "algorithm"))
 
 
 def _of_plugin(composed: Composed, path: str, problems: Callable[[], Iterable[Problem]]) -> list[Problem]:
-    """What a plugin's code has to say, or how it failed."""
+    """Return the problems that a plugin's code reports, or its failure as a problem."""
     try:
         return list(problems())
     except StrettoError as error:
         return [Problem(path, str(error))]
-    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is told
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the problem reports it
         return [Problem(path, composed.blame(error, path if path in composed.components else ""))]
 
 
@@ -151,18 +155,18 @@ def _component_problems(composed: Composed, path: str, placed: Placement | None)
         yield Problem(f"{path}.use", missing)
     elif component.check is not None:
         group = next((each for each in placed.groups.values() if each.path == path), None) if placed else None
-        # A training engine is asked of each model that it will hold, as if that were the run's.
+        # Call a training engine's `check` once for each model that it will hold, as the run's `model`.
         runs = [
             msgspec.structs.replace(config, model=_path_of(config, model))
             for model in (group.models if group else ())
         ]
-        told: set[Problem] = set()
+        reported: set[Problem] = set()
         for run in runs or [config]:
             for problem in component.check(composed.section(path), run):
                 if path.startswith("groups.") and problem.path.startswith("training"):
                     problem = replace(problem, path=path + problem.path.removeprefix("training"))
-                if problem not in told:
-                    told.add(problem)
+                if problem not in reported:
+                    reported.add(problem)
                     yield problem
 
 
@@ -174,8 +178,8 @@ def _launcher_problems(composed: Composed, placed: Placement) -> Iterable[Proble
 def _trial_problems(
     composed: Composed, placed: Placement, starting: bool, untried: Set[str]
 ) -> Iterator[Problem]:
-    """Have a process make the components that the kernel does not: do they keep their contracts? Those that
-    come with stretto do, and its engines take seconds to import."""
+    """Make the components that the kernel does not make, in a child process, to see if they keep their
+    contracts. Skip stretto's own components: they keep theirs, and its engines take seconds to import."""
     from stretto.children.trial import try_to_make
 
     roles = {worker.role for worker in workers(composed.config, placed)}
@@ -184,7 +188,7 @@ def _trial_problems(
         paths += ["weights"] if starting else ["weights", "inference"]
     if "rollout" in roles:
         paths.append("workflow")
-    if not starting:  # the ranks of a larger group have to meet before there is an engine
+    if not starting:  # the engine of a larger group needs all its ranks, and there is only one process here
         paths += [group.path for group in placed.groups.values() if group.section.processes == 1]
     paths = [
         path
@@ -198,7 +202,7 @@ def _trial_problems(
         yield from try_to_make(document, paths, context_of(composed.config), _TRY_S)
     except TimeoutError:
         for path in paths:
-            yield Problem(path, f"not verified: not made within {_TRY_S:.0f} s", "warning")
+            yield Problem(path, f"not verified: making it took longer than {_TRY_S:.0f} s", "warning")
 
 
 def _reward_problems(
@@ -207,9 +211,9 @@ def _reward_problems(
     """Have a scoring process make the reward and score the first rows, as the verifiers will."""
     config = composed.config
     if config.reward is None:
-        told = isinstance(config.workflow, EnvironmentConfig)  # by the environment, perhaps
-        if (placed.graph.scores or config.evaluation is not None) and not told:
-            yield Problem("reward", "required: answers are to be scored; such as `reward: exact`")
+        may_score = isinstance(config.workflow, EnvironmentConfig)  # the environment may give the reward
+        if (placed.graph.scores or config.evaluation is not None) and not may_score:
+            yield Problem("reward", "required: the run scores answers; set for example `reward: exact`")
         return
     if "reward" in untried:
         return
@@ -221,19 +225,19 @@ def _reward_problems(
             msgspec.to_builtins(config), context_of(config), list(tasks.values()), _TRY_S
         )
     except TimeoutError:
-        what = "not made, or the first row not scored," if tasks else "not made"
-        yield Problem("reward", f"not verified: {what} within {_TRY_S:.0f} s", "warning")
+        what = "making it and scoring the first row" if tasks else "making it"
+        yield Problem("reward", f"not verified: {what} took longer than {_TRY_S:.0f} s", "warning")
         return
     if error:
         yield Problem("reward", error)
     label = composed.origin("reward").label
-    for path, fault in zip(tasks, faults, strict=False):  # there are none where it cannot be made
+    for path, fault in zip(tasks, faults, strict=False):  # `faults` is empty if the reward cannot be made
         if fault:
             yield Problem("reward", f"{label} cannot score the first row of `{path}`: {fault}")
 
 
 def _scoring_tasks(composed: Composed, placed: Placement, first_rows: Mapping[str, Row]) -> dict[str, Task]:
-    """What the reward is tried on, by the section of its dataset."""
+    """Return the tasks of the reward's trial, by the section of the dataset whose first row they score."""
     from stretto.children.reward import Task
 
     columns = composed.components["workflow"].reward_columns
@@ -258,24 +262,29 @@ def _scoring_tasks(composed: Composed, placed: Placement, first_rows: Mapping[st
 
 
 def _tool_problems(config: RunConfig) -> Iterator[Problem]:
-    """What is wrong with the tools of a workflow, as far as that is known without making them."""
+    """Find what is wrong with the tools of a workflow without making them."""
     section = config.workflow
     if not isinstance(section, ToolsConfig):
         return
     if not section.tools and not section.mcp:
-        yield Problem("workflow.tools", "there is no tool; name functions here, or servers in `workflow.mcp`")
+        yield Problem(
+            "workflow.tools", "there is no tool; list functions here, or MCP servers in `workflow.mcp`"
+        )
         return
     for index, reference in enumerate(section.tools):
         if fault := fault_of_importable(reference):
             yield Problem(f"workflow.tools.{index}", fault)
     for index, server in enumerate(section.mcp):
         if server.url is not None and not section.network:
-            yield Problem(f"workflow.mcp.{index}.url", "cannot be reached without `workflow.network: true`")
+            yield Problem(
+                f"workflow.mcp.{index}.url",
+                "the tools cannot reach it without a network; set `workflow.network: true`",
+            )
     yield from sandbox_problems(config)
 
 
 def _tool_trial_problems(config: RunConfig, untried: Set[str]) -> Iterator[Problem]:
-    """Have a process make the tools of a workflow, as the verifiers will."""
+    """Make the tools of a workflow in a child process, as the verifiers will."""
     from stretto.children.tools import try_to_make
 
     if isinstance(config.workflow, ToolsConfig) and untried.isdisjoint({"workflow", "sandbox"}):
@@ -283,7 +292,7 @@ def _tool_trial_problems(config: RunConfig, untried: Set[str]) -> Iterator[Probl
 
 
 def _row_problems(composed: Composed, untried: Set[str]) -> Iterator[Problem]:
-    """Have a process ask the reward's component what is wrong with rows."""
+    """Check rows of the datasets with the reward's `check_row`, in a child process."""
     reward = composed.components.get("reward")
     if reward is None or reward.check_row is None or "reward" in untried:
         return
@@ -294,30 +303,32 @@ def _row_problems(composed: Composed, untried: Set[str]) -> Iterator[Problem]:
         if path not in composed.components:
             continue
         try:
-            found = faults_of_rows(document, path, context_of(composed.config), _TRY_S)
+            faults = faults_of_rows(document, path, context_of(composed.config), _TRY_S)
         except TimeoutError:
-            yield Problem(path, f"rows not verified: not read within {_TRY_S:.0f} s", "warning")
+            yield Problem(
+                path, f"rows not verified: checking them took longer than {_TRY_S:.0f} s", "warning"
+            )
         except ChildProcessError as error:
             yield Problem(path, f"rows not verified: {error}", "warning")
         else:
-            if found.faulty:
+            if faults.faulty:
                 number = (
-                    "all"
-                    if found.read == found.rows
-                    else f"{found.read:,} of {found.rows:,} rows, drawn at random,"
+                    "all rows"
+                    if faults.read == faults.rows
+                    else f"{faults.read:,} of {faults.rows:,} rows, drawn at random"
                 )
-                shown = "".join(f"\n  row {index + 1}: {fault}" for index, fault in found.first)
-                more = "\n  …" if found.faulty > len(found.first) else ""
+                shown = "".join(f"\n  row {index + 1}: {fault}" for index, fault in faults.first)
+                more = "\n  …" if faults.faulty > len(faults.first) else ""
                 yield Problem(
                     path,
-                    f"{found.faulty:,} of {found.read:,} rows cannot be scored, and their tickets would fail "
-                    f"(read: {number}):{shown}{more}",
-                    "error" if found.faulty == found.read else "warning",
+                    f"the reward cannot score {faults.faulty:,} of {faults.read:,} rows, and their tickets "
+                    f"would fail (checked: {number}):{shown}{more}",
+                    "error" if faults.faulty == faults.read else "warning",
                 )
 
 
 def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
-    """Where models come from, and whether they belong together."""
+    """Check the sources of the models, and whether the models fit together."""
     config, graph = composed.config, placed.graph
     sampling = graph.samples or config.evaluation is not None
     if config.model is not None:
@@ -326,32 +337,34 @@ def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
         if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
             yield Problem(
                 "inference.use",
-                f"{inference.name!r} samples from text alone, and {config.model!r} is a vision-language "
-                "model",
+                f"{inference.name!r} reads text only, but {config.model!r} is a vision-language model",
             )
     else:
         paths = [group.path for group in placed.groups.values()]
         for path in [*paths, *(["inference"] if sampling else [])]:
             if composed.components[path].needs_model:
                 name = composed.components[path].name
-                yield Problem("model", f"required by {path} engine {name!r}: a local folder or a hub id")
+                yield Problem(
+                    "model", f"required by the {path} engine {name!r}; give a local folder or a hub id"
+                )
     for name, own in config.models.items():
         if own.path is not None:
             yield from _source_problems(f"models.{name}.path", own.path)
             yield from _vocabulary_problems(f"models.{name}.path", own.path, config.model)
         if own.lr is not None and not graph.models[name].trainable:
-            yield Problem(f"models.{name}.lr", "has no effect: this model is not trained", "warning")
+            yield Problem(f"models.{name}.lr", "has no effect: the algorithm does not train it", "warning")
     if config.evaluation is not None and graph.models[graph.lead].head != "policy":
         yield Problem(
-            "evaluation", f"answers are sampled by {graph.lead!r}, which is no policy; leave `evaluation` out"
+            "evaluation",
+            f"it samples answers from the model {graph.lead!r}, which is not a policy; remove `evaluation`",
         )
     section, source = placed.lead.section, _path_of(config, graph.lead)
     lora = section.lora if isinstance(section, ModelTrainingConfig) else None
     if sampling and lora is not None and lora.send == "adapter" and source != config.model:
         yield Problem(
             f"{placed.lead.path}.lora.send",
-            f"is 'adapter', which inference workers put into {config.model!r}, but {source!r} is what is "
-            "trained; set it to 'merged'",
+            f"is 'adapter': inference workers would apply the adapter to {config.model!r}, but the run "
+            f"trains {source!r}; set it to 'merged'",
         )
 
 
@@ -361,24 +374,24 @@ def _path_of(config: RunConfig, model: str) -> str | None:
 
 
 def _vocabulary_problems(path: str, model: str, of_run: str | None) -> Iterator[Problem]:
-    """All models of a run are given the ids of one tokenizer, that of the run's `model`."""
+    """Refuse a vocabulary of another size: every model of a run gets the token ids of `model`'s tokenizer."""
     own, expected = _vocabulary(model), _vocabulary(of_run)
     if own and expected and own != expected:
         yield Problem(
             path,
-            f"{model!r} has a vocabulary of {own} tokens, and the run's model ({of_run}) one of {expected}: "
-            "both are given the same token ids, so they must have the same tokenizer",
+            f"{model!r} has a vocabulary of {own} tokens, but the run's model ({of_run}) has {expected}: "
+            "both get the same token ids, so they must have the same tokenizer",
         )
 
 
 def _vocabulary(model: str | None) -> int | None:
-    """Size of a model's vocabulary, where its config can be read here."""
+    """Return the size of a model's vocabulary; None if its config cannot be read on this machine."""
     config = known_config(model)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
 def _source_problems(path: str, model: str) -> Iterator[Problem]:
-    """What is wrong with where a model is to come from."""
+    """Check that a model is a folder with a model, or a hub id that exists."""
     if Path(model).is_dir():
         if not Path(model, "config.json").exists():
             yield Problem(path, f"{model!r} is not a model: the folder has no config.json")
@@ -402,8 +415,8 @@ def _hub_problems(path: str, model: str) -> Iterator[Problem]:
     try:
         HfApi().model_info(model, timeout=5.0)
     except RepositoryNotFoundError:
-        yield Problem(path, f"the hub has no model {model!r}, and there is no such folder")
-    except Exception as error:  # noqa: BLE001 - which HTTP library raises what differs between versions
+        yield Problem(path, f"no model {model!r}: the hub does not have it, and there is no such folder")
+    except Exception as error:  # noqa: BLE001 - the exceptions differ between versions of the hub's client
         reason = type(error).__name__
         yield Problem(path, f"{model!r} not verified: the hub cannot be reached ({reason})", "warning")
 
@@ -411,7 +424,7 @@ def _hub_problems(path: str, model: str) -> Iterator[Problem]:
 def _dataset_problems(
     composed: Composed, path: str, placed: Placement, first_rows: dict[str, Row]
 ) -> Iterator[Problem]:
-    """Look at the rows; the first one is left in `first_rows`, if it can be answered."""
+    """Check the rows of a dataset. Store its first row in `first_rows` if the row has a valid prompt."""
     config, graph = composed.config, placed.graph
     dataset: Dataset = composed.make(path, context_of(config))
     if len(dataset) == 0:
@@ -427,11 +440,11 @@ def _dataset_problems(
         return
     first_rows[path] = row
     if is_vision_language(model := known_config(config.model)):
-        yield from _seeing_problems(composed, path)
+        yield from _image_problems(composed, path)
     elif model and has_images(row):
         yield Problem(
             path,
-            f"the first row has images, and the model {config.model!r} reads none; give a "
+            f"the first row has images, but the model {config.model!r} does not read images; choose a "
             "vision-language model, or rows without the columns 'images' and 'image'",
         )
     elif path == "dataset" and graph.source.encode is not None:
@@ -441,14 +454,14 @@ def _dataset_problems(
     if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
         yield Problem(
             "queue.batch_size",
-            f"is {config.queue.batch_size}, and the dataset has {len(dataset)} rows: a step trains on the "
-            "same row several times",
+            f"is {config.queue.batch_size}, but the dataset has {len(dataset)} rows: one step would train on "
+            "the same row several times",
             "warning",
         )
 
 
 def _length_problems(composed: Composed, path: str, placed: Placement, dataset: Dataset) -> Iterator[Problem]:
-    """Prompts that are all left out, or that fill a micro-batch."""
+    """Find prompts that are all longer than the limit, or so long that a sequence exceeds a micro-batch."""
     config = composed.config
     limit = composed.section(path).max_prompt_tokens
     tokenizer = load_tokenizer(config.model)
@@ -466,32 +479,32 @@ def _length_problems(composed: Composed, path: str, placed: Placement, dataset: 
             if budget < longest:
                 yield Problem(
                     f"{group.path}.micro_batch_tokens",
-                    f"is {budget}, and a sequence can have {longest} tokens: the first row's prompt has "
-                    f"{tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A longer sequence "
-                    "is computed alone and takes more memory",
+                    f"is {budget}, but a sequence can have {longest} tokens: the first row's prompt has "
+                    f"{tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A sequence above "
+                    "the limit gets a micro-batch of its own, which takes more memory",
                     "warning",
                 )
 
 
 def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Dataset) -> Iterator[Problem]:
-    """Look for a prompt that is short enough, for a while."""
-    began, shortest, looked = time.monotonic(), math.inf, 0
-    while looked < len(dataset) and time.monotonic() - began < _LOOK_S:
-        shortest = min(shortest, len(tokenizer.encode_prompt(dataset[looked]["prompt"])))
-        looked += 1
+    """Look for a prompt that is short enough, for `_LOOK_S` seconds at most."""
+    start, shortest, count = time.monotonic(), math.inf, 0
+    while count < len(dataset) and time.monotonic() - start < _LOOK_S:
+        shortest = min(shortest, len(tokenizer.encode_prompt(dataset[count]["prompt"])))
+        count += 1
         if shortest <= limit:
             return
-    every = looked == len(dataset)
+    every = count == len(dataset)
     yield Problem(
         path,
-        f"is {limit}, and the prompts of {'all' if every else 'the first'} {looked} rows are longer (the "
-        f"shortest has {shortest} tokens): they are left out",
+        f"is {limit}, but the prompts of {'all' if every else 'the first'} {count} rows are longer (the "
+        f"shortest has {shortest} tokens): the run would skip these rows",
         "error" if every else "warning",
     )
 
 
-def _seeing_problems(composed: Composed, path: str) -> Iterator[Problem]:
-    """Have a process read the first row with the model's processor, where that is at hand."""
+def _image_problems(composed: Composed, path: str) -> Iterator[Problem]:
+    """Read the first row with the model's processor in a child process, if the model is on this machine."""
     from stretto.children.first_row import fault_of_first_row
 
     config = composed.config
@@ -500,14 +513,14 @@ def _seeing_problems(composed: Composed, path: str) -> Iterator[Problem]:
     try:
         fault = fault_of_first_row(msgspec.to_builtins(config), path, context_of(config), _TRY_S)
     except TimeoutError:
-        yield Problem(path, f"not verified: the first row was not read within {_TRY_S:.0f} s", "warning")
+        yield Problem(path, f"not verified: reading the first row took longer than {_TRY_S:.0f} s", "warning")
         return
     if fault:
         yield Problem(path, f"the first row: {fault}")
 
 
 def _encoding_problems(model: str | None, source: Call, row: Row) -> Iterator[Problem]:
-    """Have the algorithm make the sequences of the first row, where the tokenizer is at hand."""
+    """Have the algorithm make the sequences of the first row, if the tokenizer is on this machine."""
     if source.encode is None or (model is not None and not Path(model).is_dir()):
         return
     tokenizer = load_tokenizer(model)
@@ -520,14 +533,14 @@ def _encoding_problems(model: str | None, source: Call, row: Row) -> Iterator[Pr
 
 
 def _batch_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
-    """Batches that cannot be split as the calls and the layouts want."""
+    """Find batches that cannot be split into a call's minibatches, or over a group's data-parallel ranks."""
     graph, batch = placed.graph, config.queue.batch_size
     for call in graph.step_calls:
         if batch % call.minibatches:
             yield Problem(
                 "queue.batch_size",
-                f"{batch} groups cannot be split into the {call.minibatches} minibatches of {call.name}; "
-                f"expected a multiple of {call.minibatches}",
+                f"{batch} groups cannot be split into the {call.minibatches} minibatches of call "
+                f"{call.name!r}; expected a multiple of {call.minibatches}",
             )
         group = placed.group_of(call)
         whole = call.loss is not None and call.loss.unit == "group"
@@ -535,18 +548,20 @@ def _batch_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
         if call.op != "function" and units < (parts := group.section.data_parallel):
             yield Problem(
                 "queue.batch_size",
-                f"{call.name} has {units} {'groups' if whole else 'sequences'} for the {parts} data-parallel "
-                f"ranks of {group.path!r}; expected at least one for each",
+                f"call {call.name!r} has {units} {'groups' if whole else 'sequences'} for the {parts} "
+                f"data-parallel ranks of {group.path!r}; expected at least one for each rank",
             )
     if not graph.samples and config.queue.max_divergence is not None:
         yield Problem(
             "queue.max_divergence",
-            "bounds how far sampled answers are off-policy; here rows are trained on as they are: remove it",
+            "limits how far sampled answers are off-policy, but this algorithm samples none: it trains on "
+            "the rows themselves; remove it",
         )
     if not graph.samples and config.dataset.max_prompt_tokens is not None:
         yield Problem(
             "dataset.max_prompt_tokens",
-            "is for prompts that answers are sampled to; here rows are trained on as they are",
+            "limits the prompts of sampled answers, but this algorithm samples none: it trains on the rows "
+            "themselves; remove it",
         )
 
 
@@ -554,31 +569,33 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
     sampling = config.sampling
     if sampling.temperature == 0:
         yield Problem(
-            "sampling.temperature", "0 is greedy: nothing to learn from; expected above 0 in training"
+            "sampling.temperature",
+            "0 is greedy: all answers of a group are equal, so nothing can be learned; expected above 0 in "
+            "training",
         )
     if sampling.reshapes:
         yield Problem(
             "sampling",
-            "top_p < 1, top_k > 0, min_p > 0 and logit_bias are refused in training: the trainer's logprobs "
-            "would not be those of the distribution sampled from; they are for `evaluation.sampling`",
+            "training does not allow top_p < 1, top_k > 0, min_p > 0 or logit_bias: the trainer's logprobs "
+            "would belong to another distribution than the sampled one; use them in `evaluation.sampling`",
         )
 
 
 def _odd_values(config: RunConfig) -> Iterator[Problem]:
-    """Values that are allowed, and rarely meant."""
+    """Warn about values that are allowed but are probably a mistake."""
     bound, evaluation = config.queue.max_staleness, config.evaluation
     if bound > _FAR_STALENESS:
         yield Problem(
             "queue.max_staleness",
-            f"is {bound}: tokens may be {bound} train steps old, and training on them seldom works; usual "
-            "are 0 to 8",
+            f"is {bound}: tokens may be {bound} train steps old, and training on them rarely works; usual "
+            "values are 0 to 8",
             "warning",
         )
     if evaluation is not None and config.steps and evaluation.every > config.steps:
         yield Problem(
             "evaluation.every",
-            f"is {evaluation.every}, and the run has {config.steps} steps: only versions 0 and "
-            f"{config.steps} are evaluated",
+            f"is {evaluation.every}, but the run has {config.steps} steps: the run evaluates only versions 0 "
+            f"and {config.steps}",
             "warning",
         )
 
@@ -592,8 +609,8 @@ def _thread_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
     if training + inference > cores:
         yield Problem(
             "training.threads",
-            f"{training} training + {inference} inference threads on {cores} cores: oversubscribed threads "
-            "wait for each other and run up to 30 times slower; give both together at most the cores",
+            f"{training} training + {inference} inference threads on {cores} cores: threads that share cores "
+            f"wait for each other and run up to 30 times slower; expected at most {cores} threads in all",
             "warning",
         )
 
