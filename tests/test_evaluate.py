@@ -127,14 +127,14 @@ def run_folder(tmp_path: Path) -> Path:
     [
         ("{tmp}", {}, [], r"neither a run \(no config.yaml\) nor a model \(no config.json\)"),
         (MODEL, {"dataset": None}, [], "no held-out rows: give `--dataset FILE.jsonl`"),
-        (MODEL, {"reward": None}, [], "no reward to score the answers by: give `--reward NAME`"),
+        (MODEL, {"reward": None}, [], "no reward to score the answers: give `--reward NAME`"),
         (MODEL, {"dataset": "jsonnl"}, [], "neither a file nor a dataset component; did you mean 'jsonl'"),
         (MODEL, {"dataset": "jsonl"}, [], "evaluation.dataset.path: this key is required"),
         (MODEL, {"version": "3"}, [], "is not a run's folder"),
         (MODEL, {}, ["dataset.path=x"], "say evaluation.dataset.path=x"),
         (MODEL, {}, ["inference.slotz=2"], "did you mean 'slots'"),
         (MODEL, {"n": 0}, [], "evaluation.samples: .*>= 1; found 0"),
-        ("{run}", {}, [], "has no checkpoint; `--version 0` evaluates the model it starts from"),
+        ("{run}", {}, [], "has no checkpoint; `--version 0` evaluates the model it started from"),
         ("{run}", {"version": "40"}, [], "no checkpoint 'step-000040' in .*; there are: none"),
         ("{run}", {"version": "best"}, [], "no checkpoint 'best'"),
     ],
@@ -180,7 +180,7 @@ def test_a_run_says_how_its_checkpoints_are_evaluated(run_folder: Path) -> None:
     assert (evaluation.rows, evaluation.samples, evaluation.keep_answers) == (5, 2, True)
     assert evaluation.sampling == config.sampling
     assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 30)
-    assert "at temperature 0 the 2 answers to a row are all the same" in composed.notices
+    assert "at temperature 0 the 2 answers to a row are identical" in composed.notices
 
 
 def test_wishes_go_before_the_run(run_folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ __all__ = ["describe"]
 
 
 def describe(composed: Composed) -> str:
-    """The composed run as text: processes, models, batch arithmetic, queue, folder."""
+    """Return the composed run as text: processes, models, batch arithmetic, queue, folder."""
     config, placed = composed.config, placement(composed)
     graph = placed.graph
     n, batch, bound = graph.source.samples, config.queue.batch_size, config.queue.max_staleness
@@ -62,7 +62,7 @@ def describe(composed: Composed) -> str:
 
 
 def _worker_rows(composed: Composed, placed: Placement) -> Iterator[list[str]]:
-    """A line for each kind of process that is started."""
+    """Yield one row for each kind of process that the run starts."""
     started = workers(composed.config, placed)
     for group in placed.groups.values():
         what = f"{group.path}: {composed.components[group.path].name}"
@@ -82,7 +82,8 @@ def _row(role: str, processes: int, resources: Resources, what: str) -> list[str
 
 
 def _placement_lines(config: RunConfig, placed: Placement) -> Iterator[str]:
-    """A line for each model, where that says more than the line before them."""
+    """Yield one line for each model; none if the run has one model in the default worker group and no
+    `models` section, because the line `model` says the same."""
     if list(placed.groups) == [DEFAULT_GROUP] and len(placed.graph.models) == 1 and not config.models:
         return
     for group in placed.groups.values():

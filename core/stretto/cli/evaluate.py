@@ -1,12 +1,12 @@
 """`stretto evaluate`: one evaluation of a model, or of a run's checkpoint, by the system that trains.
 
-The run file is composed here: no step is taken, the weights are published as they are, and what remains is
-the evaluation of version 0. From its answers follow, over R rows with n answers each, of which c pass:
+This module composes a run without train steps. The run publishes the weights unchanged and evaluates
+version 0. The figures follow from its answers, with R rows and n answers to each row, of which c pass:
 
 - avg@n, the mean score (`accuracy` where the reward gives one, else the reward);
-- pass@k = the mean over rows of 1 - C(n - c, k) / C(n, k), the unbiased estimate of the chance that one of k
-  answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1);
-- 95 % intervals, mean ± 1.96 s / √R with s the standard deviation of the rows' values: answers to one row
+- pass@k = the mean over rows of 1 - C(n - c, k) / C(n, k), the unbiased estimate of the probability that at
+  least one of k answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1);
+- 95 % intervals, mean ± 1.96 s / √R where s is the standard deviation of the rows' values: answers to one row
   depend on each other, rows do not (Miller 2024, arXiv 2411.00640, sections 2 and 3).
 """
 
@@ -32,7 +32,7 @@ from stretto.workers.answers import KeptAnswer
 
 __all__ = ["Estimate", "Result", "Wanted", "compose_evaluation", "pass_at_k", "result_of", "run_evaluation"]
 
-# Of the run whose checkpoint it is of, an evaluation takes over all but what trains, and where it wrote.
+# An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
 _LEFT_OUT = {"algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out"}
 _Z = 1.959964
 """97.5 % quantile of the normal distribution."""
@@ -40,12 +40,12 @@ _Z = 1.959964
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line says; None leaves it to the run, or to the defaults."""
+    """The options of the command line; None means the run's own value, or the default."""
 
     version: str | None = None
-    """Of a run: a version, or the name of a checkpoint."""
+    """A version of the run, or the name of one of its checkpoints."""
     dataset: str | None = None
-    """A file with one JSON object a line, or the name of a dataset component."""
+    """A file with one JSON object on each line, or the name of a dataset component."""
     reward: str | None = None
     n: int | None = None
     temperature: float | None = None
@@ -60,87 +60,89 @@ class Estimate(msgspec.Struct, frozen=True):
 
     mean: float
     ci95: float | None
-    """Half the width of its 95 % interval; None of a single row."""
+    """Half the width of the mean's 95 % interval; None for a single row."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What an evaluation found."""
+    """The figures of one evaluation."""
 
     source: str
     """The model: a folder, or a hub id."""
     rows: int
-    """With a result."""
+    """Rows with scored answers."""
     failed: int
-    """Rows without one."""
+    """Rows that failed and have no score."""
     n: int
-    """Answers to each row; the smallest number of them where rows differ."""
+    """Answers to each row; the smallest number where rows differ."""
     samples: int
+    """Answers to all rows."""
     avg: Estimate
     """Score of an answer: its `accuracy`, or its reward."""
     reward: Estimate
+    """Reward of an answer."""
     pass_at: dict[int, Estimate]
     """k -> pass@k, for the powers of two up to n."""
     threshold: float
-    """An answer of at least this score passes."""
+    """An answer with at least this score passes."""
     length: float
-    """Sampled tokens of an answer, mean."""
+    """Mean number of sampled tokens of an answer."""
     truncated: float
-    """Share of answers that ended by their length."""
+    """Share of answers that reached the length limit."""
     tokens_per_s: float
-    """Of all engines together, while they were busy."""
+    """Sampled tokens per second of all engines together, while they were busy."""
 
 
 # ------------------------------------------------------------------------------------- composing
 
 
 def compose_evaluation(source: str, wanted: Wanted, overrides: Sequence[str] = ()) -> Composed:
-    """The run that evaluates a run's checkpoint, or a model.
+    """Compose the run that evaluates a run's checkpoint, or a model.
 
     Args:
         source: a run's folder, a model folder, or a hub id.
 
     Raises:
-        ConfigError: if there is nothing to evaluate, or nothing to evaluate it by.
-        PluginError: for a component that is not to be had.
+        ConfigError: if there is no model to evaluate, no held-out rows, or no reward.
+        PluginError: for a component that is not installed or cannot be loaded.
     """
     if misplaced := next(
         (item for item in overrides if item.partition("=")[0].split(".")[0] == "dataset"), None
     ):
         raise ConfigError(
-            f"override {misplaced!r}: an evaluation reads `evaluation.dataset`; say evaluation.{misplaced}"
+            f"override {misplaced!r}: an evaluation reads `evaluation.dataset`; write evaluation.{misplaced}"
         )
     folder = Path(source).expanduser()
     if (folder / "config.yaml").is_file():
-        file, document = folder / "config.yaml", _of_run(folder.absolute(), wanted.version)
+        file, document = folder / "config.yaml", _document_of_run(folder.absolute(), wanted.version)
     elif wanted.version is not None:
         raise ConfigError(
-            f"--version {wanted.version}: {source!r} is not a run's folder, with versions to choose from"
+            f"--version {wanted.version}: {source!r} is not a run's folder; only a run has versions"
         )
     elif folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"{source!r} is neither a run (no config.yaml) nor a model (no config.json)")
     else:
         file, document = Path("evaluate"), {"name": _name_of(source), "model": source, "evaluation": {}}
-    _put_wishes(document, wanted)
-    _refuse_without(document, overrides)
+    _apply_options(document, wanted)
+    _require_rows_and_reward(document, overrides)
     document |= {
         "steps": 0,
-        "algorithm": "grpo",  # any that samples from one model: nothing is trained
+        "algorithm": "grpo",  # any algorithm that samples from one model: the run trains nothing
         "dataset": "${evaluation.dataset}",
     }
-    chosen = [f"inference.use={wanted.inference}"] if wanted.inference else []
-    composed = compose(file, [*chosen, *overrides], document=document)
+    engine = [f"inference.use={wanted.inference}"] if wanted.inference else []
+    composed = compose(file, [*engine, *overrides], document=document)
     evaluation = composed.config.evaluation
     assert evaluation is not None
     greedy = evaluation.sampling is not None and evaluation.sampling.temperature == 0
     if greedy and evaluation.samples > 1:
-        note = f"at temperature 0 the {evaluation.samples} answers to a row are all the same"
+        note = f"at temperature 0 the {evaluation.samples} answers to a row are identical"
         composed = replace(composed, notices=(*composed.notices, note))
     return composed
 
 
-def _of_run(folder: Path, version: str | None) -> dict[str, Any]:
-    """The document for a run's checkpoint, before the wishes of the command line."""
-    # As it is written: what it takes from the environment stays so.
+def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
+    """Return the document for a run's checkpoint, before the options of the command line."""
+    # Keep the references to environment variables: they are resolved when the evaluation is composed.
     run: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
     evaluation: dict[str, Any] = run.get("evaluation") or {}
     return {
@@ -156,45 +158,50 @@ def _of_run(folder: Path, version: str | None) -> dict[str, Any]:
 
 
 def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
-    """Where the weights of a version lie; of the newest checkpoint if none is given."""
+    """Return the model of a version: a folder, or the run's `model` for version 0 without a checkpoint.
+    `version` None means the newest intact checkpoint."""
     root = folder / "checkpoints"
     if version is None:
-        found = newest_intact(root)
-        if found is None:
+        newest = newest_intact(root)
+        if newest is None:
             raise ConfigError(
-                f"the run in {folder} has no checkpoint; `--version 0` evaluates the model it starts from"
+                f"the run in {folder} has no checkpoint; `--version 0` evaluates the model it started from"
             )
-        checkpoint = found[0]
+        checkpoint = newest[0]
     else:
         name = f"step-{int(version):06d}" if version.isdecimal() else version
         checkpoint = root / name
         if not checkpoint.is_dir():
             if name == "step-000000" and run.get("model"):
                 return run["model"]
-            there = ", ".join(sorted(path.name for path in root.glob("step-*"))) or "none"
-            raise ConfigError(f"--version {version}: no checkpoint {name!r} in {folder}; there are: {there}")
+            names = ", ".join(sorted(path.name for path in root.glob("step-*"))) or "none"
+            raise ConfigError(
+                f"--version {version}: no checkpoint {name!r} in {folder}; checkpoints: {names}"
+            )
         if damage := damage_of(checkpoint):
             raise ConfigError(f"checkpoint {checkpoint} is damaged: {damage}")
     if not (checkpoint / "model").is_dir():
-        raise ConfigError(f"{checkpoint} holds no model: engine {run['training']['use']!r} saves none")
+        raise ConfigError(
+            f"{checkpoint} has no model: the training engine {run['training']['use']!r} does not save one"
+        )
     return str(checkpoint / "model")
 
 
 def _name_of(source: str) -> str:
-    """A run's name for the evaluation of a model."""
+    """Return the name of the run that evaluates a model."""
     last = Path(source).absolute().name
     return "evaluate-" + "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in last)
 
 
-def _put_wishes(document: dict[str, Any], wanted: Wanted) -> None:
-    """What the command line says goes before what the run says."""
+def _apply_options(document: dict[str, Any], wanted: Wanted) -> None:
+    """Write the command line's options into the document. They replace the run's values."""
     evaluation: dict[str, Any] = document["evaluation"]
     evaluation |= {"sampling": "${sampling}", "every": 0, "keep_answers": True}
     if wanted.dataset is not None:
         evaluation["dataset"] = _dataset_of(wanted.dataset)
         evaluation.pop("rows", None)
-    wishes = {"samples": wanted.n, "rows": wanted.rows}
-    evaluation |= {key: value for key, value in wishes.items() if value is not None}
+    counts = {"samples": wanted.n, "rows": wanted.rows}
+    evaluation |= {key: value for key, value in counts.items() if value is not None}
     sampling = {"temperature": wanted.temperature, "max_tokens": wanted.max_tokens}
     document["sampling"] = {
         **document.get("sampling", {}),
@@ -208,7 +215,7 @@ def _put_wishes(document: dict[str, Any], wanted: Wanted) -> None:
 
 
 def _dataset_of(name: str) -> dict[str, Any]:
-    """The section that `--dataset` stands for."""
+    """Return the dataset section that `--dataset` means."""
     if Path(name).expanduser().is_file():
         return {"use": "jsonl", "path": str(Path(name).expanduser().absolute())}
     installed = Plugins().names("dataset")
@@ -218,27 +225,31 @@ def _dataset_of(name: str) -> dict[str, Any]:
     return {"use": name}
 
 
-def _refuse_without(document: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Refuse an evaluation of nothing, or by nothing."""
+def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuse an evaluation without held-out rows, or without a reward or a workflow that may score."""
     keys = [item.partition("=")[0] for item in overrides]
     if "dataset" not in document["evaluation"] and not any(
         key.startswith("evaluation.dataset") for key in keys
     ):
         raise ConfigError(
             "no held-out rows: give `--dataset FILE.jsonl`, or the name of a dataset component and its keys, "
-            "such as `--dataset hf evaluation.dataset.path=openai/gsm8k`"
+            "for example `--dataset hf evaluation.dataset.path=openai/gsm8k`"
         )
-    told = any(key.split(".")[0] in ("reward", "workflow") for key in keys)  # some workflows judge themselves
-    if not told and not {"reward", "workflow"} & document.keys():
-        raise ConfigError("no reward to score the answers by: give `--reward NAME`, such as `--reward math`")
+    # Some workflows score answers themselves.
+    overridden = any(key.split(".")[0] in ("reward", "workflow") for key in keys)
+    if not overridden and not {"reward", "workflow"} & document.keys():
+        raise ConfigError("no reward to score the answers: give `--reward NAME`, for example `--reward math`")
 
 
 # --------------------------------------------------------------------------------------- running
 
 
 def run_evaluation(composed: Composed, threshold: float) -> tuple[Result | None, dict[str, Any], Path]:
-    """Run it to its end; returns what it found, if it was completed, the run's summary, and its folder. The
-    result is written into `summary.json` too."""
+    """Run the evaluation to its end. Return its result, the run's summary, and the run's folder.
+
+    The result is None if the run did not complete or has no answer. Otherwise `summary.json` also gets the
+    result.
+    """
     from stretto.kernel.life import run
 
     summary, folder = run(composed)
@@ -258,9 +269,9 @@ def run_evaluation(composed: Composed, threshold: float) -> tuple[Result | None,
         tokens_per_s=summary["tokens"]["generated"] / busy_s if busy_s else 0.0,
     )
     whole = {**summary, "result": msgspec.to_builtins(result, str_keys=True)}
-    aside = folder / ".summary.json"
-    aside.write_text(json.dumps(whole, indent=1) + "\n")
-    aside.rename(folder / "summary.json")
+    temporary = folder / ".summary.json"
+    temporary.write_text(json.dumps(whole, indent=1) + "\n")
+    temporary.rename(folder / "summary.json")
     return result, whole, folder
 
 
@@ -270,7 +281,8 @@ def run_evaluation(composed: Composed, threshold: float) -> tuple[Result | None,
 def result_of(
     answers: Sequence[KeptAnswer], *, source: str, failed: int, threshold: float, tokens_per_s: float
 ) -> Result:
-    """The figures of at least one answer. Of a sample with several lines the last one says how it ended."""
+    """Compute the figures of one or more answers. If a sample has several lines, its last line counts, and
+    the tokens of all its lines."""
     tokens = sum(answer.tokens for answer in answers)
     answers = list({(answer.row, answer.sample): answer for answer in answers}.values())
     rows: defaultdict[int, list[KeptAnswer]] = defaultdict(list)
@@ -300,8 +312,8 @@ def result_of(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that k of n answers, drawn without putting back, hold one of the
-    c that pass (Chen et al. 2021, eq. 1). 1 <= k <= n."""
+    """1 - C(n - c, k) / C(n, k): the probability that k of n answers, drawn without replacement, contain at
+    least one of the c that pass (Chen et al. 2021, eq. 1). 1 <= k <= n."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -310,6 +322,6 @@ def _score(answer: KeptAnswer) -> float:
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
-    """The mean of the rows' values, with its interval."""
+    """Return the mean of the rows' values with its 95 % interval."""
     ci95 = _Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(fmean(values), ci95)

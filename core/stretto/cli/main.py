@@ -1,6 +1,7 @@
 """The command line: `stretto run | resume | evaluate | check | plugins | schema | worker`.
 
-Exit status: 0 done; 1 a run failed; 2 refused before anything was started; 130 interrupted.
+Exit status: 0 the command succeeded; 1 a run failed; 2 a mistake was found before any process started;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -35,17 +36,23 @@ app = typer.Typer(
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as queue.max_staleness=0."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Values that override keys of the run file, for example queue.max_staleness=0.",
+    ),
 ]
 EvaluationOverrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as inference.slots=64."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Values that override keys of the run file, for example inference.slots=64.",
+    ),
 ]
 
 
 def main() -> None:
     """Entry point of the `stretto` command."""
-    signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run takes it over
+    signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run sets its own handler
     try:
         app()
     except (ConfigError, PluginError) as error:
@@ -55,7 +62,7 @@ def main() -> None:
 
 
 class _WithOverrides(TyperCommand):
-    """A command that takes `key=value`. `--steps=3` is refused with what to write instead."""
+    """A command that takes `key=value`. It refuses `--steps=3` and says what to write instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from stretto.config import RunConfig
@@ -73,8 +80,8 @@ class _WithOverrides(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"stretto {version('stretto')}")
         raise typer.Exit
 
@@ -91,7 +98,7 @@ def options(
 
 @app.command(cls=_WithOverrides)
 def run(file: RunFile, overrides: Overrides = None) -> None:
-    """Train: compose the run, start its processes, and follow it to the end."""
+    """Train: read the run file, start the run's processes, and show the run until it ends."""
     from stretto.assembly.compose import compose
 
     composed = _accepted(compose(file, overrides or ()), starting=True)
@@ -105,7 +112,7 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     overrides: Overrides = None,
 ) -> None:
-    """Go on with a run from its newest checkpoint and its journal, perhaps with changed values."""
+    """Resume a run from its newest checkpoint and its journal. Overrides change its values."""
     from stretto.kernel.changes import compose_changes, put_into_force
     from stretto.kernel.life import resume_to_end
 
@@ -124,28 +131,37 @@ def evaluate(
     overrides: EvaluationOverrides = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="Held-out rows: a .jsonl file, or a dataset component.", metavar="FILE_OR_NAME"),
+        typer.Option(
+            help="Held-out rows: a .jsonl file, or the name of a dataset component.", metavar="FILE_OR_NAME"
+        ),
     ] = None,
-    reward: Annotated[str | None, typer.Option(help="What scores the answers.", metavar="NAME")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="Reward component that scores the answers.", metavar="NAME")
+    ] = None,
     n: Annotated[int | None, typer.Option("--n", min=1, help="Answers to each row.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Use the first so many rows.")] = None,
-    inference: Annotated[str | None, typer.Option(help="The engine that samples.", metavar="NAME")] = None,
-    version: Annotated[
-        str | None, typer.Option(help="Of a run: a version or checkpoint; default its newest.")
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
     ] = None,
-    threshold: Annotated[float, typer.Option(help="Score from which on an answer passes.")] = 1.0,
-    out: Annotated[str | None, typer.Option(help="Folder to write to.", metavar="FOLDER")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of one answer.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Evaluate only this many rows, the first.")] = None,
+    inference: Annotated[
+        str | None, typer.Option(help="Inference engine that samples the answers.", metavar="NAME")
+    ] = None,
+    version: Annotated[
+        str | None,
+        typer.Option(help="Version or checkpoint of the run to evaluate; by default the newest checkpoint."),
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="An answer with at least this score passes.")] = 1.0,
+    out: Annotated[str | None, typer.Option(help="Folder for the results.", metavar="FOLDER")] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file too.", metavar="FILE")
+        Path | None, typer.Option("--json", help="Also write the figures to this file.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Evaluate a model or a run's checkpoint: avg@n and pass@k with 95 % intervals."""
+    """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
     from stretto.cli.evaluate import Wanted, compose_evaluation, run_evaluation
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json_file}: there is no folder {str(json_file.absolute().parent)!r}")
+        raise ConfigError(f"--json {json_file}: no folder {str(json_file.absolute().parent)!r}")
     wanted = Wanted(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
     composed = _accepted(compose_evaluation(source, wanted, overrides or ()), starting=True)
     result, summary, folder = run_evaluation(composed, threshold)
@@ -164,10 +180,14 @@ def evaluate(
 def check(
     file: RunFile,
     overrides: Overrides = None,
-    graph: Annotated[bool, typer.Option("--graph", help="Draw the algorithm's dataflow instead.")] = False,
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="The same as a Mermaid flowchart.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Print only the algorithm's dataflow, as text.")
+    ] = False,
+    mermaid: Annotated[
+        bool, typer.Option("--mermaid", help="Print only the dataflow, as a Mermaid flowchart.")
+    ] = False,
 ) -> None:
-    """Validate a run and print what it would be, without starting anything."""
+    """Check a run file, and print the run's processes, models and batches. No worker starts."""
     from stretto.assembly import plan
     from stretto.assembly.compose import compose
     from stretto.cli.describe import describe
@@ -183,11 +203,11 @@ def check(
 
 @app.command()
 def plugins(
-    kind: Annotated[str | None, typer.Argument(help="Show only this kind.")] = None,
+    kind: Annotated[str | None, typer.Argument(help="List only components of this kind.")] = None,
     name: Annotated[str | None, typer.Argument(help="Show the config of this component.")] = None,
     path: Annotated[list[Path] | None, typer.Option(help="Also load this plugin file.")] = None,
 ) -> None:
-    """List components, or show the config of one with types, defaults and meanings."""
+    """List the installed components, or show one component's config keys: types, defaults, meanings."""
     from stretto.assembly.plugins import KINDS, Plugins
     from stretto.errors import nearest
 
@@ -204,7 +224,7 @@ def plugins(
 
 @app.command()
 def schema() -> None:
-    """Print one JSON schema of run files, with every installed component, for an editor to use."""
+    """Print the JSON schema of run files, for editors. It covers every installed component."""
     from stretto.assembly.plugins import Plugins
     from stretto.cli.schema import json_schema
 
@@ -213,10 +233,13 @@ def schema() -> None:
 
 @app.command(hidden=True)
 def worker(
-    bootstrap: Annotated[Path, typer.Argument(help="File with the bus address and credentials of a role.")],
+    bootstrap: Annotated[
+        Path,
+        typer.Argument(help="File with the bus address and the credentials of the worker's role."),
+    ],
     id: Annotated[str, typer.Option(help="Id of the worker, unique in the run.")],
 ) -> None:
-    """Run one worker process; launchers start it, and it can be started by hand."""
+    """Run one worker process. Launchers call this command; you can also start a worker by hand."""
     from stretto.workers.worker import main as work
 
     raise typer.Exit(work(bootstrap, id))
@@ -226,7 +249,11 @@ def worker(
 
 
 def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> Composed:
-    """The composed run, once nothing stands against it. Warnings are printed."""
+    """Return the composed run if it has no errors, and print its warnings.
+
+    Raises:
+        ConfigError: for every error; also for every fault of this machine's environment if `starting`.
+    """
     from stretto.cli.checks import problems
 
     for notice in composed.notices:

@@ -1,4 +1,4 @@
-"""What config structs look like from outside: fields with types and meanings, and one JSON schema.
+"""Describe config structs for people and editors: fields with types and meanings, and one JSON schema.
 
 A field's meaning is the string literal under it in the class body. Private to the core.
 """
@@ -28,31 +28,34 @@ __all__ = ["Field", "fields_of", "json_schema"]
 
 @dataclass(frozen=True)
 class Field:
-    """One key of a config struct, for people."""
+    """One key of a config struct, as text for people."""
 
     name: str
     type: str
     default: str
-    """As it would be written in a run file; `required` without one."""
+    """The default as a run file would have it; `required` if the key has none."""
     meaning: str
 
 
 def fields_of(struct: type[msgspec.Struct]) -> list[Field]:
-    """The fields of a config struct, base classes' first; those of a struct within it after it, dotted."""
+    """Return the fields of a config struct, those of base classes first.
+
+    The fields of a nested struct follow the field that holds it, with dotted names.
+    """
     meanings = _meanings(struct)
     hints = {field.name: field.type for field in _info(struct).fields}
-    found: list[Field] = []
+    fields: list[Field] = []
     for field in msgspec.structs.fields(struct):
         name, info = field.encode_name, hints[field.name]
-        found.append(Field(name, _type_text(info), _default(field), meanings.get(field.name, "")))
+        fields.append(Field(name, _type_text(info), _default(field), meanings.get(field.name, "")))
         if isinstance(info, types.StructType) and not field.required:
             for inner in fields_of(info.cls):
-                found.append(dataclasses.replace(inner, name=f"{name}.{inner.name}"))
-    return found
+                fields.append(dataclasses.replace(inner, name=f"{name}.{inner.name}"))
+    return fields
 
 
 def json_schema(plugins: Plugins) -> dict[str, Any]:
-    """JSON schema (2020-12) of run files, with every usable component installed."""
+    """Return the JSON schema (2020-12) of run files, with every installed component that can be loaded."""
     structs: list[type[msgspec.Struct]] = [RunConfig, EvaluationConfig]
     choices: dict[Kind, list[type[msgspec.Struct]]] = {}
     for kind in KINDS:
@@ -108,7 +111,7 @@ def _usable(plugins: Plugins, kind: Kind) -> Iterator[Component[Any]]:
 
 
 def _choice(kind: Kind, component: Component[Any]) -> type[msgspec.Struct]:
-    """The component's struct with `use` narrowed to its name."""
+    """Return the component's struct with `use` narrowed to the component's name."""
     return msgspec.defstruct(
         f"{kind}_{component.name}",
         [("use", cast("Any", Literal[component.name]))],
@@ -121,7 +124,7 @@ def _choice(kind: Kind, component: Component[Any]) -> type[msgspec.Struct]:
 def _section_schema(
     choices: list[type[msgspec.Struct]], names: list[str], plain: dict[str, Any]
 ) -> dict[str, Any]:
-    """A section is a component's name, or an object of that component's keys."""
+    """Return the schema of a section: a component's name, or an object with that component's keys."""
     kept = {key: plain[key] for key in ("description", "default") if key in plain}
     variants: list[dict[str, Any]] = [{"$ref": f"#/$defs/{struct.__name__}"} for struct in choices]
     if "default" in plain and plain["default"] is None:
@@ -130,7 +133,7 @@ def _section_schema(
 
 
 def _names_of(info: types.Type) -> list[str]:
-    """What the key `use` of a struct takes, where it is one of a few names."""
+    """Return the names that the key `use` of a struct accepts; empty if `use` is not a choice of names."""
     for part in _parts(info):
         for field in _info(part.cls).fields if isinstance(part, types.StructType) else ():
             if field.encode_name == "use" and isinstance(field.type, types.LiteralType):
@@ -139,13 +142,13 @@ def _names_of(info: types.Type) -> list[str]:
 
 
 def _or_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """`correction: none` is short for `correction: {use: none}`."""
+    """Allow a name instead of the object: `correction: none` means `correction: {use: none}`."""
     kept = {key: schema.pop(key) for key in ("description", "default") if key in schema}
     return {"anyOf": [{"enum": names}, *schema.pop("anyOf", [schema])], **kept}
 
 
 def _or_interpolated(schema: dict[str, Any]) -> dict[str, Any]:
-    """A number or a switch may also be written as `${key}`."""
+    """Allow `${key}` where the schema expects a number or a bool."""
     kinds = {part.get("type") for part in schema.get("anyOf", [schema])}
     if not kinds & {"integer", "number", "boolean"}:
         return schema
@@ -165,7 +168,7 @@ def _describe(definition: dict[str, Any], struct: type[msgspec.Struct]) -> None:
 
 
 def _all_structs(roots: list[type[msgspec.Struct]]) -> Iterator[type[msgspec.Struct]]:
-    """The structs and, through their fields, those they hold."""
+    """Yield the structs, and all structs that their fields hold."""
     seen: set[type[msgspec.Struct]] = set()
     stack = list(roots)
     while stack:
@@ -179,7 +182,7 @@ def _all_structs(roots: list[type[msgspec.Struct]]) -> Iterator[type[msgspec.Str
 
 
 def _parts(info: types.Type) -> Iterator[types.Type]:
-    """A type and the types it is made of."""
+    """Yield the members of a union, or the type itself."""
     if isinstance(info, types.Metadata):
         yield from _parts(info.type)
     elif isinstance(info, types.UnionType):
@@ -196,15 +199,15 @@ def _info(struct: type[msgspec.Struct]) -> types.StructType:
 
 
 def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Field name -> the string literal under it, of the class and its bases."""
-    found: dict[str, str] = {}
+    """Return, by field name, the string literals under the fields of the class and of its base classes."""
+    meanings: dict[str, str] = {}
     for cls in reversed(struct.__mro__):
         if cls in (object, msgspec.Struct):
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
         except (OSError, TypeError):
-            continue  # made by `defstruct`: its meanings are its bases'
+            continue  # `defstruct` made the class, so it has no source; its base classes have the meanings
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
         for field, below in pairwise(body):
             if (
@@ -214,8 +217,8 @@ def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
                 and isinstance(below.value, ast.Constant)
                 and isinstance(below.value.value, str)
             ):
-                found[field.target.id] = " ".join(below.value.value.split())
-    return found
+                meanings[field.target.id] = " ".join(below.value.value.split())
+    return meanings
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
@@ -236,7 +239,7 @@ _PLAIN: dict[type[types.Type], str] = {
 
 
 def _type_text(info: types.Type) -> str:
-    """A type as a person would write it: `int >= 1`, `str | null`, `one of wait, drop`."""
+    """Return a type as readable text: `int >= 1`, `str | null`, `one of wait, drop`."""
     match info:
         case types.Metadata(type=inner, extra=extra):
             return "path" if (extra or {}).get("stretto") == "local_path" else _type_text(inner)
