@@ -156,9 +156,9 @@ def variant(base: type, **members: Any) -> object:
     ("made", "contract", "fault"),
     [
         (variant(object, finish=_Tracker.finish), Tracker, "has no method 'step'"),
-        (variant(_Tracker, step=takes_nothing), Tracker, r"step\(\), which is called as step\(metrics\)"),
+        (variant(_Tracker, step=takes_nothing), Tracker, r"step\(\), but stretto calls step\(metrics\)"),
         (variant(_Tracker, step=3), Tracker, "has 'step', which cannot be called"),
-        (variant(_Rows, fingerprint=takes_nothing), Dataset, "method 'fingerprint' where an attribute"),
+        (variant(_Rows, fingerprint=takes_nothing), Dataset, "method 'fingerprint'; expected an attribute"),
         (variant(_Rows, __getitem__=None), Dataset, "has no method '__getitem__'"),
         (variant(object, run=takes_one), Workflow, r"called as run\(prompt, session\)"),
     ],
@@ -269,7 +269,7 @@ def test_a_hook_that_does_not_exist_is_answered_with_the_nearest(run_file: Path)
 @pytest.mark.parametrize(
     ("hook", "complaint"),
     [
-        ("stretto_reward(config)", "has no argument 'config' ({}:3); it is called without arguments"),
+        ("stretto_reward(config)", "has no argument 'config' ({}:3); stretto calls it without arguments"),
         ("stretto_step_finished(metrisc)", "has no argument 'metrisc' ({}:3); accepted: context, metrics"),
     ],
 )
@@ -284,7 +284,7 @@ def test_an_argument_that_a_hook_has_not_is_named(run_file: Path, hook: str, com
 def test_a_hook_that_returns_its_component_is_told_to_yield_it(run_file: Path) -> None:
     file = Path(plugin(run_file, "reward", "def make(config, context): ..."))
     file.write_text(file.read_text().replace("yield ", "return "))
-    with pytest.raises(PluginError, match="returns a Component; expected it to yield each one"):
+    with pytest.raises(PluginError, match="returns a Component; expected it to yield each Component"):
         compose(run_file, [f"plugins=[{file}]", "reward=mine"])
 
 

@@ -207,7 +207,7 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
         ("trackers=[1]", ["trackers.0", "expected a name or a mapping with `use`, found 1"]),
         ("bus.url=here", ["bus.url: expected `nats://host:4222` or `tls://host:4222`; found 'here'"]),
         ("justaword", ["override 'justaword'", "dotted.key=value"]),
-        ("name=echo a: b: c", ["override 'name=echo a: b: c'", "not readable as YAML", "name='\"…\"'"]),
+        ("name=echo a: b: c", ["override 'name=echo a: b: c'", "cannot be read as YAML", "name='\"…\"'"]),
         ("training.schedule=linear", ["training", "needs decay_steps"]),
     ],
 )
@@ -254,9 +254,9 @@ def test_refusals_in_the_file_name_its_line(run_file: Path) -> None:
     run_file.write_text(RUN.replace("lr: 3e-4", "lrr: 3e-4"))
     assert refused(run_file).startswith(f"{run_file}:6: training.lrr: unknown key 'lrr'; did you mean 'lr'?")
     run_file.write_text(RUN.replace("steps: 5\n", ""))
-    assert "steps: this key is required and not there" in refused(run_file)
+    assert "steps: this key is required but missing" in refused(run_file)
     run_file.write_text("a: [1")
-    assert "not readable as YAML" in refused(run_file)
+    assert "cannot be read as YAML" in refused(run_file)
     run_file.write_text("- 1")
     assert "expected a mapping" in refused(run_file)
     assert "no run file" in refused(run_file.with_name("absent.yaml"))
@@ -429,7 +429,7 @@ def test_models_of_one_dataflow_have_one_vocabulary(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["groups.critics.use=mock"], "groups.critics: no model lives in it"),
+        (["groups.critics.use=mock"], "groups.critics: no model is in this group"),
         (["models.critc.group=training"], "models.critc: the algorithm has no model 'critc'"),
         (
             ["models.actor.group=trainin"],

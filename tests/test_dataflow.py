@@ -76,7 +76,7 @@ def other(name: str, reads: list[str], writes: list[str]) -> Call:
     [
         ([score()], "two calls are named 'score'"),
         ([other("late", ["reward"], [])], "reads 'reward', which no call writes; did you mean 'rewards'?"),
-        ([other("twice", [], ["values"])], "key 'values' is written by both 'forward(critic)' and 'twice'"),
+        ([other("twice", [], ["values"])], "two calls write the key 'values': 'forward(critic)' and 'twice'"),
         (
             [other("one", ["b"], ["a"]), other("two", ["a"], ["b"])],
             "the calls one, two wait for each other in a cycle",
@@ -119,9 +119,9 @@ def test_a_dataflow_must_train_with_a_known_reduction() -> None:
 
 
 def test_sequences_have_one_source_and_samples_a_score() -> None:
-    with pytest.raises(ConfigError, match="expected both of `generate` and `score`, or neither"):
+    with pytest.raises(ConfigError, match="expected both `generate` and `score`, or neither"):
         graph_of([call for call in ppo() if call.op != "score"], MODELS)
-    with pytest.raises(ConfigError, match="one call, `generate` or `read`; found none"):
+    with pytest.raises(ConfigError, match="must produce sequences, `generate` or `read`; found none"):
         graph_of([train("actor", loss(), reads=[])], MODELS)
     rows = read(lambda row, index, tokenizer: Encoded([1], [True]))
     with pytest.raises(ConfigError, match=r"found read, generate\(actor\)"):

@@ -135,7 +135,7 @@ def run_folder(tmp_path: Path) -> Path:
         (MODEL, {}, ["inference.slotz=2"], "did you mean 'slots'"),
         (MODEL, {"n": 0}, [], "evaluation.samples: .*>= 1; found 0"),
         ("{run}", {}, [], "has no checkpoint; `--version 0` evaluates the model it started from"),
-        ("{run}", {"version": "40"}, [], "no checkpoint 'step-000040' in .*; there are: none"),
+        ("{run}", {"version": "40"}, [], "no checkpoint 'step-000040' in .*; found: none"),
         ("{run}", {"version": "best"}, [], "no checkpoint 'best'"),
     ],
 )

@@ -134,7 +134,7 @@ def test_two_distributions_with_one_name_are_refused_and_one_can_be_picked(
     write(tmp_path / "acme_exact.py", REWARD.replace('"length"', '"exact"'))
     installed.append(entry("exact", "acme_exact", "reward", "acme-rl"))
     with pytest.raises(
-        PluginError, match=r"offered by 'acme-rl' and 'stretto'; pick one: `use: acme-rl:exact`"
+        PluginError, match=r"'acme-rl' and 'stretto' offer .*; choose one, for example `use: acme-rl:exact`"
     ):
         Plugins().get("reward", "exact")
     assert Plugins().get("reward", "acme-rl:exact").summary == "short"

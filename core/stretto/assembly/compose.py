@@ -1,6 +1,6 @@
-"""From a run file to typed structs: reads YAML, merges overrides, and checks every key of every section.
+"""Turn a run file into typed structs: read YAML, merge overrides, and check every key of every section.
 
-OmegaConf reads, merges and interpolates; nothing of it leaves this module. The result is a
+OmegaConf reads, merges and interpolates; no OmegaConf object leaves this module. The result is a
 `RunConfig` whose sections are the structs of the chosen components.
 """
 
@@ -51,7 +51,7 @@ _GROUP_NAME = r"[a-z][a-z0-9_]*"
 
 
 def kind_of(path: str) -> Kind:
-    """The kind of the component that the section at a dotted key chooses."""
+    """Return the kind of the component that the section at a dotted key chooses."""
     return SECTIONS.get(path) or (LIST_SECTIONS | NAMED_SECTIONS)[path.partition(".")[0]]
 
 
@@ -62,55 +62,56 @@ class Composed:
     config: RunConfig
     plugins: Plugins
     components: Mapping[str, Component[Any]]
-    """By the dotted key of their section; `trackers.0` and so on in a list."""
+    """The chosen components, by the dotted key of their section; `trackers.0` and so on in a list."""
     document: Mapping[str, Any]
-    """The whole run with all defaults, as it is written to `config.yaml`: secrets from the
-    environment stand there as the interpolations they came from."""
+    """The whole run with all defaults, as `config.yaml` gets it: secrets from the environment appear as the
+    interpolations that read them, not as values."""
     notices: tuple[str, ...] = ()
-    """What was decided for the user, to be shown."""
+    """Decisions made for the user, as text to show."""
     place: Callable[[str], str] = str
-    """Where a key comes from, for messages: `run.yaml:14: training.lr`, or `override training.lr`."""
+    """Return where a key was written, for messages: `run.yaml:14: training.lr`, or `override training.lr`."""
     references: tuple[tuple[str, str], ...] = ()
-    """Dotted keys that are written as a reference to another key, such as `${steps}`, with that text."""
+    """Dotted keys whose value is a reference to another key, with its text, such as `${steps}`."""
 
     def section(self, path: str) -> Any:
-        """The struct at a dotted key."""
+        """Return the struct at a dotted key."""
         node: Any = self.config
         for part in path.split("."):
             node = node[int(part)] if part.isdigit() else getattr(node, part)
         return node
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
-        """The object of the component that the section at `path` chose.
+        """Make the object of the component that the section at `path` chose.
 
         Args:
-            section: what the component is given instead of that section.
+            section: the config for the component; None for that section.
 
         Raises:
             ContractError: if the object does not keep the contract of its kind.
-            PluginError: if its factory raised what is no `StrettoError`.
+            PluginError: if its factory raised an exception that is not a `StrettoError`.
+            StrettoError: if its factory raised one.
         """
         section = self.section(path) if section is None else section
         try:
-            made = self.components[path].factory(section, context)
+            component = self.components[path].factory(section, context)
         except StrettoError:
             raise
         except Exception as error:
             raise PluginError(self.blame(error, path)) from error
-        expect_contract(made, CONTRACTS[kind_of(path)], self.origin(path).label)
-        return made
+        expect_contract(component, CONTRACTS[kind_of(path)], self.origin(path).label)
+        return component
 
     def origin(self, path: str) -> Origin:
-        """Whose code the component of a section is."""
+        """Return the plugin that the component of a section comes from."""
         return self.plugins.origin(kind_of(path), self.section(path).use)
 
     def blame(self, error: BaseException, path: str = "") -> str:
-        """`algorithm 'median' of acme 1.2 raised ValueError: … (median.py:23)`: the component whose code was
-        the last on the way to an error.
+        """Name the component whose code is innermost in the error's traceback, such as `algorithm 'median' of
+        acme 1.2 raised ValueError: … (median.py:23)`.
 
         Args:
-            path: of the section whose component was called; it is named where the error was in none's own
-                files. Without it the text is then empty.
+            path: dotted key of the section whose component was called. The text names this component if no
+                component's files are in the traceback. Without `path` the text is then empty.
         """
         owners = {each: self.origin(each) for each in ([path] if path else []) + list(self.components)}
         for frame in reversed(foreign_frames(error)):
@@ -120,10 +121,10 @@ class Composed:
         return f"{owners[path].label} raised {place_of(error)}" if path else ""
 
     def explain(self, error: BaseException, log: Path) -> str:
-        """An error for those who do not see its traceback: if it is a plugin's, whose, and at which line.
+        """Return an error as text for readers without its traceback: the plugin that raised it, and the line.
 
         Args:
-            log: the file that has the traceback of what is no `StrettoError`.
+            log: the file with the traceback, for an error that is not a `StrettoError`.
         """
         if isinstance(error, StrettoError):
             return str(error)
@@ -137,14 +138,14 @@ def compose(
     *,
     document: Mapping[str, Any] | None = None,
 ) -> Composed:
-    """Read a run file, merge `key=value` overrides, and type every section.
+    """Read a run file, merge `key=value` overrides, and convert every section to its struct.
 
     Args:
-        document: what is taken instead of the file's content; the file is then what errors name.
+        document: used instead of the file's content; errors still name the file.
 
     Raises:
-        ConfigError: for a key, a type or a path that is wrong, with its place.
-        PluginError: for a component that is not to be had.
+        ConfigError: for a key, a type or a path that is wrong; the text says where it was written.
+        PluginError: for a component that is not installed or cannot be loaded.
     """
     source = _ConfigSource(file, overrides, document)
     notices: list[str] = []
@@ -163,7 +164,7 @@ def compose(
 
 
 def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
-    """Type a run that was composed before, such as the one a worker gets from its kernel."""
+    """Convert a run that was composed before, such as the one that a worker gets from the kernel."""
     source = _ConfigSource(Path("config"), ())
     return _Composer(source, Plugins()).run(dict(mapping), [])
 
@@ -172,7 +173,7 @@ def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
 
 
 def _inherit_sampling(data: dict[str, Any]) -> None:
-    """Give `evaluation.sampling` what it does not say of `sampling`."""
+    """Copy the keys of `sampling` that `evaluation.sampling` does not set."""
     sampling, evaluation = data.get("sampling"), data.get("evaluation")
     if isinstance(sampling, dict) and isinstance(evaluation, dict):
         evaluation = cast("dict[str, Any]", evaluation)
@@ -181,7 +182,7 @@ def _inherit_sampling(data: dict[str, Any]) -> None:
 
 
 class _ConfigSource:
-    """Where the keys of a run come from, to say so in errors."""
+    """The run file with its overrides. Knows where each key was written, for error messages."""
 
     def __init__(
         self, file: Path, overrides: Sequence[str], document: Mapping[str, Any] | None = None
@@ -192,26 +193,26 @@ class _ConfigSource:
         self.overrides = _overrides(self.items)
         self._overridden = [".".join(path) for path in _leaves(_unresolved(self.overrides))]
         self.written: Mapping[str, Any] = {}
-        """The file with the overrides merged in, before interpolations are resolved; `_read` puts it here."""
+        """The file with the overrides merged in, before interpolations are resolved; `_read` sets it."""
 
     def _item(self, item: str) -> str:
         key, equals, value = item.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
             raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
-        # `training=mock` swaps the component, and leaves the section's other keys where they are.
+        # `training=mock` replaces the component and keeps the section's other keys.
         is_section = re.fullmatch(rf"groups\.{_GROUP_NAME}", key) or key in SECTIONS
         names_component = is_section and not value.startswith(("{", "[")) and not _is_null(value)
         return f"{key}.use={value}" if names_component else item
 
     def load(self) -> Any:
-        """What OmegaConf makes of the content, before overrides."""
+        """Load the content with OmegaConf, without the overrides."""
         return OmegaConf.load(self.file) if self._document is None else OmegaConf.create(dict(self._document))
 
     def overridden(self, path: str) -> bool:
         return any(f"{path}.".startswith(f"{key}.") for key in self._overridden)
 
     def place(self, path: str) -> str:
-        """`run.yaml:14: training.lr`, or `override training.lr`."""
+        """Return where a key was written: `run.yaml:14: training.lr`, or `override training.lr`."""
         if self.overridden(path) or any(key.startswith(f"{path}.") for key in self._overridden):
             return f"override {path}"
         line = self._line(path)
@@ -221,7 +222,7 @@ class _ConfigSource:
         return ConfigError(f"{self.place(path)}: {message}", path=path, value=value)
 
     def _line(self, path: str) -> int:
-        """Line of the deepest key of `path` that the file has; 0 if it has none."""
+        """Return the line of the deepest key of `path` that is in the file; 0 if none is."""
         try:
             node = yaml.compose(self.file.read_text(), Loader=yaml.SafeLoader)
         except (OSError, yaml.YAMLError):
@@ -230,31 +231,32 @@ class _ConfigSource:
         for part in path.split("."):
             if not isinstance(node, yaml.MappingNode):
                 break
-            found = [(key, value) for key, value in node.value if key.value == part]
-            if not found:
+            matches = [(key, value) for key, value in node.value if key.value == part]
+            if not matches:
                 break
-            line, node = found[0][0].start_mark.line + 1, found[0][1]
+            line, node = matches[0][0].start_mark.line + 1, matches[0][1]
         return line
 
 
 def _read(source: _ConfigSource) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The merged run file with all interpolations resolved, and again with those of the environment kept."""
+    """Return the merged run file twice: with all interpolations resolved, and with environment variables left
+    as interpolations."""
     try:
         loaded = source.load()
     except FileNotFoundError:
         raise ConfigError(f"no run file {str(source.file)!r}", value=str(source.file)) from None
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{source.file}: not readable as YAML: {error}") from error
+        raise ConfigError(f"{source.file}: cannot be read as YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
     try:
-        merged = OmegaConf.merge(_shorts_expanded(loaded, source.overrides), source.overrides)
-        merged = _shorts_expanded(cast("DictConfig", merged))  # those of the overrides
+        merged = OmegaConf.merge(_expand_short_sections(loaded, source.overrides), source.overrides)
+        merged = _expand_short_sections(cast("DictConfig", merged))  # those that overrides added
         source.written = _unresolved(merged)
         plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
         kept = OmegaConf.create(_escape_env(source.written))
         secret = cast("dict[str, Any]", OmegaConf.to_container(kept, resolve=True))
-    except TypeError as error:  # a value where the other side has a mapping
+    except TypeError as error:  # one side has a value where the other side has a mapping
         raise ConfigError(f"overrides {', '.join(source.items)} do not fit {source.file}: {error}") from error
     except OmegaConfBaseException as error:
         path = getattr(error, "full_key", "") or ""
@@ -263,7 +265,7 @@ def _read(source: _ConfigSource) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _overrides(items: Sequence[str]) -> DictConfig:
-    """What `dotted.key=value` says, each value in YAML."""
+    """Parse `dotted.key=value` overrides; each value is YAML."""
     merged = OmegaConf.create()
     for item in items:
         try:
@@ -271,8 +273,8 @@ def _overrides(items: Sequence[str]) -> DictConfig:
         except yaml.YAMLError as error:
             key, reason = item.partition("=")[0], " ".join(str(error).split())
             raise ConfigError(
-                f"override {item!r}: its value is not readable as YAML ({reason}); quote text for YAML too: "
-                f"{key}='\"…\"'"
+                f"override {item!r}: its value cannot be read as YAML ({reason}); put quotes around "
+                f"text, for YAML and for the shell: {key}='\"…\"'"
             ) from error
     return merged
 
@@ -286,7 +288,7 @@ def _unresolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where the values of nested mappings are that are no mappings themselves, or empty ones."""
+    """Yield the paths to the values of nested mappings; an empty mapping counts as a value."""
     if not isinstance(node, dict) or not node:
         yield path
         return
@@ -294,12 +296,13 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield from _leaves(value, (*path, str(key)))
 
 
-def _shorts_expanded(loaded: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
-    """`workflow: single_turn` is short for `workflow: {use: single_turn}`; `${…}` is a whole section.
+def _expand_short_sections(loaded: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
+    """Expand `workflow: single_turn` to `workflow: {use: single_turn}`. Do not expand `${…}`, which stands
+    for a whole section.
 
     Args:
-        overrides: a name that one of them has a key below is expanded too, wherever it stands, so that
-            `algorithm.correction.cap=3` adds to `correction: token_tis` rather than replacing it.
+        overrides: also expand a name at any path below which an override sets a key, so that
+            `algorithm.correction.cap=3` adds to `correction: token_tis` and does not replace it.
     """
     whole = _unresolved(loaded)
     named = [f"{path}.{name}" for path in NAMED_SECTIONS for name in (whole.get(path) or {})]
@@ -318,7 +321,7 @@ def _shorts_expanded(loaded: DictConfig, overrides: DictConfig | None = None) ->
 
 
 def _escape_env(node: Any) -> Any:
-    """The tree with every text that reads the environment turned into a literal."""
+    """Return the tree with every text that reads the environment escaped, so that it stays a literal."""
     if isinstance(node, dict):
         return {key: _escape_env(value) for key, value in cast("dict[str, Any]", node).items()}
     if isinstance(node, list):
@@ -329,7 +332,7 @@ def _escape_env(node: Any) -> Any:
 
 
 def _references(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys whose whole value is `${another.key}`."""
+    """Yield the dotted keys whose whole value is `${another.key}`, with that value."""
     if isinstance(node, dict):
         for key, value in cast("dict[str, Any]", node).items():
             yield from _references(value, f"{path}.{key}" if path else key)
@@ -338,7 +341,7 @@ def _references(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _overlay(full: Any, secret: Any, plain: Any) -> Any:
-    """`full`, with the texts of `secret` wherever those differ from `plain`."""
+    """Return `full` with the values of `secret` wherever `secret` differs from `plain`."""
     if isinstance(full, dict) and isinstance(secret, dict):
         merged = dict(cast("dict[str, Any]", full))
         for key in merged.keys() & cast("dict[str, Any]", secret).keys():
@@ -354,7 +357,7 @@ def _overlay(full: Any, secret: Any, plain: Any) -> Any:
 
 
 class _Composer:
-    """Turns a plain mapping into a `RunConfig` whose sections are the chosen components' structs."""
+    """Converts a plain mapping to a `RunConfig` whose sections are the structs of the chosen components."""
 
     def __init__(self, source: _ConfigSource, plugins: Plugins) -> None:
         self.source = source
@@ -364,7 +367,7 @@ class _Composer:
     def run(self, data: dict[str, Any], notices: list[str]) -> Composed:
         self._load_paths(data)
         sections: dict[str, type[msgspec.Struct]] = {}
-        for path, kind in (SECTIONS | self._named(data)).items():
+        for path, kind in (SECTIONS | self._named_sections(data)).items():
             if (section := self._section(data, path, kind)) is not None:
                 component = self._component(kind, path, section)
                 self._drop_stale_keys(kind, path, section, component, notices)
@@ -390,9 +393,9 @@ class _Composer:
         if paths:
             data["plugins"] = [str(self._existing("plugins", str(path))) for path in cast("list[Any]", paths)]
 
-    def _named(self, data: dict[str, Any]) -> dict[str, Kind]:
-        """The sections that the run file names itself."""
-        found: dict[str, Kind] = {}
+    def _named_sections(self, data: dict[str, Any]) -> dict[str, Kind]:
+        """Return the sections whose names the user chooses, such as `groups.critics`, with their kinds."""
+        kinds: dict[str, Kind] = {}
         for path, kind in NAMED_SECTIONS.items():
             named = data.get(path) or {}
             if not isinstance(named, dict):
@@ -401,14 +404,15 @@ class _Composer:
                 if not re.fullmatch(_GROUP_NAME, str(name)) or name in SECTIONS:
                     raise self.source.error(
                         f"{path}.{name}",
-                        f"{name!r} cannot be the name of a worker group; expected a word of a-z, 0-9 and _ "
-                        "that is no section",
+                        f"{name!r} cannot be the name of a worker group; expected a-z, 0-9 and _, a letter "
+                        "first, and not the name of a section",
                     )
-                found[f"{path}.{name}"] = kind
-        return found
+                kinds[f"{path}.{name}"] = kind
+        return kinds
 
     def _section(self, data: dict[str, Any], path: str, kind: Kind) -> dict[str, Any] | None:
-        """The mapping at `path`, made if its component has a default; None where it may be left out."""
+        """Return the mapping at `path`, and create it if its kind has a default component. Return None if the
+        run file does not have the section and the kind has no default."""
         owner, _, key = path.rpartition(".")
         parent = data.get(owner) if owner else data
         if not isinstance(parent, dict):
@@ -416,7 +420,7 @@ class _Composer:
         parent = cast("dict[str, Any]", parent)
         if parent.get(key) is None:
             if _default_use(kind) is None:
-                return None  # if it is required, the conversion below says that it is missing
+                return None  # `_convert` reports a missing section that is required
             parent[key] = {}
         section = parent[key]
         if isinstance(section, str):
@@ -445,7 +449,7 @@ class _Composer:
     def _drop_stale_keys(
         self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
     ) -> None:
-        """When an override swaps a section's component, keys that only the former one had are left out."""
+        """If an override replaces a section's component, remove keys that only the former one has."""
         if not self.source.overridden(f"{path}.use"):
             return
         accepted = {field.encode_name for field in msgspec.structs.fields(component.config)}
@@ -461,7 +465,7 @@ class _Composer:
             )
 
     def _former_keys(self, kind: Kind, path: str) -> set[str] | None:
-        """Keys of the component that the file itself names; None if that one cannot be loaded here."""
+        """Return the keys of the component that the file names; None if it cannot be loaded here."""
         raw: Any = OmegaConf.to_container(self.source.load(), resolve=False)
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part, {}) if isinstance(raw, dict) else raw
@@ -473,7 +477,7 @@ class _Composer:
         return {field.encode_name for field in msgspec.structs.fields(former.config)}
 
     def _lists(self, data: dict[str, Any]) -> dict[str, list[type[msgspec.Struct]]]:
-        chosen: dict[str, list[type[msgspec.Struct]]] = {}
+        structs: dict[str, list[type[msgspec.Struct]]] = {}
         for path, kind in LIST_SECTIONS.items():
             items = data.get(path) or []
             if not isinstance(items, (list, tuple)):
@@ -489,13 +493,13 @@ class _Composer:
                 self._component(kind, f"{path}.{index}", cast("dict[str, Any]", item))
                 for index, item in enumerate(items)
             ]
-            chosen[path] = [component.config for component in components]
-        return chosen
+            structs[path] = [component.config for component in components]
+        return structs
 
     def _struct(
         self, sections: Mapping[str, type[msgspec.Struct]], lists: Mapping[str, list[type[msgspec.Struct]]]
     ) -> type[msgspec.Struct]:
-        """`RunConfig` with the sections narrowed to the chosen structs."""
+        """Return `RunConfig` with its sections narrowed to the structs of the chosen components."""
         narrowed: list[tuple[str, Any]] = []
         for path, struct in sections.items():
             if "." not in path:
@@ -519,7 +523,7 @@ class _Composer:
         return msgspec.defstruct("RunConfig", narrowed, bases=(RunConfig,), kw_only=True, frozen=True)
 
     def _refuse_unknown(self, data: Any, struct: type[msgspec.Struct], path: str) -> None:
-        """msgspec names an unknown key, but not the nearest known one."""
+        """Refuse unknown keys and name the nearest known key, which msgspec does not do."""
         if not isinstance(data, dict):
             return
         known = {field.encode_name: field for field in msgspec.structs.fields(struct)}
@@ -535,30 +539,30 @@ class _Composer:
         try:
             return cast("RunConfig", msgspec.convert(data, struct))
         except msgspec.ValidationError as error:
-            message, path = _said_and_where(error)
+            message, path = _message_and_path(error)
             missing = re.match(r"Object missing required field `(\w+)`", message)
             if missing:
                 path = f"{path}.{missing[1]}" if path else missing[1]
-                raise self.source.error(path, "this key is required and not there") from error
+                raise self.source.error(path, "this key is required but missing") from error
             source = ""
             if origin := self._interpolated(path):
                 try:
                     msgspec.convert(_at(data, origin), _annotation_at(struct, origin))
                     source = f", from ${{{origin}}}"
-                except msgspec.ValidationError as wrong:  # the fault is where the value comes from
-                    message, path = _said_and_where(wrong)[0], origin
+                except msgspec.ValidationError as cause:  # the fault is where the value comes from
+                    message, path = _message_and_path(cause)[0], origin
             value = _at(data, path)
-            text = _in_words(message, value, _annotation_at(struct, path))
+            text = _plain_message(message, value, _annotation_at(struct, path))
             shown = "" if isinstance(value, dict) else f"; found {value!r}{source}"
             raise self.source.error(path, f"{text}{shown}", value) from error
 
     def _interpolated(self, path: str) -> str:
-        """The key that the value at `path` is taken from by `${key}`, or an empty string."""
-        found = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(_at(self.source.written, path)))
-        return (self._interpolated(found[1]) or found[1]) if found else ""
+        """Return the key that `${key}` at `path` refers to in the end; empty if the value is no reference."""
+        match = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(_at(self.source.written, path)))
+        return (self._interpolated(match[1]) or match[1]) if match else ""
 
     def _resolve_paths(self, struct: msgspec.Struct, path: str) -> msgspec.Struct:
-        """The struct with every `LocalPath` made absolute, nested structs included."""
+        """Return the struct with every path to a local file made absolute, also in nested structs."""
         changes: dict[str, Any] = {}
         for field in msgspec.structs.fields(type(struct)):
             value = getattr(struct, field.name)
@@ -585,42 +589,46 @@ class _Composer:
     def _resolve_path(self, marks: set[str], value: str, path: str) -> str:
         if "local_path" in marks:
             return str(self._existing(path, value))
-        if "model" in marks and (found := find_path(value, self.source.file)):
-            return str(found)
+        if "model" in marks and (local := find_path(value, self.source.file)):
+            return str(local)
         module, _, name = value.rpartition(":")
         if "importable" in marks and module.endswith(".py"):
             return f"{self._existing(path, module)}:{name}"
         return value
 
     def _existing(self, key: str, path: str) -> Path:
-        found = find_path(path, self.source.file)
-        if found is None:
+        local = find_path(path, self.source.file)
+        if local is None:
             raise self.source.error(
                 key,
-                f"no such file or folder: {path!r} (looked in the working directory and beside the run file)",
+                f"no such file or folder: {path!r} (searched the working directory and the "
+                "run file's folder)",
                 path,
             )
-        return found
+        return local
 
 
 def _default_use(kind: Kind) -> str | None:
-    """The component that a section stands for when it names none."""
+    """Return the component of a section that names none; None if the kind has no default."""
     use = next(field for field in msgspec.structs.fields(BASES[kind]) if field.name == "use")
     return None if use.required else use.default
 
 
 def find_path(path: str, run_file: Path) -> Path | None:
-    """A path as written in a run file: from the working directory, else beside the file; None if neither."""
+    """Return the absolute path for a path in a run file. Search the working directory, then the run file's
+    folder; return None if neither has it."""
     for candidate in (Path(path).expanduser(), run_file.parent / path):
         if candidate.exists():
-            return candidate.absolute()  # links as they are: a virtual environment's interpreter is one
+            return (
+                candidate.absolute()
+            )  # do not resolve links: the interpreter of a virtual environment is one
     return None
 
 
 def _structs_in(
     annotation: Any, value: Any, path: str
 ) -> Iterator[tuple[type[msgspec.Struct], tuple[str, Any]]]:
-    """The struct types that a field's value has to match, each with the place and the value."""
+    """Yield the struct types that a field's value has to match, each with the path and the value."""
     info = msgspec.inspect.type_info(annotation)
     for part in getattr(info, "types", (info,)):
         if isinstance(part, msgspec.inspect.StructType):
@@ -637,7 +645,7 @@ def _structs_in(
 
 
 def _marks(annotation: Any) -> set[str]:
-    """The marks of `stretto.component` that a field's type carries, such as `local_path`."""
+    """Return the marks of `stretto.component` that a field's type carries, such as `local_path`."""
     info = msgspec.inspect.type_info(annotation)
     return {
         (part.extra or {}).get("stretto", "")
@@ -647,14 +655,15 @@ def _marks(annotation: Any) -> set[str]:
 
 
 def _marks_of_items(annotation: Any) -> set[str]:
-    """The marks of the items, where a field is a list of any length."""
+    """Return the marks of the items of a list of any length; empty for another type."""
     info = msgspec.inspect.type_info(annotation)
     item = info.item_type if isinstance(info, msgspec.inspect.VarTupleType) else None
     return {(item.extra or {}).get("stretto", "")} if isinstance(item, msgspec.inspect.Metadata) else set()
 
 
 def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
-    """`correction: none` is short for `correction: {use: none}`, as is every struct with the key `use`."""
+    """Expand a name to a mapping, such as `correction: none` to `correction: {use: none}`, for every field
+    whose struct has the key `use`."""
     if not isinstance(data, dict):
         return
     section, known = cast("dict[str, Any]", data), msgspec.structs.fields(struct)
@@ -668,14 +677,14 @@ def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
             _expand_names(value, part)
 
 
-def _said_and_where(error: msgspec.ValidationError) -> tuple[str, str]:
-    """msgspec's message, and the dotted path that it is about."""
+def _message_and_path(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Split msgspec's error into its message and the dotted path of the value."""
     message, _, place = str(error).partition(" - at ")
     return message, place.strip("`").removeprefix("$").removeprefix(".").replace("[", ".").replace("]", "")
 
 
-def _in_words(message: str, value: Any, annotation: Any) -> str:
-    """What msgspec says of a value, as a writer of YAML would."""
+def _plain_message(message: str, value: Any, annotation: Any) -> str:
+    """Return msgspec's message in the words of YAML."""
     if "matching regex" in message:
         return f"expected {_description(annotation) or 'text of another form'}"
     if message.startswith("Invalid enum value"):
@@ -692,7 +701,7 @@ def _in_words(message: str, value: Any, annotation: Any) -> str:
 
 
 def _description(annotation: Any) -> str:
-    """What `msgspec.Meta` describes a field, or the items of a list, with."""
+    """Return the description in `msgspec.Meta` of a field, or of the items of a list; empty if none."""
     info = msgspec.inspect.type_info(annotation)
     parts = (info, *getattr(info, "types", ()), getattr(info, "item_type", None))
     metadata = [part for part in parts if isinstance(part, msgspec.inspect.Metadata)]
@@ -700,7 +709,8 @@ def _description(annotation: Any) -> str:
 
 
 def _annotation_at(struct: Any, path: str) -> Any:
-    """The annotation of the field at a dotted path (of the list, for its items); Any where there is none."""
+    """Return the annotation of the field at a dotted path; Any if there is no field. A list's items have the
+    annotation of the list."""
     annotation: Any = struct
     for part in path.split("."):
         if part.isdigit():

@@ -1,8 +1,8 @@
-"""Whether an object keeps the contract of its kind: its members are there, and take what they are given.
+"""Check that an object keeps the contract of its kind: it has the members, and they accept the arguments.
 
-A contract is a protocol such as `stretto.engine.InferenceEngine`. The core gives each method what the
-protocol names: arguments by place, those after `*` by name. Private to the core; plugin authors need the
-protocols only.
+A contract is a protocol such as `stretto.engine.InferenceEngine`. The core calls each method with the
+arguments that the protocol names: by position, and those after `*` by name. Private to the core; plugin
+authors need only the protocols.
 """
 
 from __future__ import annotations
@@ -38,74 +38,75 @@ CONTRACTS: dict[Kind, type] = {
 }
 
 
-def expect_contract(made: object, contract: type, label: str) -> None:
+def expect_contract(component: object, contract: type, label: str) -> None:
     """Refuse an object that does not keep a contract.
 
     Args:
         label: what the object is, for the message.
 
     Raises:
-        ContractError: naming every member at fault, the contract, and where the object's class is.
+        ContractError: the object breaks the contract; the text names every wrong member, the contract, and
+            where the object's class is defined.
     """
-    if faults := list(_faults(made, contract)):
+    if faults := list(_faults(component, contract)):
         raise ContractError(
             f"{label} does not keep its contract, {contract.__module__}.{contract.__name__}: "
-            f"{type(made).__name__} {', and '.join(faults)}{_place_of_class(type(made))}"
+            f"{type(component).__name__} {', and '.join(faults)}{_place_of_class(type(component))}"
         )
 
 
-def _faults(made: object, contract: type) -> Iterator[str]:
-    for name, promised in vars(contract).items():
-        if isinstance(promised, property):
-            yield from _attribute_faults(made, name)
-        elif isinstance(promised, FunctionType) and promised.__module__ == contract.__module__:
-            yield from _method_faults(made, name, promised)
+def _faults(component: object, contract: type) -> Iterator[str]:
+    for name, member in vars(contract).items():
+        if isinstance(member, property):
+            yield from _attribute_faults(component, name)
+        elif isinstance(member, FunctionType) and member.__module__ == contract.__module__:
+            yield from _method_faults(component, name, member)
 
 
-def _attribute_faults(made: object, name: str) -> Iterator[str]:
-    found = inspect.getattr_static(made, name, None)  # a property is not to be computed here
-    if found is None and not hasattr(made, name):
+def _attribute_faults(component: object, name: str) -> Iterator[str]:
+    attribute = inspect.getattr_static(component, name, None)  # do not compute a property here
+    if attribute is None and not hasattr(component, name):
         yield f"has no attribute {name!r}"
-    elif inspect.isfunction(found):
-        yield f"has a method {name!r} where an attribute or a property is expected"
+    elif inspect.isfunction(attribute):
+        yield f"has a method {name!r}; expected an attribute or a property"
 
 
-def _method_faults(made: object, name: str, promised: FunctionType) -> Iterator[str]:
-    method = getattr(type(made) if name.startswith("__") else made, name, None)
+def _method_faults(component: object, name: str, contract_method: FunctionType) -> Iterator[str]:
+    method = getattr(type(component) if name.startswith("__") else component, name, None)
     if method is None:
         yield f"has no method {name!r}"
     elif not callable(method):
         yield f"has {name!r}, which cannot be called"
-    elif inspect.iscoroutinefunction(method) and not inspect.iscoroutinefunction(promised):
-        yield f"has {name!r} as `async def`, and it is not awaited; expected a plain `def`"
+    elif inspect.iscoroutinefunction(method) and not inspect.iscoroutinefunction(contract_method):
+        yield f"has {name!r} as `async def`, but stretto does not await it; expected a plain `def`"
     else:
-        with_self = [made] if name.startswith("__") else []
-        yield from _signature_faults(name, method, with_self, promised)
+        with_self = [component] if name.startswith("__") else []
+        yield from _signature_faults(name, method, with_self, contract_method)
 
 
 def _signature_faults(
-    name: str, method: Callable[..., Any], first: list[object], promised: FunctionType
+    name: str, method: Callable[..., Any], first: list[object], contract_method: FunctionType
 ) -> Iterator[str]:
-    """Bind what the core gives the method; a contract that says `*args` leaves its arguments free."""
-    _, *parameters = inspect.signature(promised).parameters.values()
+    """Try to bind the core's arguments to the method's parameters. A contract with `*args` allows any."""
+    _, *parameters = inspect.signature(contract_method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return
-    placed = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
-    named = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    positional = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     try:
         signature = inspect.signature(method)
-    except ValueError:  # of something built in, which has none to be read
+    except ValueError:  # a builtin may have no signature
         return
     try:
-        signature.bind(*first, *placed, **dict.fromkeys(named))
+        signature.bind(*first, *positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        given = ", ".join([*placed, *(f"{each}=" for each in named)])
+        arguments = ", ".join([*positional, *(f"{each}=" for each in keywords)])
         own = ", ".join(list(signature.parameters)[len(first) :])
-        yield f"has {name}({own}), which is called as {name}({given}): {error}"
+        yield f"has {name}({own}), but stretto calls {name}({arguments}): {error}"
 
 
 def _place_of_class(kind: type) -> str:
     try:
         return f" ({inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
-    except (OSError, TypeError):  # made at run time, or built in
+    except (OSError, TypeError):  # the class was made at run time, or is a builtin
         return ""

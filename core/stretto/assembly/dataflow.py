@@ -1,4 +1,4 @@
-"""An algorithm's calls as a graph: edges inferred from keys, checked, and put in order. No I/O."""
+"""An algorithm's calls as a graph: infer the edges from keys, check them, and order the calls. No I/O."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from stretto.errors import ConfigError, nearest, offer
 
 __all__ = ["Graph", "graph_of"]
 
-# What a call may read without another call having written it.
+# Keys that a call may read although no call writes them.
 GIVEN = ("prompt",)
-# Calls of these kinds are over when a batch is made: they run inside the ticket, in the rollout worker, or
-# are the reading of rows. All others run on a worker group.
+# Calls of these kinds are complete before a batch is formed: the rollout worker runs them for a ticket, or
+# they read rows. All other calls run on a worker group.
 SOURCE_OPS = ("generate", "score", "read")
 
 
@@ -24,34 +24,34 @@ class Graph:
     """A checked dataflow."""
 
     calls: tuple[Call, ...]
-    """In an order that respects every edge; among equals, as the algorithm lists them."""
+    """In an order that respects every edge; otherwise in the algorithm's order."""
     edges: frozenset[tuple[str, str]]
     """(earlier call, later call)."""
     models: Mapping[str, Model]
 
     @property
     def step_calls(self) -> tuple[Call, ...]:
-        """The calls that the kernel dispatches to worker groups, once a batch is made."""
+        """The calls that the kernel dispatches to worker groups after it has formed a batch."""
         return tuple(call for call in self.calls if call.op not in SOURCE_OPS)
 
     @property
     def source(self) -> Call:
-        """The call that sequences come from: `generate`, or `read`."""
+        """The call that produces the sequences: `generate`, or `read`."""
         return next(call for call in self.calls if call.op in ("generate", "read"))
 
     @property
     def samples(self) -> bool:
-        """Whether sequences are sampled, rather than read."""
+        """Whether the algorithm samples its sequences; otherwise it reads them."""
         return self.source.op == "generate"
 
     @property
     def scores(self) -> bool:
-        """Whether a reward is asked for."""
+        """Whether the algorithm needs a reward."""
         return any(call.op == "score" for call in self.calls)
 
     @cached_property
     def lead(self) -> str:
-        """The model whose weights are a run's version: the one that samples, or the first that is trained."""
+        """The model whose weights a version counts: the one that samples; else the first trained one."""
         first = next(call.model for call in self.calls if call.op == "train")
         lead = self.source.model if self.samples else first
         assert lead is not None
@@ -63,11 +63,12 @@ class Graph:
         return {key: call for call in self.calls for key in call.writes}
 
     def before(self, call: Call) -> list[str]:
-        """Names of the calls that a call waits for."""
+        """Return the names of the calls that a call waits for."""
         return sorted(earlier for earlier, later in self.edges if later == call.name)
 
     def levels(self) -> list[list[Call]]:
-        """The calls by the longest way that leads to them: those of one level do not wait for each other."""
+        """Return the calls by the length of the longest path to them. Calls of one level do not wait for each
+        other."""
         depth: dict[str, int] = {}
         for call in self.calls:
             depth[call.name] = max((depth[earlier] for earlier in self.before(call)), default=-1) + 1
@@ -77,7 +78,7 @@ class Graph:
         ]
 
     def text(self) -> str:
-        """The dataflow for a terminal: a line a call, with its level, what it waits for, and its keys."""
+        """Return the dataflow for a terminal: each call's level, the calls it waits for, and its keys."""
         lines: list[str] = []
         width = max(len(call.name) for call in self.calls)
         for number, level in enumerate(self.levels(), 1):
@@ -88,7 +89,7 @@ class Graph:
         return "\n".join(lines)
 
     def mermaid(self) -> str:
-        """The dataflow as a Mermaid flowchart, its arrows labelled with the keys that make them."""
+        """Return the dataflow as a Mermaid flowchart. The label of an arrow names the keys behind it."""
         number = {call.name: f"c{index}" for index, call in enumerate(self.calls)}
         lines = ["flowchart LR", "  prompt([prompt])"]
         lines += [f'  {number[call.name]}["{call.name}"]' for call in self.calls]
@@ -110,26 +111,27 @@ class Graph:
 
 
 def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
-    """Infer the edges, refuse what cannot run, and order the calls.
+    """Infer the edges, refuse a dataflow that cannot run, and order the calls.
 
     Raises:
-        ConfigError: for a call named twice, an unknown reduction, no train call, not one source of sequences,
-            a key that nothing writes or two calls write, an unknown or frozen model, or a cycle.
+        ConfigError: if two calls have one name, a reduction is unknown, no call trains, there is not exactly
+            one source of sequences, only one of `generate` and `score` is there, no call or more than one
+            writes a key, a model is unknown, a call trains a frozen model, or the calls form a cycle.
     """
     by_name: dict[str, Call] = {}
     for call in calls:
         if call.name in by_name:
-            raise _error(f"two calls are named {call.name!r}; name one of them otherwise")
+            raise _error(f"two calls are named {call.name!r}; give one of them another name")
         by_name[call.name] = call
         _check_model(call, models)
         _check_loss(call)
     if not any(call.op == "train" for call in calls):
         raise _error("no call trains a model; expected a `train` call")
     if len(sources := [call.name for call in calls if call.op in ("generate", "read")]) != 1:
-        found = ", ".join(sources) or "none"
-        raise _error(f"sequences come from one call, `generate` or `read`; found {found}")
+        names = ", ".join(sources) or "none"
+        raise _error(f"exactly one call must produce sequences, `generate` or `read`; found {names}")
     if {"generate", "score"} & {call.op for call in calls} not in ({"generate", "score"}, set()):
-        raise _error("what is sampled is scored: expected both of `generate` and `score`, or neither")
+        raise _error("sampled answers need scores: expected both `generate` and `score`, or neither")
     writer = _writers(calls)
     edges = {(writer[key], call.name) for call in calls for key in call.reads if key not in GIVEN}
     edges |= set(_weights_edges(calls))
@@ -159,12 +161,12 @@ def _check_loss(call: Call) -> None:
 
 
 def _writers(calls: Sequence[Call]) -> dict[str, str]:
-    """Key -> the one call that writes it."""
+    """Return, for each key, the one call that writes it."""
     writer: dict[str, str] = {}
     for call in calls:
         for key in call.writes:
             if key in writer:
-                raise _error(f"key {key!r} is written by both {writer[key]!r} and {call.name!r}")
+                raise _error(f"two calls write the key {key!r}: {writer[key]!r} and {call.name!r}")
             writer[key] = call.name
     for call in calls:
         for key in call.reads:
@@ -174,7 +176,8 @@ def _writers(calls: Sequence[Call]) -> dict[str, str]:
 
 
 def _weights_edges(calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Every other call on a model comes before its training: they read the weights of the step's start."""
+    """Yield edges that put every other call on a model before its training: those calls read the weights of
+    the step's start."""
     for last in calls:
         if last.op == "train":
             for call in calls:

@@ -1,7 +1,7 @@
 """Structured logs: JSON lines in a file for every process, readable lines in the kernel's terminal.
 
-Whoever logs calls `structlog.get_logger()`; what identifies the process (run, role, worker) is bound
-here once, and `bound` adds what identifies the work (ticket, version).
+Code that logs calls `structlog.get_logger()`. `log_to` binds the fields that identify the process (run, role,
+worker) once; `bound` adds fields that identify the work (ticket, version).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**identity)
-    # Libraries that use the standard module are heard when they warn.
+    # Log the warnings and errors of libraries that use the standard module.
     logging.basicConfig(level=logging.WARNING, handlers=[_Standard()], force=True)
 
 
 @contextmanager
 def bound(**facts: Any) -> Generator[None]:
-    """Facts that every line logged in the block carries."""
+    """Add these fields to every line logged in the block."""
     with structlog.contextvars.bound_contextvars(**facts):
         yield
 
 
 class _Tee:
-    """The last processor: writes the line wherever it should go."""
+    """The last processor: writes the line to the file, and to the terminal if `console`."""
 
     def __init__(self, file: TextIO | None, console: bool) -> None:
         self._file = file
@@ -66,13 +66,13 @@ class _Tee:
                 shown["traceback"] = self._file.name
             try:
                 print(self._text(logger, name, shown), file=sys.stderr, flush=True)
-            except OSError:  # whoever read it is gone; the file has it all
+            except OSError:  # the reader of stderr is gone; the file still gets every line
                 self._console = False
         return ""
 
 
 class _Standard(logging.Handler):
-    """Passes records of the standard module on."""
+    """Passes records of the standard module on to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger().log(record.levelno, record.getMessage(), logger=record.name)

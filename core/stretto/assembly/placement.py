@@ -1,7 +1,7 @@
 """Which model lives in which worker group, and which process of a group works on which rows.
 
-Private to the core. Kernel and trainers work it out alike, from the run file and the dataflow, so nobody has
-to be told who holds what: a rank asks the owner of a row by name.
+Private to the core. The kernel and the trainers compute the same placement from the run file and the
+dataflow, so no message carries it: a rank knows the owner of a row and asks it by name.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class WorkerGroup:
     """The ranks that host some models."""
 
     name: str
-    """`training`, or its key below `groups`."""
+    """`training`, or the group's key below `groups`."""
     section: TrainingConfig
     models: tuple[str, ...]
 
     @property
     def path(self) -> str:
-        """Dotted key of its section."""
+        """Dotted key of the group's section."""
         return self.name if self.name == DEFAULT_GROUP else f"groups.{self.name}"
 
     @property
     def workers(self) -> list[str]:
-        """Ids of its processes, by rank."""
+        """Ids of the group's processes, by rank."""
         prefix = "trainer" if self.name == DEFAULT_GROUP else f"trainer-{self.name}"
         return [f"{prefix}-{rank}" for rank in range(self.section.processes)]
 
@@ -56,11 +56,11 @@ class WorkerGroup:
         return self.section.processes // self.section.data_parallel
 
     def part_of(self, rank: int) -> int:
-        """The part of a batch that a rank works on."""
+        """Return the part of a batch that a rank works on."""
         return rank // self.ranks_per_part
 
     def worker_of(self, part: int) -> str:
-        """The process that answers for a part of a batch."""
+        """Return the process that gives out the columns of a part of a batch."""
         return self.workers[part * self.ranks_per_part]
 
 
@@ -68,8 +68,8 @@ class Placement:
     """The models of one run on its worker groups.
 
     Raises:
-        ConfigError: for a model that is placed and that the algorithm does not have, an unknown group, or
-            a group without a model.
+        ConfigError: if the run file places a model that the algorithm does not have, or names an unknown
+            group, or if a group has no model.
     """
 
     def __init__(self, config: RunConfig, graph: Graph) -> None:
@@ -84,14 +84,14 @@ class Placement:
                 hint = offer(model.group, known, "groups")
                 raise ConfigError(f"no worker group {model.group!r}{hint}", path=f"models.{name}.group")
         self.groups: dict[str, WorkerGroup] = {}
-        """Those that host a model, by name."""
+        """The worker groups that host a model, by name."""
         for name, section in known.items():
             if models := tuple(model for model in graph.models if self._group_name(model) == name):
                 self.groups[name] = WorkerGroup(name, section, models)
             elif name != DEFAULT_GROUP:
                 raise ConfigError(
-                    f"no model lives in it; place one there: `models: {{<name>: {{group: {name}}}}}`, of "
-                    f"{', '.join(graph.models)}",
+                    f"no model is in this group; place one with `models: {{<name>: {{group: {name}}}}}`; "
+                    f"models: {', '.join(graph.models)}",
                     path=f"groups.{name}",
                 )
 
@@ -101,11 +101,11 @@ class Placement:
         return self.groups[self._group_name(self.graph.lead)]
 
     def group_of(self, call: Call) -> WorkerGroup:
-        """Where a call after the ticket runs."""
+        """Return the worker group that runs a call of a train step."""
         return self.lead if call.model is None else self.groups[self._group_name(call.model)]
 
     def owners(self, key: str, lengths: Sequence[int]) -> list[str]:
-        """For each row of the batch, the process that holds what a call of this step wrote for it."""
+        """Return, for each row, the worker that holds what a call of this step wrote to the column `key`."""
         call = self.graph.writers[key]
         group = self.group_of(call)
         owners = [group.workers[0]] * len(lengths)
@@ -121,28 +121,31 @@ class Placement:
 
 
 def sections(config: RunConfig) -> dict[str, TrainingConfig]:
-    """The sections of all worker groups by name, hosts of a model or not."""
+    """Return the sections of all worker groups by name, also of groups without a model."""
     fields = config.groups.__struct_fields__
     return {DEFAULT_GROUP: config.training, **{name: getattr(config.groups, name) for name in fields}}
 
 
 def group_of_worker(worker: str) -> tuple[str, int]:
-    """Name of a trainer's worker group, and its rank there."""
+    """Return the name of a trainer's worker group, and the trainer's rank in it."""
     prefix, _, rank = worker.rpartition("-")
     return prefix.removeprefix("trainer").removeprefix("-") or DEFAULT_GROUP, int(rank)
 
 
 def model_folder(checkpoint: Path, model: str, graph: Graph) -> Path:
-    """Where a model's part of a checkpoint lies: the lead model's at the top."""
+    """Return the folder of a model in a checkpoint; the lead model is at the top."""
     return checkpoint if model == graph.lead else checkpoint / "models" / model
 
 
 def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None = None) -> list[list[int]]:
-    """Indices 0 .. len(weights) - 1 in so many parts of about equal weight, each in ascending order: the
-    heaviest unit first, to the lightest part so far. The same everywhere for the same arguments.
+    """Split indices 0 .. len(weights) - 1 into `parts` lists of about equal weight, each in ascending order.
+
+    Take the units from the heaviest to the lightest, and add each to the part that is lightest so far. The
+    result depends only on the arguments, so every process computes the same one.
 
     Args:
-        units: for each index the number of what must stay together; by default each index is by itself.
+        units: for each index the number of its unit; a unit stays in one part. By default each index is a
+            unit.
     """
     if parts == 1:
         return [list(range(len(weights)))]

@@ -36,7 +36,7 @@ class Worker:
 
 
 def resources_of(config: RunConfig, worker: str) -> Resources:
-    """What the process of a worker gets.
+    """Return the resources of a worker's process.
 
     Raises:
         ConfigError: for a trainer of a group that the run does not have.
@@ -46,7 +46,8 @@ def resources_of(config: RunConfig, worker: str) -> Resources:
         group, _ = group_of_worker(worker)
         known = sections(config)
         if group not in known:
-            raise ConfigError(f"{worker!r} is of no worker group of this run{offer(group, known, 'groups')}")
+            hint = offer(group, known, "groups")
+            raise ConfigError(f"no worker group of this run has the worker {worker!r}{hint}")
         return known[group]
     by_role: dict[str, Resources] = {
         "inference": config.inference,
@@ -57,7 +58,7 @@ def resources_of(config: RunConfig, worker: str) -> Resources:
 
 
 def workers(config: RunConfig, placement: Placement) -> list[Worker]:
-    """Every worker process the run starts with: only those that its dataflow, or an evaluation, needs."""
+    """Return every worker process that the run starts with: those that its dataflow or evaluation needs."""
     graph = placement.graph
     sampling = graph.samples or config.evaluation is not None
     scoring = graph.scores or config.evaluation is not None
@@ -79,7 +80,7 @@ def workers(config: RunConfig, placement: Placement) -> list[Worker]:
 
 
 def context_of(config: RunConfig, *, run: str = "", folder: str = "", worker: str = "kernel") -> Context:
-    """What a component is told about the run."""
+    """Return the context of the run for a component."""
     return Context(
         run=run,
         name=config.name,
@@ -92,7 +93,7 @@ def context_of(config: RunConfig, *, run: str = "", folder: str = "", worker: st
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Where the run will write."""
+    """Return the folder that the run will write to."""
     if config.out is not None:
         return Path(config.out).expanduser().absolute()
     now = datetime.now().astimezone()
@@ -100,19 +101,19 @@ def run_folder(config: RunConfig) -> Path:
 
 
 def graph(composed: Composed) -> Graph:
-    """The algorithm's dataflow, checked.
+    """Return the algorithm's dataflow, checked.
 
     Raises:
-        ConfigError: if it cannot run.
+        ConfigError: if the dataflow cannot run.
     """
     algorithm: Algorithm = composed.make("algorithm", context_of(composed.config))
     return graph_of(algorithm.calls(), algorithm.models)
 
 
 def placement(composed: Composed) -> Placement:
-    """The algorithm's models on the run's worker groups.
+    """Return the placement of the algorithm's models on the run's worker groups.
 
     Raises:
-        ConfigError: if they cannot be placed as the run file says.
+        ConfigError: if the dataflow cannot run, or the models cannot be placed as the run file says.
     """
     return Placement(composed.config, graph(composed))

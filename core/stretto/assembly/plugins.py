@@ -1,7 +1,7 @@
-"""From names to components: finds plugins by entry point or by path, and loads them by need.
+"""From names to components: find plugins by entry point or by path, and load them when they are needed.
 
-Listing names imports nothing. A plugin is imported when one of its components is wanted, so a missing
-extra of one never breaks another. Private to the core; plugin authors need `hooks.py` only.
+Listing names imports no installed plugin. A plugin is imported when a run needs one of its components, so a
+missing extra of one plugin never breaks another. Private to the core; plugin authors need only `hooks.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BASES: dict[Kind, type[msgspec.Struct]] = {
     "tracker": TrackerConfig,
 }
 
-# First-party plugins of later versions: they count for "did you mean", and are named as such.
+# stretto's own plugins of later versions: messages suggest these names, and say that they do not exist yet.
 _PLANNED: dict[Kind, tuple[str, ...]] = {
     "algorithm": (),
     "training": (),
@@ -73,24 +73,24 @@ class Listing:
     version: str
     summary: str
     error: str = ""
-    """Why it cannot be used, if it cannot."""
+    """Why the component cannot be used; empty if it can."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose code a component is, for messages."""
+    """The plugin that a component comes from, for messages."""
 
     label: str
-    """`reward 'brevity' of acme 1.2`, or `of my_reward.py` where it was loaded by path."""
+    """`reward 'brevity' of acme 1.2`; `reward 'brevity' of my_reward.py` if it was loaded by path."""
     files: str
-    """What the paths of its source files begin with: its package's folder, or its module's file."""
+    """Prefix of the paths of its source files: its package's folder, or its module's file."""
     distribution: str
-    """The installed package it is in, or the name of the module where it was loaded by path."""
+    """The installed package it is in; the name of the module if it was loaded by path."""
 
 
 @dataclass(frozen=True)
 class _PluginSource:
-    """Where a component of some name can be had: an entry point, or a module loaded by path."""
+    """Where a component of some name comes from: an entry point, or a module loaded by path."""
 
     kind: Kind
     name: str
@@ -106,7 +106,7 @@ class _PluginSource:
 
 
 class Plugins:
-    """The plugins of one process. Made once, closed never."""
+    """The plugins of one process. Create it once; it needs no closing."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager("stretto")
@@ -117,24 +117,24 @@ class Plugins:
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """Calls a hook of all plugins loaded so far."""
+        """The hooks of all plugins loaded so far; call one by its name."""
         return self._manager.hook
 
     def life(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Exception]]:
-        """Call a run-life hook of each loaded plugin; yields the plugins that raised, with what."""
+        """Call a run-life hook of each loaded plugin. Yield the name and exception of each that raised."""
         caller = getattr(self._manager.hook, hook)
         for implementation in caller.get_hookimpls():
             accepted = {name: arguments[name] for name in implementation.argnames}
             try:
                 implementation.function(**accepted)
-            except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the caller tells
+            except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the caller reports it
                 yield implementation.plugin_name, error
 
     def add_path(self, path: Path) -> None:
-        """Load a plugin module by path; its components count from now on.
+        """Load a plugin module by path. Its components are available from now on.
 
         Raises:
-            PluginError: if it cannot be imported or is not a plugin.
+            PluginError: if the module cannot be imported or is not a plugin.
         """
         if path in self._paths:
             return
@@ -151,18 +151,18 @@ class Plugins:
             raise PluginError(f"plugin {str(path)!r} does not load: {place_of(error, str(path))}") from error
         self._register(module, f"plugin {str(path)!r}")
         if not self._manager.get_hookcallers(module):
-            raise PluginError(f"plugin {str(path)!r} is none: it has no function marked `@hookimpl`")
+            raise PluginError(f"{str(path)!r} is not a plugin: it has no function marked `@hookimpl`")
         self._paths[path] = module
 
     def names(self, kind: Kind) -> list[str]:
-        """Names that `use:` accepts, without importing anything but modules given by path."""
+        """Return the names that `use:` accepts. Import no plugin except modules loaded by path."""
         return sorted({source.name for source in self._sources(kind)})
 
     def get(self, kind: Kind, name: str) -> Component[Any]:
-        """The component of this kind and name, `distribution:name` where two share one name.
+        """Return the component of this kind and name. Use `distribution:name` if two plugins share the name.
 
         Raises:
-            PluginError: if it is unknown, ambiguous, or its plugin does not load.
+            PluginError: if the name is unknown or ambiguous, or the plugin does not load.
         """
         distribution, _, bare = name.rpartition(":")
         sources = [
@@ -176,7 +176,7 @@ class Plugins:
             owners = " and ".join(sorted(repr(source.distribution) for source in sources))
             first = sorted(source.distribution for source in sources)[0]
             raise PluginError(
-                f"{kind} {name!r} is offered by {owners}; pick one: `use: {first}:{bare}`",
+                f"{owners} offer {kind} {name!r}; choose one, for example `use: {first}:{bare}`",
                 kind=kind,
                 name=name,
             )
@@ -187,11 +187,12 @@ class Plugins:
         return component
 
     def origin(self, kind: Kind, name: str) -> Origin:
-        """Whose code a component is that `get` has given."""
+        """Return the plugin of a component that `get` has returned."""
         return self._origins[kind, name]
 
     def listing(self) -> list[Listing]:
-        """Every component installed or loaded by path; imports them all, and says which do not load."""
+        """Return every component, installed or loaded by path. Import all plugins; if one does not load, its
+        lines have the reason."""
         lines: list[Listing] = []
         for kind in KINDS:
             sources = sorted(self._sources(kind), key=lambda source: (source.name, source.distribution))
@@ -252,7 +253,7 @@ class Plugins:
         self._manager.register(module, name=module.__name__)
 
     def _components(self, kind: Kind, module: ModuleType) -> list[Component[Any]]:
-        """What a registered module offers for a kind; its hook is called once."""
+        """Return the components of a kind that a registered module offers. Call its hook only once."""
         key = (kind, module.__name__)
         if key not in self._offered:
             caller: pluggy.HookCaller = getattr(self._manager.hook, f"stretto_{kind}")
@@ -276,7 +277,7 @@ class Plugins:
 
 
 def missing_extra(component: Component[Any]) -> str:
-    """What has to be installed before the component can be made, or an empty string."""
+    """Return what has to be installed before the component can be made; empty if nothing is missing."""
     for module, requirement in component.requires.items():
         if importlib.util.find_spec(module) is None:
             return f"{component.name!r} needs {module!r}: pip install '{requirement}'"
@@ -284,7 +285,8 @@ def missing_extra(component: Component[Any]) -> str:
 
 
 def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
-    """pluggy accepts a misspelt hook, and answers a wrong argument with a traceback.
+    """Refuse a function whose hook or argument does not exist. pluggy accepts a misspelt hook, and
+    reports a wrong argument only as a traceback.
 
     Raises:
         PluginError: if there is no such hook, or it has no such argument.
@@ -297,20 +299,24 @@ def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
     known = inspect.signature(getattr(hooks, name)).parameters
     for argument in inspect.signature(function).parameters:
         if argument not in known:
-            accepted = f"; accepted: {', '.join(known)}" if known else "; it is called without arguments"
+            accepted = f"; accepted: {', '.join(known)}" if known else "; stretto calls it without arguments"
             raise PluginError(f"{label}: hook {name!r} has no argument {argument!r} ({where}){accepted}")
 
 
 def _offered_by(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list[Component[Any]]:
-    """What a hook of one kind gives, which must be components."""
+    """Return the components that a hook of one kind yields.
+
+    Raises:
+        PluginError: if the hook raises, or yields anything that is not a component.
+    """
     label = f"stretto_{kind} of {module.__file__ or module.__name__!r}"
     try:
-        made = hook()
-        offered: Any = made if isinstance(made, Component) else list(made)
+        returned = hook()
+        offered: Any = returned if isinstance(returned, Component) else list(returned)
     except Exception as error:
         raise PluginError(f"{label} failed: {place_of(error, _files_of(module))}", kind=kind) from error
     if isinstance(offered, Component):
-        raise PluginError(f"{label} returns a Component; expected it to yield each one", kind=kind)
+        raise PluginError(f"{label} returns a Component; expected it to yield each Component", kind=kind)
     for each in offered:
         if not isinstance(each, Component):
             raise PluginError(f"{label} yields {each!r}; expected a Component", kind=kind)
@@ -318,7 +324,7 @@ def _offered_by(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list
 
 
 def _files_of(module: ModuleType) -> str:
-    """What the paths of a plugin's source files begin with."""
+    """Return the prefix of the paths of a plugin's source files."""
     top = sys.modules.get(module.__name__.partition(".")[0], module)
     file = Path(top.__file__ or module.__file__ or "")
     return f"{file.parent}{os.sep}" if file.name == "__init__.py" else str(file)
