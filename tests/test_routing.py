@@ -22,8 +22,8 @@ from stretto.bus.client import connect
 from stretto.bus.messages import Beacon, Peer, Subjects, TrajectoryBundle, WireTrajectory
 from stretto.bus.server import Bootstrap
 from stretto.engine import Load
-from stretto.workers.rollout import sample_seed
 from stretto.workers.routing import Router
+from stretto.workers.session import sample_seed
 
 Start = Callable[..., Any]
 

@@ -24,7 +24,7 @@ from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.version_files import VersionFolders
 from stretto.rl.batch import Batch
-from stretto.workers.rollout import sample_seed
+from stretto.workers.session import sample_seed
 from stretto_file import FilePublisher, FileSubscriber
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig

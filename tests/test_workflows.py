@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from stretto import Context
 from stretto.agents.conversation import Conversation
 from stretto.assembly.compose import compose
+from stretto.cli.checks import problems
 from stretto.engine import Sampling
 from stretto.environment import Feedback, feedback_of
 from stretto.errors import EngineError
@@ -403,10 +404,11 @@ def told(tmp_path: Path, workflow: Mapping[str, Any], *overrides: str) -> list[s
     }
     (tmp_path / "run.yaml").write_text(json.dumps(run))
     composed = compose(tmp_path / "run.yaml", overrides)
-    check = composed.components["workflow"].check
-    assert check is not None
-    found = check(composed.config.workflow, composed.config)
-    return [f"{problem.severity} {problem.path}: {problem.message}" for problem in found]
+    return [
+        f"{problem.severity} {problem.path}: {problem.message}"
+        for problem in problems(composed)
+        if problem.path.startswith(("workflow", "sandbox", "model"))
+    ]
 
 
 def test_check_tries_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +431,7 @@ def test_check_tries_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     [refused] = told(tmp_path, tools)
-    assert refused.startswith("machine sandbox: bubblewrap cannot start: no namespaces")
+    assert refused.startswith("environment sandbox: bubblewrap cannot start: no namespaces")
 
 
 PIECES = """

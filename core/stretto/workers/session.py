@@ -1,0 +1,224 @@
+"""The session of one ticket: a workflow samples and scores answers and calls tools and environments by it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.agents.conversation import Conversation
+from stretto.array import Array
+from stretto.bus.messages import Ticket
+from stretto.config import RunConfig
+from stretto.engine import GenerateRequest, Sampling
+from stretto.environment import Feedback
+from stretto.models.tokenizer import Message, Tokenizer
+from stretto.models.vision import IMAGE_COLUMNS, Vision
+from stretto.tools import ToolAnswer
+from stretto.workers.generation import Generations, VersionFloor
+from stretto.workers.verifier_client import VerifierClient
+from stretto.workflow import Answer, OnTokens, Prompt, Score
+
+__all__ = ["RolloutSession", "SessionServices", "TicketClocks", "sample_seed"]
+
+
+@dataclass(frozen=True)
+class SessionServices:
+    """What the sessions of a rollout worker share."""
+
+    config: RunConfig
+    generations: Generations
+    verifiers: VerifierClient
+    tokenizer: Tokenizer
+    vision: Vision | None
+    """The processor of a model that reads images."""
+    on_oldest_version: Callable[[Ticket, int], None]
+    """Called when the version of a ticket's oldest token is known."""
+
+    def sampling_of(self, ticket: Ticket) -> Sampling:
+        """How a ticket's tokens are drawn unless the workflow gives its own sampling."""
+        if ticket.purpose == "eval" and self.config.evaluation is not None:
+            return self.config.evaluation.sampling or self.config.sampling
+        return self.config.sampling
+
+
+class _Clock:
+    """Measures the seconds in which at least one of the blocks that it guards is running."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._running = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if self._running == 0:
+            self._since = anyio.current_time()
+        self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self.seconds += anyio.current_time() - self._since
+
+
+@dataclass(frozen=True)
+class TicketClocks:
+    """The time that one ticket spends in generation and in scoring."""
+
+    generate: _Clock = field(default_factory=_Clock)
+    score: _Clock = field(default_factory=_Clock)
+
+
+class RolloutSession:
+    """`stretto.workflow.Session` of one ticket; the contract is written there."""
+
+    def __init__(self, services: SessionServices, ticket: Ticket, clocks: TicketClocks) -> None:
+        self._services = services
+        self._ticket = ticket
+        self._clocks = clocks
+        self._floor = VersionFloor(
+            ticket.min_version, lambda version: services.on_oldest_version(ticket, version)
+        )
+        self._turns: Counter[str] = Counter()
+        """Requests made in each conversation."""
+        self._conversations = 0
+
+    @property
+    def group_size(self) -> int:
+        """Samples that the algorithm wants of the prompt."""
+        return self._ticket.samples
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling of this ticket, unless the workflow gives its own."""
+        return self._services.sampling_of(self._ticket)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._services.tokenizer
+
+    async def generate(
+        self,
+        prompt_ids: NDArray[np.int32],
+        *,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        conversation_id: str = "",
+        on_tokens: OnTokens | None = None,
+    ) -> list[Answer]:
+        """Sample n answers to a prompt."""
+        ticket, services = self._ticket, self._services
+        self._turns[conversation_id] += 1
+        number = self._turns[conversation_id]
+        turn = f"{conversation_id}.{number}" if conversation_id else str(number)
+        request = GenerateRequest(
+            id=f"{ticket.name}/{turn}",
+            prompt_ids=Array.of(prompt_ids, np.int32),
+            seeds=tuple(sample_seed(self._seed_scope, turn, sample) for sample in range(n)),
+            sampling=sampling or self.sampling,
+            min_version=self._floor.version,
+            deadline_s=services.config.workflow.timeout_s,
+        )
+        with self._clocks.generate:
+            samples = await services.generations.run(
+                request,
+                self._floor,
+                exact_version=ticket.exact_version,
+                affinity=f"{ticket.name}/{conversation_id}",
+                on_tokens=on_tokens,
+            )
+        return [
+            Answer(
+                tokens=sample.tokens(),
+                logprobs=sample.logprobs(),
+                versions=sample.versions(),
+                finish=sample.finish,
+                text=self.tokenizer.decode(sample.tokens()),
+                engine=sample.engine,
+            )
+            for sample in samples
+        ]
+
+    def conversation(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        limit: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Conversation:
+        """Begin a conversation of its own seeds and engine."""
+        self._conversations += 1
+        conversation_id = f"c{self._conversations}"
+
+        async def one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
+            [answer] = await self.generate(
+                ids, sampling=sampling, conversation_id=conversation_id, on_tokens=on_tokens
+            )
+            return answer
+
+        return Conversation(one, self.tokenizer, self.sampling, prompt, tools=tools, limit=limit)
+
+    async def score(
+        self,
+        prompt: Prompt,
+        answers: Sequence[Answer | str],
+        *,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[Score]:
+        """Rewards of answers to the prompt's row."""
+        texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
+        with self._clocks.score:
+            scored = await self._services.verifiers.score(self._row(prompt), texts, columns or {})
+        return [Score(reward, metrics) for reward, metrics in scored]
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """JSON schemas of the tools."""
+        return await self._services.verifiers.tools()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call a tool."""
+        with self._clocks.score:
+            return await self._services.verifiers.call(name, arguments)
+
+    async def feedback(
+        self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
+    ) -> Feedback:
+        """The environment's reaction to the conversation's last answer."""
+        columns = {
+            "completion": conversation.answers[-1].text,
+            "messages": conversation.history,
+            "turn": len(conversation.answers),
+            "state": state,
+        }
+        with self._clocks.score:
+            return await self._services.verifiers.feedback({**self._row(prompt), **columns})
+
+    @property
+    def _seed_scope(self) -> str:
+        """Attempts share their seeds: an interrupted answer is the same when it is repeated."""
+        ticket = self._ticket
+        number = ticket.id if ticket.purpose == "train" else ticket.row
+        return f"{self._services.config.seed}/{ticket.purpose}/{number}"
+
+    def _row(self, prompt: Prompt) -> dict[str, Any]:
+        """The row as verifiers see it: pixels do not travel."""
+        hidden = IMAGE_COLUMNS if self._services.vision is not None else ()
+        return {name: value for name, value in prompt.row.items() if name not in hidden}
+
+
+def sample_seed(scope: str, turn: str, sample: int) -> int:
+    """The seed of one sample: the same in every attempt and every repetition of the run.
+
+    Args:
+        scope: the run's seed, the ticket's purpose and its number.
+    """
+    digest = hashlib.sha256(f"{scope}/{turn}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")

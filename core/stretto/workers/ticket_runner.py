@@ -1,0 +1,207 @@
+"""From a ticket to its outcome: the row's prompt, the workflow, and the trajectories in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from stretto.bus.messages import (
+    Beacon,
+    GroupDone,
+    GroupFailed,
+    Member,
+    Purpose,
+    Ticket,
+    TrajectoryBundle,
+)
+from stretto.dataset import Dataset, Row
+from stretto.errors import ConfigError, EngineError, StrettoError, leaves
+from stretto.models.tokenizer import fault_of
+from stretto.models.vision import Vision
+from stretto.workers.answers import answers_of
+from stretto.workers.context import WorkerContext
+from stretto.workers.session import RolloutSession, SessionServices, TicketClocks
+from stretto.workers.trajectory_log import bundles_of, member_of, wire_trajectories
+from stretto.workflow import Prompt, Trajectory, Workflow
+
+__all__ = ["TicketRunner"]
+
+log = structlog.get_logger()
+
+
+class TicketRunner:
+    """Runs the workflow on tickets, any number at once."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        services: SessionServices,
+        workflow: Workflow,
+        datasets: Mapping[Purpose, Dataset],
+    ) -> None:
+        self._context = context
+        self._services = services
+        self._workflow = workflow
+        self._datasets = datasets
+        self._limits = _TicketLimits(context)
+        self._image_thread = anyio.CapacityLimiter(1)
+
+    async def outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
+        """Run a ticket. Its trajectories are in the log when this returns.
+
+        Everything that goes wrong in a ticket ends here, as a failed group.
+        """
+        context, began, clocks = self._context, anyio.current_time(), TicketClocks()
+        timeout_s = context.composed.config.workflow.timeout_s
+        try:
+            with self._limits.of(ticket, timeout_s):
+                trajectories = await self._roll_out(ticket, clocks)
+                members = await self._store(ticket, trajectories)
+        except _Unfit as unfit:
+            return self._failed(ticket, str(unfit), filtered=True)
+        except TimeoutError:
+            return self._failed(ticket, f"took longer than workflow.timeout_s={timeout_s:g}")
+        except Exception as error:
+            first = leaves(error)[0]
+            log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
+            named = f"{type(first).__name__}: {first}"
+            return self._failed(ticket, named if isinstance(first, StrettoError) else context.explain(first))
+        seconds = anyio.current_time() - began
+        return GroupDone(
+            ticket.purpose,
+            ticket.id,
+            ticket.attempt,
+            context.worker,
+            tuple(members),
+            seconds,
+            generate_s=clocks.generate.seconds,
+            score_s=clocks.score.seconds,
+        )
+
+    def _failed(self, ticket: Ticket, reason: str, *, filtered: bool = False) -> GroupFailed:
+        worker = self._context.worker
+        return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered)
+
+    async def _roll_out(self, ticket: Ticket, clocks: TicketClocks) -> Sequence[Trajectory]:
+        prompt = await self._prompt(ticket)
+        session = RolloutSession(self._services, ticket, clocks)
+        trajectories = await self._workflow.run(prompt, session)
+        if not trajectories:
+            raise EngineError("the workflow returned no trajectory")
+        if self._services.vision is not None:
+            _check_image_tokens(self._services.vision.image_token, prompt.ids, trajectories)
+        return trajectories
+
+    async def _prompt(self, ticket: Ticket) -> Prompt:
+        """The row of a ticket with the ids of its prompt."""
+        row, config = self._datasets[ticket.purpose][ticket.row], self._services.config
+        if fault := fault_of(row["prompt"]):
+            raise ConfigError(f"row {ticket.row}: prompt: {fault}")
+        ids = await self._encode(row)
+        section = config.dataset
+        if ticket.purpose == "eval" and config.evaluation is not None:
+            section = config.evaluation.dataset
+        limit = section.max_prompt_tokens
+        if limit is not None and len(ids) > limit:
+            raise _Unfit(f"prompt longer than max_prompt_tokens={limit}")
+        if len(ids) == 0:
+            raise _Unfit("prompt without a token")
+        return Prompt(row, ids)
+
+    async def _encode(self, row: Row) -> NDArray[np.int32]:
+        """The prompt's ids. Images take a while: a thread reads them, one row at a time."""
+        vision = self._services.vision
+        if vision is None:
+            return self._services.tokenizer.encode_prompt(row["prompt"])
+        return await anyio.to_thread.run_sync(_encode_with_images, vision, row, limiter=self._image_thread)
+
+    async def _store(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[Member]:
+        """Write the trajectories to the log in a few messages; of an evaluation only kept text."""
+        wired = wire_trajectories(ticket, trajectories)
+        if ticket.purpose == "eval":
+            kept = await self._keep_answers(ticket, trajectories)
+            return [
+                member_of(trajectory, wire.id, kept, index)
+                for index, (trajectory, wire) in enumerate(zip(trajectories, wired, strict=True))
+            ]
+        members: list[Member] = []
+        for number, bundle in enumerate(bundles_of(wired)):
+            message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
+            sequence = await self._context.bus.append(
+                self._context.names.trajectories, message, id=f"{ticket.name}/{number}"
+            )
+            for index, wire in enumerate(bundle):
+                members.append(member_of(trajectories[len(members)], wire.id, sequence, index))
+        return members
+
+    async def _keep_answers(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> int:
+        """The sequence number of an evaluation ticket's answers in the log; 0 where they are not kept."""
+        evaluation = self._context.composed.config.evaluation
+        if evaluation is None or not evaluation.keep_answers:
+            return 0
+        answers = answers_of(
+            ticket, self._datasets["eval"][ticket.row], trajectories, self._services.tokenizer
+        )
+        return await self._context.bus.append(
+            self._context.names.kept_answers, answers, id=f"{ticket.name}/answers"
+        )
+
+
+class _TicketLimits:
+    """The time limits of tickets. They stand still while all engines are lent to others."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._running: set[tuple[int | None, anyio.CancelScope]] = set()
+        """(`exact_version` of the ticket, its limit)."""
+        self._beacon_s = 0.0
+        self._serving: set[int | None] = set()
+        """`exact_version` of each engine, by the latest beacon."""
+        context.on_beacon(self._on_beacon)
+
+    @contextmanager
+    def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
+        """Raise TimeoutError where the block takes longer."""
+        with anyio.fail_after(timeout_s) as limit:
+            entry = (ticket.exact_version, limit)
+            self._running.add(entry)
+            try:
+                yield
+            finally:
+                self._running.discard(entry)
+
+    def _on_beacon(self, beacon: Beacon) -> None:
+        """Move the limits on by the time that their engines were lent. Beacons come every second and at every
+        change."""
+        now = anyio.current_time()
+        passed, self._beacon_s = now - self._beacon_s, now
+        for exact_version, limit in self._running:
+            if self._serving and exact_version not in self._serving:
+                limit.deadline += passed
+        self._serving = {peer.exact_version for peer in beacon.peers if peer.role == "inference"}
+
+
+class _Unfit(Exception):
+    """The row cannot be trained on."""
+
+
+def _encode_with_images(vision: Vision, row: Row) -> NDArray[np.int32]:
+    return vision.of(row).encode_prompt(row["prompt"])
+
+
+def _check_image_tokens(image_token: int, ids: NDArray[np.int32], trajectories: Sequence[Trajectory]) -> None:
+    """Raise EngineError where a trajectory has more image tokens than its prompt: there is no image for them,
+    and no model could be given it."""
+    expected = np.count_nonzero(ids == image_token)
+    for trajectory in trajectories:
+        found = np.count_nonzero(trajectory.tokens == image_token)
+        if found != expected:
+            raise EngineError(
+                f"a trajectory has {found} image tokens (id {image_token}), and the row's images make "
+                f"{expected}: the engine must not sample that token, nor a workflow add it"
+            )

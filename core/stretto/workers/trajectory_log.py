@@ -1,0 +1,79 @@
+"""Trajectories as they lie in the log, and as the kernel sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stretto.array import Array
+from stretto.bus.messages import Member, Ticket, WireTrajectory
+from stretto.errors import EngineError, RewardError
+from stretto.reward import is_number
+from stretto.workflow import Trajectory, sample_numbers
+
+__all__ = ["bundles_of", "member_of", "wire_trajectories"]
+
+_BUNDLE_BYTES = 512 * 1024
+
+
+def wire_trajectories(ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[WireTrajectory]:
+    """The trajectories of a ticket as messages, in their order."""
+    numbered = zip(sample_numbers(trajectories), trajectories, strict=True)
+    return [_wire(ticket, index, trajectory, sample) for index, (sample, trajectory) in enumerate(numbered)]
+
+
+def _wire(ticket: Ticket, index: int, trajectory: Trajectory, sample: int) -> WireTrajectory:
+    return WireTrajectory(
+        id=f"{ticket.name}/{index}",
+        tokens=Array.of(trajectory.tokens, np.int32),
+        loss_mask=Array.of(trajectory.loss_mask, np.bool_),
+        logprobs=Array.of(trajectory.logprobs, np.float32),
+        versions=Array.of(trajectory.versions, np.int32),
+        reward=trajectory.score.reward,
+        metrics=dict(trajectory.score.metrics),
+        finish=trajectory.finish,
+        engine=trajectory.engine,
+        sample=sample,
+    )
+
+
+def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Member:
+    """The trajectory as the kernel sees it.
+
+    Raises:
+        EngineError: if the policy sampled no token of it.
+        RewardError: if its score is not finite, which no later step could use.
+    """
+    if not all(map(is_number, (trajectory.score.reward, *trajectory.score.metrics.values()))):
+        raise RewardError(f"the score is not finite: {trajectory.score}")
+    versions = trajectory.versions[trajectory.loss_mask]
+    if not len(versions):
+        raise EngineError("a trajectory without a sampled token")
+    return Member(
+        id=id,
+        sequence=sequence,
+        index=index,
+        length=len(trajectory.tokens),
+        sampled=len(versions),
+        oldest=int(versions.min()),
+        newest=int(versions.max()),
+        reward=trajectory.score.reward,
+        metrics=dict(trajectory.score.metrics),
+        finish=trajectory.finish,
+        part=trajectory.part,
+    )
+
+
+def bundles_of(trajectories: list[WireTrajectory]) -> list[list[WireTrajectory]]:
+    """The trajectories in messages of a moderate size: a reader that wants one row gets few others."""
+    bundles: list[list[WireTrajectory]] = []
+    room = 0
+    for trajectory in trajectories:
+        size = 13 * len(trajectory.tokens) + 200
+        if not bundles or size > room:
+            bundles.append([])
+            room = _BUNDLE_BYTES
+        bundles[-1].append(trajectory)
+        room -= size
+    return bundles
