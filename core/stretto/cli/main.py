@@ -1,4 +1,4 @@
-"""The command line: `stretto run | resume | evaluate | check | plugins | schema | worker`.
+"""The command line: `stretto quickstart | run | resume | evaluate | check | plugins | schema | worker`.
 
 Exit status: 0 the command succeeded; 1 a run failed; 2 a mistake was found before any process started;
 130 interrupted.
@@ -103,6 +103,27 @@ def run(file: RunFile, overrides: Overrides = None) -> None:
 
     composed = _accepted(compose(file, overrides or ()), starting=True)
     from stretto.kernel.life import run_to_end
+
+    raise typer.Exit(run_to_end(composed))
+
+
+@app.command(cls=_WithOverrides)
+def quickstart(
+    folder: Annotated[
+        str, typer.Argument(metavar="[FOLDER]", help="A folder to make, or an empty one.")
+    ] = "quickstart",
+    overrides: Overrides = None,
+) -> None:
+    """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
+    from stretto.assembly.compose import compose
+    from stretto.cli.quickstart import copy_quickstart
+
+    if "=" in folder:  # `stretto quickstart steps=2`
+        folder, overrides = "quickstart", [folder, *(overrides or ())]
+    with copy_quickstart(Path(folder)) as file:
+        composed = _accepted(compose(file, overrides or ()), starting=True)
+    typer.echo(f"the quickstart is in {folder}; to run it again: stretto run {file}", err=True)
+    from stretto.kernel.kernel import run_to_end
 
     raise typer.Exit(run_to_end(composed))
 
