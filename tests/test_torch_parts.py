@@ -29,7 +29,7 @@ from stretto_torch.prefixes import Prefixes
 from stretto_torch.requests import SampleJob, open_job
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, TokenSpan
-from stretto_torch.shelves import SizeClasses
+from stretto_torch.size_classes import SizeClasses
 from stretto_torch.waiting import WaitingLine
 
 # ----------------------------------------------------------------------------------------- order
@@ -96,7 +96,7 @@ def test_who_gave_up_a_slot_waits_at_the_place_it_had() -> None:
     assert order(waiting) == ["b", "c", "d"]
 
 
-# ------------------------------------------------------------------------- shapes, shelves, the pool
+# ------------------------------------------------------------------------- shapes, size classes, the pool
 
 
 def test_fixed_shapes_do_not_depend_on_who_is_there() -> None:
@@ -150,7 +150,7 @@ class Pool:
 def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int, together: bool) -> None:
     random, slots = np.random.default_rng(seed), 24
     tokens = int(random.integers(8 * length, 28 * length))
-    shelves = SizeClasses(Shapes(slots, context=length), tokens, together=together)
+    size_classes = SizeClasses(Shapes(slots, context=length), tokens, together=together)
     pool, prefixes = Pool(tokens), Prefixes(tokens)
     running: list[Row] = []
     for text in range(1, 13):
@@ -159,10 +159,10 @@ def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int,
         left = [row for row in running if random.random() < 0.3]
         new = [Row(None, 100 * text + i, 0, int(random.integers(1, length))) for i in range(slots)]
         running = [row for row in running if row not in left] + new[: random.integers(slots)]
-        while len(running) > slots or not shelves.fits([row.need for row in running]):
+        while len(running) > slots or not size_classes.fits([row.need for row in running]):
             running.pop()
 
-        plan = shelves.plan([row.need for row in running], [row.block for row in running])
+        plan = size_classes.plan([row.need for row in running], [row.block for row in running])
         assert sorted(plan.order) == list(range(len(running)))
         running = [running[i] for i in plan.order]
         moves = [
@@ -176,8 +176,8 @@ def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int,
             pool.cache.copy(moves)
 
         assert_disjoint(plan.blocks, plan.free, tokens)
-        assert [row for shelf in plan.shelves for row in range(*shelf)] == list(range(len(running)))
-        for start, stop in plan.shelves:
+        assert [row for rows in plan.size_classes for row in range(*rows)] == list(range(len(running)))
+        for start, stop in plan.size_classes:
             first, capacity = plan.blocks[start]
             assert plan.blocks[start:stop] == [
                 Block(first + i * capacity, capacity) for i in range(stop - start)

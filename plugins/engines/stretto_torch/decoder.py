@@ -1,7 +1,7 @@
-"""What the engine asks of a model: fill a slot with a prompt, and decode one token of every row.
+"""The interface between engine and model: fill a slot with a prompt, and decode one token of every row.
 
-There are two: `decoder_fast` is written by hand for the Llama and Qwen families, `decoder_hf` runs any
-causal language model of transformers. `model.py` chooses.
+There are two implementations: `decoder_fast` is written by hand for the Llama and Qwen families, `decoder_hf`
+runs any causal language model of transformers. `model.py` chooses one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stretto_torch.swap import Targets
 class Decoder(Protocol):
     """A model with a slot cache. N: prompts, P: columns, R: rows, V: vocabulary.
 
-    A row's logits depend on nothing but what its own slot holds, up to rounding. Where a row's slot lies is
-    for its cache to be told, by `SlotCache.place`, before it is computed.
+    A row's logits depend only on the contents of its own slot, up to rounding. The engine sets the position
+    of a row's slot in the cache with `SlotCache.place`, before the row is computed.
     """
 
     @property
     def name(self) -> str:
-        """For logs: which decoder, of which architecture."""
+        """The decoder and the model's architecture, for logs."""
         ...
 
     @property
@@ -40,27 +40,27 @@ class Decoder(Protocol):
 
     @property
     def targets(self) -> Targets:
-        """Where new weights go."""
+        """The tensors that new weights are copied into."""
         ...
 
     @property
-    def one_shelf(self) -> bool:
-        """Whether a step must find all rows on one shelf (`shelves.py`), those of its padding too."""
+    def one_size_class(self) -> bool:
+        """Whether all rows of a step, padding included, must be in one size class (`size_classes.py`)."""
         ...
 
     @property
     def cheap_padding(self) -> int:
-        """Tokens of padding in a prefill that cost less than starting another one."""
+        """Padding tokens in one prefill up to which padding costs less than a second prefill."""
         ...
 
     def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
-        """Compute texts, or what follows on what their slots hold, and store their keys and values.
+        """Compute texts, or the part of each text after the tokens in its slot, and store keys and values.
 
         Args:
             tokens: (N, P) int64, padded on the right with any tokens.
-            lengths: (N,) int64, tokens to compute, each >= 1.
+            lengths: (N,) int64, number of tokens to compute, each >= 1.
             rows: (N,) int64, the slot of each text.
-            begins: (N,) int64, tokens that each slot holds already; None if none does.
+            begins: (N,) int64, number of tokens that each slot holds already; None if all are empty.
 
         Returns:
             (N, V) float32 logits after the last token of each text.
@@ -68,23 +68,23 @@ class Decoder(Protocol):
         ...
 
     def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
-        """Compute one more token of rows 0..R-1, storing its keys and values.
+        """Compute one more token of rows 0..R-1, and store its keys and values.
 
         Args:
             tokens: (R,) int64.
             positions: (R,) int64; row r attends to its positions 0..positions[r].
-            spans: cover the rows in order, from 0 on; rows beyond the last are padding.
+            spans: the rows in order, from 0 on; rows after the last span are padding.
 
         Returns:
-            (R, V) float32 logits after each token; anything in rows of padding.
+            (R, V) float32 logits after each token; padding rows hold arbitrary values.
         """
         ...
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Logprobs of a text's tokens (L,) int64 after the first: (L - 1,) float32. Touches no slot."""
+        """Return logprobs of a text's tokens (L,) int64 after the first: (L - 1,) float32. Uses no slot."""
         ...
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """(L,) log-probability of each of the tokens (L,) under logits (L, V)."""
+    """Return the log-probability of each of the tokens (L,) under logits (L, V): (L,)."""
     return logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)

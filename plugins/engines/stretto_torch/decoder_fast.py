@@ -51,7 +51,7 @@ class FastDecoder:
             transformers is for `model.py` to test.
     """
 
-    one_shelf = False
+    one_size_class = False
     cheap_padding = 512  # only attention computes it
 
     def __init__(self, model: Any, rows: int, length: int, tokens: int, *, onednn: bool) -> None:

@@ -35,7 +35,7 @@ class HFDecoder:
         EngineError: if the model keeps something else of its past than keys and values.
     """
 
-    one_shelf = True
+    one_size_class = True
     cheap_padding = 64
 
     def __init__(self, model: Any, rows: int, length: int, tokens: int) -> None:

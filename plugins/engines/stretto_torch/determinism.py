@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto_torch.decoder import Decoder
 from stretto_torch.shapes import Shapes, padded_prompt
-from stretto_torch.shelves import SizeClasses
+from stretto_torch.size_classes import SizeClasses
 
 log = structlog.get_logger(__name__)
 
@@ -85,10 +85,10 @@ def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | N
     lengths = torch.full((company.live,), company.others)
     lengths[company.row] = company.prompt
     needs = (lengths + _STEPS).tolist()
-    shelves = SizeClasses(shapes, decoder.cache.tokens, together=decoder.one_shelf)
-    if not shelves.fits(needs):
+    size_classes = SizeClasses(shapes, decoder.cache.tokens, together=decoder.one_size_class)
+    if not size_classes.fits(needs):
         return None
-    plan = shelves.plan(needs, [None] * company.live)
+    plan = size_classes.plan(needs, [None] * company.live)
     decoder.cache.place(plan.blocks)
     texts, lengths = texts[plan.order], lengths[plan.order]
     row = plan.order.index(company.row)
@@ -102,7 +102,7 @@ def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | N
     for step in range(_STEPS):
         positions = F.pad(lengths + step, (0, rows - company.live))
         tokens = F.pad(texts[torch.arange(company.live), lengths + step], (0, rows - company.live))
-        spans = shapes.spans(positions[: company.live].numpy(), plan.shelves)
+        spans = shapes.spans(positions[: company.live].numpy(), plan.size_classes)
         logits = decoder.decode(tokens.to(device), positions.to(device), spans)[: company.live]
         found.append(logits.log_softmax(-1)[row])
     return torch.stack(found)

@@ -1,8 +1,8 @@
-"""The shapes a decode step computes with: how many rows, and how far attention looks.
+"""The shapes of a decode step: its number of rows, and the number of positions that attention reads.
 
-Rows are padded to a multiple of 8 and lengths to one of 32. Within these steps a row of every kernel in
-use gives the same bits whatever the shape, as far as has been observed; `determinism.py` tests it. Where
-that fails, shapes are fixed at their largest.
+The number of rows is padded to a multiple of 8 and lengths to a multiple of 32. With such shapes every kernel
+in use has been observed to give the same bits for a row, whatever the shape; `determinism.py` tests it. If
+the test fails, shapes are fixed at their largest.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class Shapes:
     """The shapes of one engine."""
 
     slots: int
-    """Samples decoded at once."""
+    """Number of samples decoded at once."""
     context: int
     """Tokens a sample may have, prompt and answer together."""
     fixed: bool = False
+    """Compute every step with the largest shapes."""
 
     @property
     def length(self) -> int:
@@ -48,36 +49,36 @@ class Shapes:
         return padded_rows(self.slots)
 
     def rows(self, live: int) -> int:
-        """Rows of a step with so many live ones."""
+        """Return the number of rows of a step with `live` running samples."""
         return self.most_rows if self.fixed else padded_rows(live)
 
-    def spans(self, positions: NDArray[np.int64], shelves: Sequence[tuple[int, int]]) -> list[TokenSpan]:
-        """The spans of a step: one a shelf, as far as its longest row reaches.
+    def spans(self, positions: NDArray[np.int64], size_classes: Sequence[tuple[int, int]]) -> list[TokenSpan]:
+        """Return the spans of a step: one for each size class, as long as its longest row needs.
 
         Args:
-            positions: (live,) of the tokens that are computed.
-            shelves: rows start..stop-1 of each, in order; of all live rows.
+            positions: (live,) positions of the tokens that are computed.
+            size_classes: rows start..stop-1 of each size class, in order; together all live rows.
         """
         if self.fixed:
             return [TokenSpan(0, self.most_rows, self.length)]
         return [
             TokenSpan(start, stop, padded_length(int(positions[start:stop].max()) + 1))
-            for start, stop in shelves
+            for start, stop in size_classes
         ]
 
 
 def padded_length(length: int) -> int:
-    """Positions to attend to for so many wanted ones."""
+    """Round a number of positions to attend to up to a multiple of 32."""
     return _up(length, _LENGTH)
 
 
 def padded_rows(rows: int) -> int:
-    """Rows to compute for so many wanted ones."""
+    """Round a number of rows up to a multiple of 8."""
     return _up(rows, _ROWS)
 
 
 def padded_prompt(length: int) -> int:
-    """Columns of a prefill of so many tokens."""
+    """Round the columns of a prefill of `length` tokens up to a multiple of 16."""
     return _up(length, _PROMPT)
 
 

@@ -1,8 +1,8 @@
 """The running samples: one row each, decoded together, token by token.
 
-Running samples stand in rows 0..n-1, in the order in which `shelves.py` puts their keys and values, so that
-a step computes live rows only and each span of rows attends no further than it must. What is kept of a
-sample besides stands in its lane, which never moves.
+Running samples are in rows 0..n-1, in the order in which `size_classes.py` places their keys and values, so
+that a step computes only live rows and each span of rows attends no further than it must. All other state of
+a sample is in its lane, which never moves.
 
 n: running samples, V: vocabulary, L: tokens of a slot.
 """
@@ -25,18 +25,18 @@ from stretto_torch.prefixes import Prefixes
 from stretto_torch.requests import SampleJob, SharedPrompt, SlotSample
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, padded_prompt
-from stretto_torch.shelves import SizeClasses
+from stretto_torch.size_classes import SizeClasses
 
 # Tokens in one prefill; bounds its memory.
 _PREFILL_TOKENS = 8192
-# A sample is given a slot if there is room for so many more tokens of every sample: who is let in should not
-# have to leave at once.
+# A sample gets a slot only if every sample then has room for this many more tokens, so that a new one
+# need not leave at once.
 _HEADROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SlotOutput:
-    """Some tokens of an answer, with what is known of each."""
+    """Some tokens of an answer, with the logprob and the version of each."""
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -54,7 +54,7 @@ class Ending:
     finish: Finish
     error: str
     unsent: SlotOutput
-    """What of the answer was not sent yet."""
+    """The part of the answer that has not been sent yet."""
 
 
 class Slots:
@@ -64,8 +64,8 @@ class Slots:
         decoder: the model.
         shapes: shapes to compute with.
         eos: tokens that end an answer, unless its request says otherwise.
-        deterministic: whether a sample's bits depend on it alone: every prompt is computed whole and by
-            itself, and whoever has a slot keeps it.
+        deterministic: make a sample's bits independent of other samples: every prompt is computed whole and
+            separately, and a sample that has a slot keeps it.
     """
 
     def __init__(self, decoder: Decoder, shapes: Shapes, eos: Iterable[int], *, deterministic: bool) -> None:
@@ -73,23 +73,23 @@ class Slots:
         self._cache = decoder.cache
         self._shapes = shapes
         self._deterministic = deterministic
-        self._shelves = SizeClasses(shapes, decoder.cache.tokens, together=decoder.one_shelf)
+        self._size_classes = SizeClasses(shapes, decoder.cache.tokens, together=decoder.one_size_class)
         self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens)
         self._is_eos = np.zeros(decoder.vocabulary, np.bool_)
         self._is_eos[list(eos)] = True
         self._device = decoder.cache.device
 
-        self.prefix_hits = 0  # samples that found the beginning of their text computed
-        self.prefix_tokens = 0  # and how long those were
+        self.prefix_hits = 0  # samples for which a prefix of their text was in the cache
+        self.prefix_tokens = 0  # total length of these prefixes
         self.kv_used = 0.0  # share of the cache that the blocks of running samples take
         self.running: list[SlotSample] = []  # by row
         # By row: last drawn token, which is not in the cache yet, and its position. Dead rows: 0, 0.
         self._token = np.zeros(shapes.most_rows, np.int64)
         self._position = np.zeros(shapes.most_rows, np.int64)
         self._lane = np.zeros(shapes.most_rows, np.int64)
-        self._blocks: list[Block | None] = []  # of each running sample; None for one that has just come
-        self._on_shelves: list[tuple[int, int]] = []
-        self._steps_in_order = 0  # so many steps may pass before a row's block is full
+        self._blocks: list[Block | None] = []  # of each running sample; None for a new one
+        self._class_rows: list[tuple[int, int]] = []  # rows start..stop-1 of each size class
+        self._steps_in_order = 0  # steps that may pass before a row's block is full
         # By lane, then by position in prompt + answer.
         lanes = shapes.slots
         self._free_lanes = list(range(lanes))
@@ -98,9 +98,9 @@ class Slots:
         self._logprobs = np.zeros((lanes, shapes.length), np.float32)
         self._versions = np.zeros((lanes, shapes.length), np.int32)
         # By lane.
-        self._limit = np.zeros(lanes, np.int64)  # position after the last one it may fill
-        self._own_ends = np.zeros(lanes, np.bool_)  # ended by other tokens than `eos`, or by texts
-        self._plain = np.ones(lanes, np.bool_)  # temperature 1, all tokens kept as they are
+        self._limit = np.zeros(lanes, np.int64)  # position after the last one that the sample may fill
+        self._own_ends = np.zeros(lanes, np.bool_)  # the request has its own end tokens or stop strings
+        self._plain = np.ones(lanes, np.bool_)  # temperature 1, and no logit is changed or masked
         self._temperature = np.ones(lanes, np.float32)
         self._top_k = np.zeros(lanes, np.int64)
         self._top_p = np.ones(lanes, np.float32)
@@ -109,11 +109,11 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots without a sample."""
+        """Number of slots without a sample."""
         return len(self._free_lanes)
 
     def fits(self, samples: Sequence[SlotSample]) -> bool:
-        """Whether the cache has room for these beside the running ones."""
+        """Whether the cache has room for these samples in addition to the running ones."""
         lanes = self._lane[: len(self.running)]
         needs = self._limit[lanes]
         news = [_limit(sample) for sample in samples]
@@ -121,16 +121,16 @@ class Slots:
             needs = np.minimum(self._position[: len(lanes)] + 1 + _HEADROOM, needs)
             known = (len(sample.job.prompt) + len(sample.begun) for sample in samples)
             news = [min(n + 1 + _HEADROOM, limit) for n, limit in zip(known, news, strict=True)]
-        return self._shelves.fits([*needs.tolist(), *news])
+        return self._size_classes.fits([*needs.tolist(), *news])
 
     def surplus(self) -> list[SlotSample]:
-        """Running samples that have to leave before the next step, as the cache is too small for all: those
-        that came last."""
+        """Return the running samples that must leave before the next step because the cache is too small for
+        all: those that came last."""
         if self._steps_in_order:
             return []
         needs = dict(zip(self.running, (self._position[: len(self.running)] + 1).tolist(), strict=True))
         leave: list[SlotSample] = []
-        while not self._shelves.fits([*needs.values()]):
+        while not self._size_classes.fits([*needs.values()]):
             leave.append(max(needs, key=lambda sample: sample.place))
             del needs[leave[-1]]
         return leave
@@ -150,7 +150,7 @@ class Slots:
         return endings
 
     def step(self, version: int) -> list[Ending]:
-        """Draw one more token of every running sample; only when no sample is left of `surplus`."""
+        """Draw one more token of every running sample. `surplus` must be empty."""
         live = len(self.running)
         if self._steps_in_order == 0:
             self._arrange(range(live))
@@ -159,7 +159,7 @@ class Slots:
         logits = self._decoder.decode(
             torch.from_numpy(self._token[:rows]).to(self._device),
             torch.from_numpy(self._position[:rows]).to(self._device),
-            self._shapes.spans(self._position[:live], self._on_shelves),
+            self._shapes.spans(self._position[:live], self._class_rows),
         )
         self._position[:live] += 1
         endings = self._append(np.arange(live), logits[:live], version)
@@ -168,11 +168,11 @@ class Slots:
         return endings
 
     def length(self, sample: SlotSample) -> int:
-        """Tokens of a running sample's answer so far."""
+        """Return the number of tokens in a running sample's answer so far."""
         return int(self._position[sample.row]) + 1 - len(sample.job.prompt)
 
     def answer(self, sample: SlotSample, start: int) -> SlotOutput:
-        """A running sample's answer from its token `start` on."""
+        """Return a running sample's answer from its token `start` on."""
         lane, first = self._lane[sample.row], len(sample.job.prompt)
         part = slice(first + start, self._position[sample.row] + 1)
         return SlotOutput(
@@ -194,7 +194,7 @@ class Slots:
         self._arrange([row for row, sample in enumerate(self.running) if sample.row >= 0], left)
 
     def weights_changed(self, version: int, *, recompute: bool) -> list[Ending]:
-        """Go on with other weights, over keys and values computed anew with them, or over those there are."""
+        """Continue with new weights: recompute keys and values with them, or keep those in the cache."""
         if self._prefixes is not None:
             self._prefixes.clear()
         for sample in self.running:
@@ -202,7 +202,7 @@ class Slots:
         if not recompute or not self.running:
             return []
         logits = self._prefill(range(len(self.running)))
-        # Before anything is moved or kept: see `SlotCache`.
+        # Remove these before any block is moved or kept: `SlotCache` must never hold NaN.
         finite = torch.stack([each.logsumexp(-1) for each in logits]).isfinite().tolist()
         endings = [self._not_finite(row, version) for row, is_finite in enumerate(finite) if not is_finite]
         self.remove([ending.sample for ending in endings])
@@ -211,7 +211,7 @@ class Slots:
     # -------------------------------------------------------------------------------- new samples
 
     def _seat(self, sample: SlotSample) -> None:
-        """Give a sample the next row and a lane, with everything but keys and values."""
+        """Give a sample the next row and a lane, and set all its state except keys and values."""
         sample.row = len(self.running)
         sample.pure = True
         self.running.append(sample)
@@ -238,7 +238,7 @@ class Slots:
         self._plain[lane] = sampling.temperature == 1 and not sampling.reshapes
 
     def _find_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
-        """Where in the pool the beginnings of new samples' texts are, and how long they are."""
+        """Return for each new sample the block that holds a prefix of its text, and the prefix's length."""
         if self._prefixes is None:
             return {}
         found: dict[SlotSample, tuple[Block, int]] = {}
@@ -250,14 +250,14 @@ class Slots:
                     self._cache.blocks[where.row] if isinstance(where, SlotSample) else where,
                     length,
                 )
-        for sample, text in zip(samples, texts, strict=True):  # now only: these are still to be computed
+        for sample, text in zip(samples, texts, strict=True):  # only now: these texts are not computed yet
             self._prefixes.hold(sample, text)
         self.prefix_hits += len(found)
         self.prefix_tokens += sum(length for _, length in found.values())
         return found
 
     def _share_prompts(self, samples: Sequence[SlotSample], logits: dict[SlotSample, Tensor]) -> Tensor:
-        """Copy prompts that were computed for one sample of a job to its others: (samples, V) logits."""
+        """Copy prompts computed for one sample of a job to its others; return (samples, V) logits."""
         for sample in logits:
             if not len(sample.begun):
                 sample.job.shared = SharedPrompt(sample, logits[sample])
@@ -274,8 +274,11 @@ class Slots:
         return torch.stack([logits[sample] for sample in samples])
 
     def _prefill(self, rows: Sequence[int], begins: Sequence[int] | None = None) -> list[Tensor]:
-        """Compute the known tokens of each row, those after `begins[i]` where its slot holds as many: (V,)
-        logits after them, in the order given."""
+        """Compute the known tokens of each row, from `begins[i]` on where its slot holds the tokens before.
+
+        Returns:
+            (V,) logits after the last token of each row, in the order of `rows`.
+        """
         begins = begins or [0] * len(rows)
         lengths = self._position[list(rows)].tolist()
         found: dict[int, Tensor] = {}
@@ -306,7 +309,7 @@ class Slots:
         )
 
     def _batches(self, which: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Cut texts into prefills, together those of about the same length."""
+        """Divide texts into prefills; texts of about the same length share one."""
         if self._deterministic:
             return [[i] for i in which]
         batches: list[list[int]] = []
@@ -323,7 +326,7 @@ class Slots:
     # ------------------------------------------------------------------------------------ tokens
 
     def _append(self, rows: NDArray[np.int64], logits: Tensor, version: int) -> list[Ending]:
-        """Draw a token for each of these rows, given their logits (rows, V)."""
+        """Draw a token for each of these rows from their logits (rows, V); return the samples that end."""
         lane, position = self._lane[rows], self._position[rows]
         tokens, logprobs = draw(logits, self._uniforms[lane, position], self._settings(lane))
         self._token[rows] = tokens
@@ -337,7 +340,7 @@ class Slots:
         return [self._ending(int(rows[i]), bool(stopped[i]), version) for i in ended.nonzero()[0]]
 
     def _stops(self, sample: SlotSample, token: int) -> bool:
-        """Whether a sample's last token ends it by what its request says."""
+        """Whether a sample's last token ends it according to its request."""
         job = sample.job
         return token in job.ends or (job.stops is not None and job.stops.end(self.answer(sample, 0).tokens))
 
@@ -353,24 +356,24 @@ class Slots:
         )
 
     def _biases(self, lane: NDArray[np.int64]) -> Bias | None:
-        its = [(i, self._bias[each]) for i, each in enumerate(lane.tolist()) if each in self._bias]
-        if not its:
+        biases = [(i, self._bias[each]) for i, each in enumerate(lane.tolist()) if each in self._bias]
+        if not biases:
             return None
         return Bias(
-            np.repeat([i for i, _ in its], [len(bias) for _, bias in its]),
-            np.concatenate([list(bias) for _, bias in its]),
-            np.concatenate([np.array([*bias.values()], np.float32) for _, bias in its]),
+            np.repeat([i for i, _ in biases], [len(bias) for _, bias in biases]),
+            np.concatenate([list(bias) for _, bias in biases]),
+            np.concatenate([np.array([*bias.values()], np.float32) for _, bias in biases]),
         )
 
     def _ending(self, row: int, stopped: bool, version: int) -> Ending:
         if not np.isfinite(self._logprobs[self._lane[row], self._position[row]]):
-            self._position[row] -= 1  # what was drawn is no token
+            self._position[row] -= 1  # the drawn token is not valid
             return self._not_finite(row, version)
         sample = self.running[row]
         return Ending(sample, "stop" if stopped else "length", "", self.answer(sample, sample.sent))
 
     def _not_finite(self, row: int, version: int) -> Ending:
-        """The ending of a sample whose keys and values are of no use, and leave no trace."""
+        """End a sample whose keys and values are not finite: clear them, and keep nothing of them."""
         self._cache.clear(row)
         sample = self.running[row]
         sample.pure = False
@@ -385,20 +388,20 @@ class Slots:
         left: Sequence[tuple[Block, NDArray[np.int32]]] = (),
         held: Mapping[SlotSample, tuple[Block, int]] = MappingProxyType({}),
     ) -> None:
-        """Let these rows alone go on, in the order and the blocks that suit them now.
+        """Keep only these rows, in a new order and in blocks that fit their current lengths.
 
         Args:
-            rows: of now.
+            rows: current numbers of the rows to keep.
             left: blocks and texts of samples that have just left.
-            held: where what new samples begin with is to be copied from. All is copied at once, so that it
-                may lie where others come to stand.
+            held: the block and length of each new sample's prefix, to copy it from. Everything is copied at
+                once, so a source may overlap another row's new block.
         """
         positions = self._position[: len(self.running)].tolist()
         blocks = [self._blocks[row] for row in rows]
         needs = [positions[row] + 1 for row in rows]
-        if not self._shelves.fits(needs):  # before the next step some will leave, see `surplus`
+        if not self._size_classes.fits(needs):  # some samples will leave before the next step, see `surplus`
             needs = [positions[row] for row in rows]
-        plan = self._shelves.plan(needs, blocks)
+        plan = self._size_classes.plan(needs, blocks)
         self.kv_used = 1 - (plan.free[1] - plan.free[0]) / self._cache.tokens
         moves: list[Move] = []
         self._steps_in_order = self._shapes.length
@@ -425,12 +428,12 @@ class Slots:
         for row, sample in enumerate(self.running):
             sample.row = row
         self._blocks = [*plan.blocks[:live]]
-        self._on_shelves = plan.shelves
+        self._class_rows = plan.size_classes
 
 
 def _to_compute(samples: Sequence[SlotSample]) -> list[SlotSample]:
-    """Those of new samples that do not copy their job's prompt from another one. The prompt is computed for
-    one of them, as long as that one is running and the weights do not change."""
+    """Return the new samples that do not copy their job's prompt from another sample. A job's prompt is
+    computed for one sample; others copy it while that one is running and the weights do not change."""
     first: dict[SampleJob, SlotSample] = {}
     for sample in samples:
         if not len(sample.begun) and not sample.job.prompt_is_lent:
@@ -439,5 +442,5 @@ def _to_compute(samples: Sequence[SlotSample]) -> list[SlotSample]:
 
 
 def _limit(sample: SlotSample) -> int:
-    """The most tokens of prompt and answer."""
+    """Return the largest number of tokens of prompt and answer together."""
     return len(sample.job.prompt) + sample.job.request.sampling.max_tokens

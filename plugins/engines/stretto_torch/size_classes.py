@@ -1,11 +1,12 @@
-"""Which row has which block of the pool.
+"""The allocator of the cache: it gives each row a block of the pool.
 
-A row has a block of the smallest capacity that holds it and moves to a larger one when that is full. Rows
-of one capacity stand on a shelf: side by side in the pool and in the step, so that attention reads them as
-one tensor. From the beginning of the pool stand the shelves of all capacities but the largest, longer ones
-first; each divides those before it, so that blocks keep their places when a shelf before them grows or
-shrinks by one, but for a few at the ends. The shelf of the largest, which is the slot's own length and may
-be divided by none, stands at the end of the pool. What is between the two is free.
+A row has a block of the smallest capacity that holds it, and moves to a larger block when that one is full.
+The rows of one capacity form a size class: their blocks are adjacent in the pool, and the rows are adjacent
+in the step, so that attention reads them as one tensor. The pool begins with the blocks of all size classes
+except the largest, larger capacities first. Each capacity divides those before it, so that most blocks keep
+their positions when a size class before them grows or shrinks by one block. The size class of the largest
+capacity is at the end of the pool: its capacity is the slot's own length, which the other capacities need not
+divide. The space between the two parts is free.
 """
 
 from __future__ import annotations
@@ -18,33 +19,34 @@ from stretto_torch.kv import Block
 from stretto_torch.shapes import Shapes
 
 _CAPACITIES = (128, 512, 2048, 8192, 32768, 131072)
-# Below so many rows a second call of attention costs more than it saves. Two numbers, so that a few rows
-# more or less do not have all of them moved to and fro.
+# With few rows a second call of attention costs more than it saves. Two thresholds, so that a small change in
+# the number of rows does not move all blocks back and forth.
 _FEWEST_TO_SPLIT = 16
 _MOST_TO_JOIN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where rows shall stand."""
+    """A new order of the rows, and their blocks."""
 
     order: list[int]
-    """The row of now of each row to be."""
+    """For each new row, its current row."""
     blocks: list[Block]
-    """Of each row to be; perhaps of some rows of padding after them."""
-    shelves: list[tuple[int, int]]
-    """Rows start..stop-1 whose blocks lie side by side and are of one capacity; in order, of all rows."""
+    """The block of each new row, possibly followed by blocks of padding rows."""
+    size_classes: list[tuple[int, int]]
+    """The rows start..stop-1 of each size class: their blocks are adjacent and have one capacity. In order,
+    together all rows."""
     free: tuple[int, int]
-    """Tokens start..stop-1 of the pool are in no block."""
+    """Tokens start..stop-1 of the pool, which are in no block."""
 
 
 class SizeClasses:
-    """Plans for a pool of so many tokens.
+    """Plans the blocks of a pool.
 
     Args:
-        shapes: the engine's.
+        shapes: the shapes of the engine.
         tokens: size of the pool.
-        together: whether all rows of a step must stand on one shelf, those of its padding too.
+        together: whether all rows of a step, padding included, must be in one size class.
     """
 
     def __init__(self, shapes: Shapes, tokens: int, *, together: bool) -> None:
@@ -57,19 +59,18 @@ class SizeClasses:
         self._roomy = shapes.most_rows * self._longest <= tokens
 
     def fits(self, needs: Sequence[int]) -> bool:
-        """Whether the pool has room for rows of so many tokens, in any number up to the engine's slots."""
+        """Whether the pool has room for rows that need these numbers of tokens, for up to `slots` rows."""
         if self._roomy or not needs:
             return True
-        taken = self._joined(needs) if self._together else sum(map(self._capacity, needs))
-        return taken <= self._tokens
+        total = self._joined(needs) if self._together else sum(map(self._capacity, needs))
+        return total <= self._tokens
 
     def plan(self, needs: Sequence[int], blocks: Sequence[Block | None]) -> Plan:
-        """Order the rows and give each a block with room for so many tokens. What is there stays where it is
-        if it can.
+        """Order the rows and give each a block with room for its tokens. Rows keep their blocks if possible.
 
         Args:
-            needs: of each row; all together must fit.
-            blocks: that each row has now, if any.
+            needs: tokens that each row needs; `fits` must be true for them.
+            blocks: the current block of each row, if it has one.
         """
         by_capacity: dict[int, list[int]] = {}
         if self._splits(needs):
@@ -79,7 +80,7 @@ class SizeClasses:
             by_capacity[self._common(needs)] = [*range(len(needs))]
         order: list[int] = []
         placed: list[Block] = []
-        shelves: list[tuple[int, int]] = []
+        size_classes: list[tuple[int, int]] = []
         left, right = 0, self._tokens
         for capacity in sorted(by_capacity, reverse=True):
             rows = by_capacity[capacity]
@@ -88,11 +89,11 @@ class SizeClasses:
                 start = right = self._tokens - count * capacity
             else:
                 start, left = left, left + count * capacity
-            shelf = [Block(start + i * capacity, capacity) for i in range(count)]
-            shelves.append((len(order), len(order) + len(rows)))
-            order += _in_place(rows, blocks, shelf)
-            placed += shelf
-        return Plan(order, placed, shelves, (left, right))
+            new_blocks = [Block(start + i * capacity, capacity) for i in range(count)]
+            size_classes.append((len(order), len(order) + len(rows)))
+            order += _keep_in_place(rows, blocks, new_blocks)
+            placed += new_blocks
+        return Plan(order, placed, size_classes, (left, right))
 
     def _splits(self, needs: Sequence[int]) -> bool:
         if self._together:
@@ -102,7 +103,7 @@ class SizeClasses:
         return self._split or (not self._roomy and self._joined(needs) > self._tokens)
 
     def _joined(self, needs: Sequence[int]) -> int:
-        """Tokens that rows on one shelf take."""
+        """Return the number of tokens that the rows take in one size class."""
         rows = self._shapes.rows(len(needs)) if self._together else len(needs)
         return rows * self._common(needs)
 
@@ -113,10 +114,10 @@ class SizeClasses:
         return self._capacities[bisect_left(self._capacities, need)]
 
 
-def _in_place(rows: list[int], blocks: Sequence[Block | None], shelf: list[Block]) -> list[int]:
-    """Rows of one shelf in an order that leaves those where they are that stand on it already."""
+def _keep_in_place(rows: list[int], blocks: Sequence[Block | None], new_blocks: Sequence[Block]) -> list[int]:
+    """Order the rows of one size class so that rows which already have one of its blocks keep it."""
     at = {blocks[row]: row for row in rows}
-    order = [at.get(block, -1) for block in shelf[: len(rows)]]
+    order = [at.get(block, -1) for block in new_blocks[: len(rows)]]
     stay = set(order)
     others = (row for row in rows if row not in stay)
     return [row if row >= 0 else next(others) for row in order]
