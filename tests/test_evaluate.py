@@ -204,7 +204,7 @@ def test_a_run_without_a_step_needs_an_evaluation() -> None:
         ("steps", "is 0, and there is no `evaluation`: the run would do nothing")
     ]
     [found] = problems(compose(QUICKSTART / "run.yaml", ["training=frozen", "out=x"]))
-    assert found.message == "'frozen' trains nothing, and steps is 200; it is for `steps: 0`"
+    assert found.message == "'frozen' trains nothing, but steps is 200; expected `steps: 0`"
 
 
 # ------------------------------------------------------------------------------------- whole runs

@@ -384,7 +384,7 @@ def test_layouts_that_the_processes_do_not_fill_are_refused() -> None:
     for options, message in (
         ({"use": "fsdp2", "processes": 3, "tensor_parallel": 2}, r"processes \(3\) must be a multiple"),
         ({"use": "pipeline", "processes": 3}, r"processes \(3\) must be a multiple of stages \(2\)"),
-        ({"use": "fsdp2", "processes": 2, "tensor_parallel": 2, "lora": {}}, "lora does not go with"),
+        ({"use": "fsdp2", "processes": 2, "tensor_parallel": 2, "lora": {}}, "lora and tensor_parallel"),
         ({"use": "fsdp2", "shard": False, "cpu_offload": True}, "cpu_offload needs shard"),
     ):
         with pytest.raises(msgspec.ValidationError, match=message):

@@ -166,10 +166,10 @@ def test_rows_are_the_tasks_of_the_environment(library: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"environment": "sumz"}, "cannot be loaded: ModuleNotFoundError: taskset 'sumz' not found"),
-        ({"options": {"taskset": {"rows": "x"}}}, "cannot be loaded: TypeError"),
-        ({"python": "/bin/false"}, "cannot be listed: /bin/false ended with 1"),
-        ({"python": "/no/python"}, "cannot be listed: .*No such file"),
+        ({"environment": "sumz"}, "cannot load .*: ModuleNotFoundError: taskset 'sumz' not found"),
+        ({"options": {"taskset": {"rows": "x"}}}, "cannot load .*: TypeError"),
+        ({"python": "/bin/false"}, "cannot list the tasks of .*: /bin/false ended with status 1"),
+        ({"python": "/no/python"}, "cannot list the tasks of .*No such file"),
         ({"path": None}, "No module named 'verifiers'"),
     ],
 )
@@ -250,7 +250,7 @@ def test_the_workflow_plays_rows_of_its_own_dataset_only(start: Any, tmp_path: P
     overrides = ["workflow=verifiers", "reward=verifiers", "sandbox=unsafe", f"out={tmp_path}/out"]
     found = problems(compose(tmp_path / "run.yaml", overrides))
     assert [(each.path, each.message) for each in found if each.severity == "error"] == [
-        ("dataset.use", "is 'jsonl'; the workflow 'verifiers' plays rows of 'verifiers'")
+        ("dataset.use", "is 'jsonl'; the workflow 'verifiers' needs the dataset 'verifiers'")
     ]
 
 

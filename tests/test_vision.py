@@ -529,10 +529,10 @@ def test_check_refuses_what_cannot_work(vision_models: Models, tiny_models: Mode
     folder = vision_models("llava")
     tensor = {"use": "fsdp2", "processes": 2, "tensor_parallel": 2}
     errors = errors_of(run_of(folder, rows, inference={"use": "torch"}, training=tensor))
-    assert any("reads images: it cannot be split" in each for each in errors)
+    assert any("reads images and cannot be split" in each for each in errors)
     assert any("'torch' reads text only" in each for each in errors)
     [error] = errors_of(run_of(folder, rows, training={"use": "pipeline"}, queue={"batch_size": 4}))
-    assert error.startswith("training.use: 'pipeline' cannot cut")
+    assert error.startswith("training.use: 'pipeline' cannot split")
     [error] = errors_of(run_of(tiny_models("qwen2"), rows))
     assert error.startswith("dataset: the first row has images, but the model")
 

@@ -1,11 +1,11 @@
 """Algorithm `cispo`: clipped importance-sampling weights, without clipping any token's gradient away.
 
-MiniMax 2025 (MiniMax-M1, arXiv 2506.13585), eq. 4 and 5: -sg(clip(r, 1 - eps, 1 + eps_high)) A log pi, the
-mean over the tokens of the batch. The advantage is GRPO's.
+MiniMax 2025 (MiniMax-M1, arXiv 2506.13585), eq. 4 and 5: the loss is -sg(clip(r, 1 - eps, 1 + eps_high)) A
+log pi, averaged over the tokens of the batch. The advantage is GRPO's.
 
-Peers disagree on the bounds: verl, SkyRL and NeMo-RL clip on both sides, open-instruct above only, TRL takes
-its upper one as an absolute ratio. Here both are half-widths around 1; `eps_clip: 1` is without a lower
-bound, as in the paper.
+Other libraries disagree on the bounds: verl, SkyRL and NeMo-RL clip on both sides, open-instruct clips above
+only, and TRL reads its upper bound as an absolute ratio. Here both bounds are half-widths around 1;
+`eps_clip: 1` means no lower bound, as in the paper.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class CISPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown
     """Section of the algorithm `cispo`."""
 
     eps_clip: NonNegativeFloat = 1.0
-    """The weight is at least 1 minus this; 1 is without a bound."""
+    """The importance weight is clipped from below at 1 minus this value; 1 means no lower bound."""
     eps_clip_high: NonNegativeFloat = 0.28
-    """The weight is at most 1 plus this."""
+    """The importance weight is clipped from above at 1 plus this value."""
 
 
 class CISPO(GroupRelative[CISPOConfig]):

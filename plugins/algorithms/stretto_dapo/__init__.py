@@ -1,12 +1,12 @@
 """Algorithm `dapo`: decoupled clip and dynamic sampling policy optimisation.
 
-Yu et al. 2025 (arXiv 2503.14476): clip-higher (eq. 10), the loss a mean over the tokens of the batch (eq.
-12), dynamic sampling (eq. 11: groups whose answers all have one reward are left out, and their places given
-to other prompts), and the soft punishment of overlong answers (eq. 13). The advantage is GRPO's, and there is
+Yu et al. 2025 (arXiv 2503.14476): clip-higher (eq. 10), a loss averaged over the tokens of the batch (eq.
+12), dynamic sampling (eq. 11: groups in which all answers have the same reward are dropped, and other prompts
+take their places), and the soft penalty for overlong answers (eq. 13). The advantage is GRPO's, and there is
 no KL.
 
-The filter sees rewards before the overlong punishment, so a group of right answers stays out however long
-they are. A filtered group is never trained on and does not count in any denominator.
+The filter sees rewards before the overlong penalty, so a group in which all answers are right is dropped
+whatever their lengths. A filtered group is never trained on and does not count in any denominator.
 """
 
 from __future__ import annotations
@@ -30,36 +30,37 @@ __all__ = ["DAPO", "DAPOConfig"]
 
 
 class OverlongConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long answers are punished."""
+    """Penalty for long answers."""
 
     limit: PositiveInt
-    """Tokens at which the punishment is full; `sampling.max_tokens` as a rule."""
+    """Answer length, in tokens, at which the full penalty applies; usually `sampling.max_tokens`."""
     buffer: PositiveInt
-    """It begins so many tokens before."""
+    """Number of tokens before the limit at which the penalty starts. It grows linearly up to the limit."""
     penalty: PositiveFloat = 1.0
-    """What is taken off the reward at the limit."""
+    """Amount subtracted from the reward at the limit."""
 
 
 class DAPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `dapo`."""
 
     dynamic_sampling: bool = True
-    """Leave out groups whose answers all have one reward."""
+    """Drop groups in which all answers have the same reward."""
     overlong: OverlongConfig | None = None
-    """Soft punishment of long answers; none by default."""
+    """Soft penalty for long answers; null for none."""
     eps_clip_high: NonNegativeFloat | None = 0.28
-    """Upper half of the trust region, wider than the lower one; null takes `eps_clip`."""
+    """Upper half-width of the trust region, wider than the lower one; null uses `eps_clip`."""
 
 
 class DAPO(PolicyGradient[DAPOConfig]):
-    """GRPO's advantages of punished rewards, clip-higher."""
+    """GRPO's advantages, computed from penalised rewards, with clip-higher."""
 
     def keep(self, group: Group) -> bool:
         """Whether there is anything to learn from the group."""
         return not self.config.dynamic_sampling or len(set(group.rewards)) > 1
 
     def advantages(self, batch: Batch) -> Tensor:
-        """The group-relative punished reward of its answer for every sampled token, (T,) float32."""
+        """Return the group-relative penalised reward of the answer, at each of its sampled tokens: (T,)
+        float32."""
         from stretto.rl.functional import group_normalise, overlong_penalty, sequence_sum
 
         mask, index, rewards = batch["loss_mask"], batch.sequence_index(), batch["rewards"]
@@ -73,7 +74,7 @@ class DAPO(PolicyGradient[DAPOConfig]):
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Clipped surrogate with the wider upper half, (T,)."""
+        """Return the clipped surrogate with the wider upper bound, (T,)."""
         return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 

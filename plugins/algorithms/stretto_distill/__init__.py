@@ -1,14 +1,14 @@
-"""Algorithm `distill`: on-policy distillation, a teacher's word on every token that the policy samples.
+"""Algorithm `distill`: on-policy distillation, where a teacher rates every token that the policy samples.
 
 Agarwal et al. 2023 (GKD, arXiv 2306.13649) with the policy's own samples and the reverse KL; as a policy
 gradient, Lu et al. 2025 (Thinking Machines Lab, "On-Policy Distillation"): the advantage of a token is
-A_t = coef · (log pi_T - log mu), the reverse KL of the sampling policy to the teacher at that token alone,
-nothing of later ones. `reward_weight` w adds the task's reward, w · (R - mean of its group).
+A_t = coef · (log pi_T - log mu), minus the reverse KL of the sampling policy to the teacher at that token
+alone; later tokens do not contribute. `reward_weight` w adds the task's reward, w · (R - mean of its group).
 
 Deliberate differences: GKD differentiates the KL over the whole vocabulary; here, as in Lu et al., it is
-estimated at the sampled token, so the teacher gives one number a token. Lu et al. take the plain ratio to
-mu; here it is PPO's clipped surrogate around the correction's anchor, with the same gradient where the ratio
-is 1. A KL in the reward (`kl`), too, is taken off at its token.
+estimated at the sampled token, so the teacher gives one number for each token. Lu et al. use the plain ratio
+to mu; this module uses PPO's clipped surrogate around the correction's anchor, which has the same gradient
+where the ratio is 1. A KL in the reward (`kl`) is also subtracted at its own token.
 
 Metrics, averaged over trained tokens: `teacher_kl`, log mu - log pi_T, the estimate of KL(mu || pi_T) in
 nats, `clipped`, and those of every policy gradient (see grpo).
@@ -37,9 +37,9 @@ class DistillConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """Section of the algorithm `distill`."""
 
     coef: PositiveFloat = 1.0
-    """Weight of the teacher's word."""
+    """Weight of the teacher's log-ratio in the advantage."""
     reward_weight: NonNegativeFloat = 0.0
-    """Weight of the reward, less the mean of its group; 0 learns from the teacher alone."""
+    """Weight of the group-centred reward in the advantage; 0 means learning from the teacher alone."""
 
 
 class Distill(PolicyGradient[DistillConfig]):
@@ -50,46 +50,46 @@ class Distill(PolicyGradient[DistillConfig]):
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """The actor, the reference if there is a KL to it, and the teacher."""
+        """The actor, the teacher, and the reference if the run has a KL to it."""
         return {**super().models, "teacher": Model(trainable=False)}
 
     def more_calls(self) -> Sequence[Call]:
-        """What the teacher thinks of the samples."""
+        """Add the teacher's forward pass over the samples."""
         return [forward("teacher", writes="teacher_logprobs")]
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
-        """The column `advantages`, whose KL penalties stay at their tokens."""
+        """Return the column `advantages`; each KL penalty stays at its own token."""
         return {"advantages": self.advantages(batch)}
 
     def advantages(self, batch: Batch) -> Tensor:
-        """coef · (log pi_T - log mu) + w · (R - mean) of every sampled token, (T,) float32."""
+        """Return coef · (log pi_T - log mu) + w · (R - mean) of every sampled token, (T,) float32."""
         import torch
 
         from stretto.rl.functional import group_normalise
 
         config = self.config
-        taught = config.coef * (batch["teacher_logprobs"] - batch["behaviour_logprobs"])  # (T,)
+        teacher_advantages = config.coef * (batch["teacher_logprobs"] - batch["behaviour_logprobs"])  # (T,)
         relative = group_normalise(batch["rewards"], batch["group"], batch["sample"], std=False)  # (S,)
-        rewarded = config.reward_weight * relative[batch.sequence_index()]
-        advantages = taught + rewarded - self.kl_penalty(batch)
+        reward_advantages = config.reward_weight * relative[batch.sequence_index()]
+        advantages = teacher_advantages + reward_advantages - self.kl_penalty(batch)
         return torch.where(batch["loss_mask"], advantages, 0.0)
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Clipped surrogate, (T,)."""
+        """Return the clipped surrogate, (T,), and statistics."""
         loss, statistics = clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
         teacher_kl = batch["behaviour_logprobs"] - batch["teacher_logprobs"]
         return loss, {**statistics, "teacher_kl": teacher_kl}
 
 
 def check(config: DistillConfig, run: RunConfig) -> Iterator[Problem]:
-    """Only the reward compares the samples of a group."""
+    """Refuse groups of one sample where the reward has a weight: only the reward compares the samples."""
     yield from check_objective(config, run)
     if config.reward_weight and config.group_size == 1:
         yield Problem(
             "algorithm.group_size",
-            "1 leaves the reward without effect; expected at least 2, or no reward_weight",
+            "is 1, so the reward has no effect; expected at least 2, or reward_weight 0",
         )
 
 

@@ -1,14 +1,14 @@
 """Algorithm `dpo`: direct preference optimisation on pairs of a chosen and a rejected answer.
 
-Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. With h = log(pi / pi_ref) of the chosen answer less that of
-the rejected one, each the sum over the answer's tokens, the loss of a pair is -log sigmoid(beta h). By name:
-`label_smoothing` e is conservative DPO, for labels of which a share e is wrong; `variant: ipo` is (h - 1 / (2
-beta))^2, Azar et al. 2023 (2310.12036), eq. 17; `variant: hinge` is max(0, 1 - beta h), Liu et al. 2023 (RSO,
-2309.06657).
+Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. Let h be log(pi / pi_ref) of the chosen answer minus that of
+the rejected one, each summed over the answer's tokens. The loss of a pair is -log sigmoid(beta h). The
+options: `label_smoothing` e is conservative DPO, for data in which a share e of the labels is wrong;
+`variant: ipo` is (h - 1 / (2 beta))^2, Azar et al. 2023 (2310.12036), eq. 17; `variant: hinge` is max(0, 1 -
+beta h), Liu et al. 2023 (RSO, 2309.06657).
 
 Each sequence of a pair carries the pair's loss at its last trained token, so the mean over sequences is the
-mean over pairs. Peers disagree on `ipo`: TRL takes h from means over tokens; here it is the sum, as in the
-paper.
+mean over pairs. Other libraries disagree on `ipo`: TRL computes h from means over tokens; here it is the sum,
+as in the paper.
 
 Metrics, averaged over pairs: `accuracy`, the share of pairs with h > 0 (0 at the first step, where the policy
 is the reference), and `margin`, beta h.
@@ -41,20 +41,20 @@ class DPOConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Section of the algorithm `dpo`."""
 
     variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of a pair; see above."""
+    """Loss of a pair: `sigmoid` is DPO's, `ipo` the squared loss of IPO, `hinge` the hinge loss of RSO."""
     beta: PositiveFloat = 0.1
-    """How strongly the policy is held to the reference."""
+    """Strength of the tie to the reference model; larger keeps the policy nearer to it."""
     label_smoothing: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
-    """Share of pairs whose labels are taken to be the wrong way round; with `sigmoid` only."""
+    """Share of pairs that are assumed to be labelled the wrong way round; only with `variant: sigmoid`."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         if self.label_smoothing and self.variant != "sigmoid":
             raise ValueError(f"label_smoothing is for variant 'sigmoid', found {self.variant!r}")
 
 
 class DPO:
-    """One policy, `actor`, a frozen `reference`, and the rows."""
+    """Train the policy, `actor`, on the rows, against a frozen `reference`."""
 
     models: Mapping[str, Model] = {"actor": Model(), "reference": Model(trainable=False)}
 
@@ -63,7 +63,7 @@ class DPO:
         self.config = config
 
     def calls(self) -> Sequence[Call]:
-        """read -> forward(reference) -> train, whole pairs at a time."""
+        """Return the dataflow read -> forward(reference) -> share -> train. Pairs are never split."""
         return [
             read(self.encode, samples=2),
             forward("reference", writes="reference_logprobs"),
@@ -76,17 +76,19 @@ class DPO:
         ]
 
     def keep(self, group: Group) -> bool:
-        """Every pair is trained on."""
+        """Keep every pair."""
         del group
         return True
 
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
-        """Prompt and answer, first of the chosen and then of the rejected one."""
+        """Encode the prompt and one answer: the chosen one (index 0) or the rejected one (index 1)."""
         return prompt_and_answer(row, self.config.columns[index], tokenizer)
 
     def share(self, batch: Batch) -> Mapping[str, Tensor]:
-        """(T,) float32, trained tokens of a mean sequence by those of this one: the factor that makes a mean
-        over tokens, which statistics are, one over sequences."""
+        """Return (T,) float32: the mean number of trained tokens of a sequence, divided by that of this one.
+
+        Statistics are means over tokens; this factor turns them into means over sequences.
+        """
         from stretto.rl.functional import sequence_sum
 
         index = batch.sequence_index()
@@ -94,7 +96,7 @@ class DPO:
         return {"share": (tokens.mean() / tokens)[index]}
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss of its pair at the last trained token of each sequence, (T,), and statistics."""
+        """Return the pair's loss at the last trained token of each sequence, (T,), and statistics."""
         import torch
 
         from stretto.rl.functional import at_last_token, pairs_of, preference_loss, sequence_sum
@@ -117,7 +119,7 @@ class DPO:
 
 
 def check(config: DPOConfig, run: RunConfig) -> Iterator[Problem]:
-    """Two columns, and logprobs that are the model's own."""
+    """Check the two columns, and that the logprobs are the model's own (temperature 1)."""
     yield from check_temperature(run)
     yield from check_pair(config)
 

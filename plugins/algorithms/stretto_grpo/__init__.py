@@ -5,14 +5,14 @@ Shao et al. 2024 (arXiv 2402.03300) for the advantage, eq. 3, and the objective,
 loss_mean: sequence_sum, loss_divisor: <longest answer>`.
 
 Deliberate differences from the GRPO paper: the loss is the mean over the tokens of the whole batch
-(`loss_mean: token`), not of each answer first; there is no KL to a reference unless `kl.coef` is given (the
-paper: k3 in the loss, 0.04); the ratio is taken to the behaviour policy, which may be some versions old
+(`loss_mean: token`), not first over each answer; there is no KL to a reference unless `kl.coef` is set (the
+paper has k3 in the loss, 0.04); the ratio is taken to the behaviour policy, which may be some versions old
 (`correction` offers others), and the dual clip is on. A group of one sample has advantage 0.
 
-Metrics, averaged over trained tokens: `clipped` and `dual_clipped` share of tokens, and those of every policy
-gradient: `ratio`, `advantage`, `importance_weight`, `masked_fraction` (share of tokens whose weight is 0),
-`behaviour_kl` (KL of the behaviour policy to the current one, in nats a token), and with a reference
-`reference_kl`.
+Metrics, averaged over trained tokens: `clipped` and `dual_clipped`, the shares of tokens that the two clips
+affect, and the metrics of every policy gradient: `ratio`, `advantage`, `importance_weight`,
+`masked_fraction` (share of tokens whose weight is 0), `behaviour_kl` (KL of the behaviour policy to the
+current one, in nats per token), and with a reference `reference_kl`.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class GRPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Section of the algorithm `grpo`."""
 
     group_reward_norm: bool = True
-    """Divide group-centred rewards by the group's standard deviation; off is Dr. GRPO's advantage."""
+    """Divide group-centred rewards by the group's standard deviation; false gives Dr. GRPO's advantage."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What rewards are compared with: the group's mean, or the mean of the other samples."""
+    """Baseline subtracted from each reward: the mean of its group, or of the group's other samples."""
     norm_eps: PositiveFloat = 1e-6
-    """Added to the standard deviation. TRL has 1e-4."""
+    """Constant added to the standard deviation. TRL uses 1e-4."""
     group_adv_norm: bool = False
-    """Whiten the advantages over the tokens of each group once more, after GAE."""
+    """Whiten the advantages over the tokens of each group again, after GAE."""
     gamma: Share = 1.0
-    """Discount per token. 1: an answer's reward counts alike for all its tokens."""
+    """Discount per token. With 1 an answer's reward counts equally for all its tokens."""
     gae_lambda: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """GAE's lambda. There is no critic here: below 1 it fades the reward towards the answer's start."""
+    """GAE's lambda. There is no critic, so a value below 1 reduces the reward towards the answer's start."""
 
 
 class GRPO(PolicyGradient[GRPOConfig]):
     """Group-relative advantages, clipped objective."""
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Group-relative advantage of every sampled token, (T,) float32."""
+        """Return the group-relative advantage of every sampled token, (T,) float32."""
         import torch
 
         from stretto.rl.functional import at_last_token, gae, group_normalise, masked_whiten
@@ -79,7 +79,7 @@ class GRPO(PolicyGradient[GRPOConfig]):
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Clipped and dual-clipped surrogate, (T,)."""
+        """Return the clipped and dual-clipped surrogate, (T,)."""
         return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
@@ -90,7 +90,7 @@ def stretto_algorithm() -> Iterator[Component[GRPOConfig]]:
         "grpo",
         GRPO,
         GRPOConfig,
-        "group relative policy optimisation, around the policy that sampled",
+        "group relative policy optimisation; the ratio is taken to the behaviour policy",
         check_policy,
         requires={"torch": "stretto[torch]"},
     )

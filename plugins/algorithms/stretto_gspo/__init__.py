@@ -1,11 +1,11 @@
 """Algorithm `gspo`: group sequence policy optimisation.
 
-Zheng et al. 2025 (arXiv 2507.18071): the ratio is the sequence's, s = exp(mean over its tokens of log r), eq.
-7; the clip is on s, eq. 5, and the loss is the mean over answers. The advantage is GRPO's.
+Zheng et al. 2025 (arXiv 2507.18071): the ratio belongs to the sequence, s = exp(mean over its tokens of log
+r), eq. 7; the clip is applied to s, eq. 5, and the loss is the mean over answers. The advantage is GRPO's.
 
-Its trust region is two orders narrower than PPO's, since s is a geometric mean: the defaults are the paper's.
-As in TRL, OpenRLHF and NeMo-RL the gradient is that of s itself; verl's token form has the same value and
-gradient where the advantage is one for the whole answer.
+Its trust region is two orders of magnitude narrower than PPO's, because s is a geometric mean; the defaults
+are the paper's. As in TRL, OpenRLHF and NeMo-RL the gradient is that of s itself; verl's token form has the
+same value and gradient where all tokens of an answer have the same advantage.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class GSPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
     """Section of the algorithm `gspo`."""
 
     loss_mean: Reduction = "sequence"
-    """As in every policy gradient; here by answer, as in the paper."""
+    """How token losses are averaged, as in every policy gradient. Default: the mean over answers, as in the
+    paper."""
     eps_clip: NonNegativeFloat = 3e-4
     """Lower half-width of the trust region of the sequence's ratio."""
     eps_clip_high: NonNegativeFloat | None = 4e-4
-    """Its upper half-width; null takes `eps_clip`."""
+    """Upper half-width of the trust region of the sequence's ratio; null uses `eps_clip`."""
     c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = 3.0
-    """Dual clip: largest ratio of a sequence of negative advantage that counts; null for no bound."""
+    """Dual clip: upper bound of the ratio of sequences with negative advantage; null for no bound."""
 
 
 class GSPO(GroupRelative[GSPOConfig]):
@@ -52,7 +53,7 @@ class GSPO(GroupRelative[GSPOConfig]):
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The clipped surrogate of the answer, at each of its tokens alike: (T,)."""
+        """Return the clipped surrogate of the answer, the same at each of its tokens: (T,)."""
         import torch
 
         from stretto.rl.functional import sequence_mean
@@ -69,7 +70,7 @@ def stretto_algorithm() -> Iterator[Component[GSPOConfig]]:
         "gspo",
         GSPO,
         GSPOConfig,
-        "group sequence policy optimisation: one clipped ratio an answer",
+        "group sequence policy optimisation: one clipped ratio per answer",
         check_policy,
         requires={"torch": "stretto[torch]"},
     )

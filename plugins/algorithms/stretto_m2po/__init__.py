@@ -1,11 +1,11 @@
 """Algorithm `m2po`: second-moment trust policy optimisation, for very stale samples.
 
-Zheng et al. 2025 (arXiv 2510.01161): over the trained tokens of the batch, those with the largest squared
-log-ratio between behaviour and proximal policy are left out until the mean square of the rest is at most
-`tau`; a few outliers go, and stale tokens with small ratios stay. The rest is GRPO.
+Zheng et al. 2025 (arXiv 2510.01161): among the trained tokens of the batch, those with the largest squared
+log-ratio between behaviour and proximal policy are masked until the mean square of the others is at most
+`tau`. This removes a few outliers and keeps stale tokens with small ratios. Everything else is GRPO.
 
-What is left out still counts in the loss's denominator. The proximal logprobs are always computed, one
-forward a step.
+Masked tokens still count in the loss's denominator. The proximal logprobs are always computed, with one
+forward pass per step.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class M2POConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
     """Section of the algorithm `m2po`."""
 
     tau: PositiveFloat = 0.04
-    """Largest mean square of log(behaviour / proximal) over the tokens that count."""
+    """Largest mean square of log(behaviour / proximal) over the tokens that are not masked."""
     eps_clip: NonNegativeFloat = 0.2
-    """Half-width of the trust region."""
+    """Half-width of the trust region of the ratio."""
     eps_clip_high: NonNegativeFloat | None = None
-    """Its upper half, if it is to be wider; default `eps_clip`."""
+    """Upper half-width of the trust region, if it differs from the lower one; null uses `eps_clip`."""
     c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = 3.0
-    """Dual clip: largest ratio that counts for tokens of negative advantage; null for no bound."""
+    """Dual clip: upper bound of the ratio of tokens with negative advantage; null for no bound."""
 
 
 class M2PO(GroupRelative[M2POConfig]):
@@ -53,12 +53,12 @@ class M2PO(GroupRelative[M2POConfig]):
     objective_reads = ("trusted",)
 
     def more_calls(self) -> Sequence[Call]:
-        """Which tokens are trusted, which only the whole batch can tell."""
+        """Add the function that chooses the trusted tokens; it needs the whole batch."""
         reads = ("behaviour_logprobs", "proximal_logprobs", "loss_mask")
         return [function(self.trusted, reads=reads, writes=("trusted",))]
 
     def trusted(self, batch: Batch) -> Mapping[str, Tensor]:
-        """(T,) bool."""
+        """Return the column `trusted`, (T,) bool: true for the tokens that are not masked."""
         from stretto.rl.functional import second_moment_mask
 
         delta = batch["behaviour_logprobs"] - batch["proximal_logprobs"]
@@ -67,7 +67,7 @@ class M2PO(GroupRelative[M2POConfig]):
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Clipped surrogate, 0 where the token is not trusted: (T,)."""
+        """Return the clipped surrogate, 0 where the token is not trusted: (T,)."""
         import torch
 
         loss, statistics = clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])

@@ -2,8 +2,8 @@
 
 Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with generalised advantage estimation (Schulman et al. 2015,
 1506.02438, eq. 16); for language models as in Ziegler et al. 2019 (1909.08593): the KL to a reference is
-taken off the reward token by token, r_t = -beta KL_t, and the score comes at the last token; beta may follow
-a controller. The dataflow:
+subtracted from the reward token by token, r_t = -beta KL_t, and the score is added at the last token; a
+controller may set beta. The dataflow:
 
     prompt -> generate(actor) -> tokens, behaviour_logprobs
     tokens -> score -> rewards                tokens -> forward(reference) -> reference_logprobs
@@ -12,14 +12,14 @@ a controller. The dataflow:
     advantages -> train(actor)                values, returns -> train(critic)
 
 Deliberate differences: samples may be stale, so the ratio is taken to the behaviour policy, or tokens are
-weighted by another correction, as in every policy gradient here; the critic's loss is not weighted, for the
-state values that it learns are those of what was sampled. An answer cut off at its token limit counts as
-ended: the value after it is 0. There is no reference and no KL unless `kl.coef` is given.
+weighted by another correction, as in every policy gradient here; the critic's loss is not weighted, because
+it learns the values of the states that were sampled. An answer cut off at its token limit counts as ended:
+the value after it is 0. There is no reference and no KL unless `kl.coef` is set.
 
-Metrics, averaged over trained tokens. Of the actor: those of every policy gradient (see grpo), `clipped` and
-`dual_clipped`, and with a controller `kl_coef`, beta in this step. Of the critic: `value` and `return`, the
-value at the start of the step and what it should have been, `value_error`, (V - R)^2, and `value_clipped`,
-the share of tokens that the clip left without a gradient.
+Metrics, averaged over trained tokens. The actor has those of every policy gradient (see grpo), `clipped` and
+`dual_clipped`, and with a controller `kl_coef`, beta in this step. The critic has `value`, its value at the
+start of the step, `return`, the target of that value, `value_error`, (V - R)^2, and `value_clipped`, the
+share of tokens whose gradient the clip removed.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ class PPOKLConfig(KLConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A penalty that keeps the policy near a frozen model, `reference`."""
 
     estimator: KLEstimator = "k1"
-    """As in every policy gradient; k1 is the penalty of Ziegler et al."""
+    """Estimator of the KL, as in every policy gradient; k1 is the one of Ziegler et al."""
     where: Literal["loss", "reward"] = "reward"
-    """As in every policy gradient; here in the reward."""
+    """Where the KL is subtracted, as in every policy gradient; PPO's default is the reward."""
     target: PositiveFloat | None = None
-    """Let the coefficient, `coef` at first, follow the KL towards so many nats an answer; 6 is customary."""
+    """KL per answer, in nats, that a controller aims at by changing the coefficient, starting from `coef`;
+    6 is customary. Null keeps `coef` fixed."""
     horizon: PositiveFloat = 10_000.0
-    """With `target`: samples over which the coefficient changes by at most a fifth."""
+    """With `target`: number of samples over which the coefficient changes by at most a fifth."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         if self.target is not None and self.coef == 0:
-            raise ValueError("target needs coef above 0, which the controller starts from")
+            raise ValueError("target needs coef above 0: the controller starts from it")
         if self.target is not None and self.where == "loss":
             raise ValueError("target is for a KL in the reward; expected where: reward")
 
@@ -73,16 +74,16 @@ class PPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Section of the algorithm `ppo`."""
 
     group_size: PositiveInt = 1
-    """Samples of each prompt. The critic is the baseline, so it takes no group to compare with."""
+    """Samples of each prompt. The critic is the baseline, so one sample is enough."""
     kl: PPOKLConfig = PPOKLConfig()
     """KL to a reference model; none by default."""
     gamma: Share = 1.0
     """Discount per token."""
     gae_lambda: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """GAE's lambda: 1 trusts the rewards alone, 0 the critic alone. Below 1, a critic that knows nothing yet
-    punishes long answers; verl and OpenRLHF have 1, TRL 0.95."""
+    """GAE's lambda: 1 uses the rewards alone, 0 the critic alone. Below 1, an untrained critic penalises long
+    answers; verl and OpenRLHF use 1, TRL 0.95."""
     reward_norm: bool = False
-    """Whiten the scores over the answers of each batch, before the KL is taken off."""
+    """Whiten the scores over the answers of each batch, before the KL is subtracted."""
     adv_norm: bool = True
     """Whiten the advantages over the trained tokens of each batch."""
     value_clip: PositiveFloat | None = 0.2
@@ -90,22 +91,22 @@ class PPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PPO(PolicyGradient[PPOConfig]):
-    """Actor and critic."""
+    """An actor and a critic, trained on the same samples."""
 
     def __init__(self, config: PPOConfig, context: Context) -> None:
         super().__init__(config, context)
-        # A controller moves `self.kl_coef`, beta, in the process that runs the functions, and there alone:
-        # the actor's loss is told of it in a column.
+        # A controller changes `self.kl_coef`, beta, only in the process that runs the functions: the actor's
+        # loss reads it from a column.
         if config.kl.target is not None:
             self.objective_reads = ("kl_coef",)
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """The actor, the reference if there is a KL to it, and the critic."""
+        """The actor, the critic, and the reference if the run has a KL to it."""
         return {**super().models, "critic": Model(head="value")}
 
     def calls(self) -> Sequence[Call]:
-        """The dataflow above; `forwards` are those of the reference and of the proximal policy."""
+        """Return the dataflow above; `forwards` are those of the reference and of the proximal policy."""
         config = self.config
         return [
             generate("actor", samples=config.group_size),
@@ -129,15 +130,15 @@ class PPO(PolicyGradient[PPOConfig]):
         ]
 
     def state(self) -> Mapping[str, float]:
-        """What the controller has learned; for a checkpoint."""
+        """Return the controller's state, for a checkpoint."""
         return {"kl_coef": self.kl_coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave, or from the beginning if it is empty."""
+        """Restore a state that `state` returned; an empty one means the initial coefficient."""
         self.kl_coef = state.get("kl_coef", self.config.kl.coef)
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Advantages and returns, (T,) float32, and with a controller beta, (S,), which then moves on."""
+        """Return advantages and returns, (T,) float32, and with a controller beta, (S,); then update beta."""
         import torch
 
         from stretto.rl.functional import adapted_kl_coef, masked_whiten, sequence_sum
@@ -161,7 +162,7 @@ class PPO(PolicyGradient[PPOConfig]):
         return columns
 
     def advantages(self, batch: Batch) -> Tensor:
-        """GAE of scores at the last token less the KL at each, (T,) float32."""
+        """Return the GAE of the scores at the last tokens minus the KL at each token, (T,) float32."""
         import torch
 
         from stretto.rl.functional import at_last_token, gae, group_normalise
@@ -178,7 +179,7 @@ class PPO(PolicyGradient[PPOConfig]):
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Clipped and dual-clipped surrogate, (T,)."""
+        """Return the clipped and dual-clipped surrogate, (T,)."""
         loss, statistics = clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
         if self.config.kl.target is None:
             return loss, statistics
@@ -186,7 +187,7 @@ class PPO(PolicyGradient[PPOConfig]):
         return loss, {**statistics, "kl_coef": kl_coef}
 
     def value_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The critic's loss on its current values, (T,), and statistics."""
+        """Return the critic's loss on its current values, (T,), and statistics."""
         from stretto.rl.functional import clipped_value_loss
 
         returns = batch["returns"]

@@ -1,12 +1,12 @@
 """Algorithm `reinforce_pp`: REINFORCE++, returns whitened over the whole batch instead of by group.
 
-Hu et al. 2025 (arXiv 2501.03262): the return-to-go of each token, G_t = sum of gamma^k r_{t+k} is whitened
+Hu et al. 2025 (arXiv 2501.03262): the return-to-go of each token, G_t = sum of gamma^k r_{t+k}, is whitened
 over the trained tokens of the batch and enters PPO's clipped objective. With `baseline: true` the group's
 mean is subtracted from the rewards first (REINFORCE++-baseline), which suits rewards of 0 and 1.
 
-Tokens that the policy did not sample, such as tool output between turns, are stepped over: they neither
-discount nor carry a return (verl's way). The unbiased standard deviation, plus 1e-6. A KL in the reward is
-taken off at each token, as in the paper, and after the group's mean.
+Tokens that the policy did not sample, such as tool output between turns, are skipped: they neither discount
+nor carry a return (as in verl). Whitening divides by the unbiased standard deviation plus 1e-6. A KL in the
+reward is subtracted at each token, as in the paper, and after the group's mean.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReinforcePPConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown
     """Section of the algorithm `reinforce_pp`."""
 
     baseline: bool = False
-    """Subtract the group's mean reward first."""
+    """Subtract the group's mean reward before whitening."""
     gamma: Share = 1.0
     """Discount per token."""
 
@@ -46,11 +46,11 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
     """Whitened returns, clipped objective."""
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
-        """The column `advantages`, whose KL penalties stay at their tokens."""
+        """Return the column `advantages`; each KL penalty stays at its own token."""
         return {"advantages": self.advantages(batch)}
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Whitened return-to-go of every sampled token, (T,) float32."""
+        """Return the whitened return-to-go of every sampled token, (T,) float32."""
         import torch
 
         from stretto.rl.functional import at_last_token, gae, group_normalise, masked_whiten
@@ -58,20 +58,21 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
         mask, rewards = batch["loss_mask"], batch["rewards"]
         if self.config.baseline:
             rewards = group_normalise(rewards, batch["group"], batch["sample"], std=False)
-        placed = at_last_token(rewards, mask, batch.sequence_index()) - self.kl_penalty(batch)  # (T,)
+        token_rewards = at_last_token(rewards, mask, batch.sequence_index()) - self.kl_penalty(batch)  # (T,)
         # Without values, and with lambda 1, GAE is the discounted return-to-go.
-        returns, _ = gae(placed, torch.zeros_like(placed), mask, batch.lengths, gamma=self.config.gamma)
+        values = torch.zeros_like(token_rewards)
+        returns, _ = gae(token_rewards, values, mask, batch.lengths, gamma=self.config.gamma)
         return masked_whiten(returns, mask)
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Clipped surrogate, (T,)."""
+        """Return the clipped surrogate, (T,)."""
         return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 def check(config: ReinforcePPConfig, run: RunConfig) -> Iterator[Problem]:
-    """Only the baseline compares the samples of a group."""
+    """Refuse groups of one sample only with the baseline, which compares the samples of a group."""
     yield from (check_policy if config.baseline else check_objective)(config, run)
 
 

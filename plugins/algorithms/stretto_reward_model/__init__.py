@@ -1,12 +1,12 @@
-"""Algorithm `reward_model`: a model of rewards from pairs of a chosen and a rejected answer.
+"""Algorithm `reward_model`: train a reward model on pairs of a chosen and a rejected answer.
 
 Bradley and Terry 1952, as in Stiennon et al. 2020 (arXiv 2009.01325), section 3.4: -log sigmoid(r_c - r_r -
-margin), where r is the score at the last token of prompt and answer. Scores are known only up to a constant;
-`centering` adds centering · (r_c + r_r)^2 to the loss of a pair (Eisenstein et al. 2023, 2312.09244), which
-keeps them around 0.
+margin), where r is the score at the last token of prompt and answer. The loss determines scores only up to a
+constant; `centering` adds centering · (r_c + r_r)^2 to the loss of a pair (Eisenstein et al. 2023,
+2312.09244), which keeps them around 0.
 
-Each sequence of a pair carries the pair's loss at its last token, the only one that is trained, so the mean
-over tokens is the mean over pairs.
+Each sequence of a pair carries the pair's loss at its last token, its only trained token, so the mean over
+tokens is the mean over pairs.
 
 Metrics, averaged over pairs: `accuracy`, the share of pairs with r_c > r_r, and `margin`, r_c - r_r.
 """
@@ -36,13 +36,14 @@ class RewardModelConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """Section of the algorithm `reward_model`."""
 
     margin: NonNegativeFloat = 0.0
-    """By how much the chosen answer's score is to be above the other's before the loss is small."""
+    """Margin by which the chosen score must exceed the rejected one before the loss is small."""
     centering: NonNegativeFloat = 0.0
-    """Weight of the squared sum of a pair's scores; 0.01 is customary."""
+    """Weight in the loss of the squared sum of a pair's scores, which keeps scores around 0; 0.01 is
+    customary."""
 
 
 class RewardModel:
-    """One model, `reward`, and the rows."""
+    """Train one model, `reward`, on the rows."""
 
     models: Mapping[str, Model] = {"reward": Model(head="reward")}
 
@@ -51,24 +52,24 @@ class RewardModel:
         self.config = config
 
     def calls(self) -> Sequence[Call]:
-        """read -> train, whole pairs at a time."""
+        """Return the dataflow read -> train. Pairs are never split."""
         return [
             read(self.encode, samples=2),
             train("reward", Loss(self.loss, "token", unit="group"), reads=("group",)),
         ]
 
     def keep(self, group: Group) -> bool:
-        """Every pair is trained on."""
+        """Keep every pair."""
         del group
         return True
 
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
-        """Prompt and answer, first of the chosen and then of the rejected one, the last token trained on."""
+        """Encode the prompt and one answer, chosen (0) or rejected (1); only the last token is trained on."""
         tokens, mask = prompt_and_answer(row, self.config.columns[index], tokenizer)
         return Encoded(tokens, [False] * (len(mask) - 1) + [True])
 
     def loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss of its pair at the last token of each sequence, (T,), and statistics."""
+        """Return (T,), with the loss of the pair at the last token of each sequence, and statistics."""
         import torch
 
         from stretto.rl.functional import at_last_token, pairs_of, preference_loss, sequence_sum
@@ -88,7 +89,7 @@ class RewardModel:
 
 
 def check(config: RewardModelConfig, run: RunConfig) -> Iterator[Problem]:
-    """Two columns."""
+    """Check the two columns."""
     del run
     yield from check_pair(config)
 
@@ -100,7 +101,7 @@ def stretto_algorithm() -> Iterator[Component[RewardModelConfig]]:
         "reward_model",
         RewardModel,
         RewardModelConfig,
-        "a model of rewards from pairs of answers (Bradley-Terry)",
+        "a reward model from pairs of answers (Bradley-Terry)",
         check,
         requires={"torch": "stretto[torch]"},
     )

@@ -1,7 +1,7 @@
 """Algorithm `rloo`: REINFORCE with the other samples of the prompt as the baseline.
 
-Ahmadian et al. 2024 (arXiv 2402.14740): A_i = R_i - mean of the other R_j, one for the whole answer, without
-a standard deviation. A lone sample has nothing to be compared with: 0 (verl takes R).
+Ahmadian et al. 2024 (arXiv 2402.14740): A_i = R_i - mean of the other R_j, one advantage for the whole
+answer, not divided by a standard deviation. A group of one sample has advantage 0 (verl uses R).
 
 Deliberate differences from the paper: the samples may be stale, so the objective is the clipped surrogate
 rather than A log pi, with the same gradient where the ratio is 1; and the loss is the mean over the tokens of
@@ -32,7 +32,7 @@ class RLOO(PolicyGradient[RLOOConfig]):
     """Leave-one-out advantages, clipped objective."""
 
     def advantages(self, batch: Batch) -> Tensor:
-        """R minus the mean of the others of its group for every sampled token, (T,) float32."""
+        """Return R minus the mean of the group's other rewards, at every sampled token: (T,) float32."""
         from stretto.rl.functional import group_normalise
 
         relative = group_normalise(
@@ -43,7 +43,7 @@ class RLOO(PolicyGradient[RLOOConfig]):
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Clipped surrogate, (T,)."""
+        """Return the clipped surrogate, (T,)."""
         return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
@@ -54,7 +54,7 @@ def stretto_algorithm() -> Iterator[Component[RLOOConfig]]:
         "rloo",
         RLOO,
         RLOOConfig,
-        "REINFORCE against the mean of the other samples",
+        "REINFORCE with the mean reward of the group's other samples as the baseline",
         check_policy,
         requires={"torch": "stretto[torch]"},
     )

@@ -1,8 +1,8 @@
 """Algorithm `sapo`: soft adaptive policy optimisation.
 
 Gao et al. 2025 (arXiv 2511.20347): instead of a hard clip, the ratio passes a sigmoid gate whose slope at 1
-is that of the ratio itself; the gate is sharper for negative advantages. The mean over answers. The advantage
-is GRPO's. An advantage of 0 takes `tau_neg`; it has no gradient either way.
+is that of the ratio itself; the gate is sharper for negative advantages. The loss is the mean over answers.
+The advantage is GRPO's. An advantage of 0 uses `tau_neg`; it has no gradient either way.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ class SAPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
     """Section of the algorithm `sapo`."""
 
     loss_mean: Reduction = "sequence"
-    """As in every policy gradient; here by answer, as in the paper."""
+    """How token losses are averaged, as in every policy gradient. Default: the mean over answers, as in the
+    paper."""
     tau_pos: PositiveFloat = 1.0
     """Sharpness of the gate for tokens of positive advantage."""
     tau_neg: PositiveFloat = 1.05
-    """Sharpness of the gate for the others; larger forgets faster what goes too far."""
+    """Sharpness of the gate for tokens of advantage 0 or less; a larger value reduces the gradient of tokens
+    with ratios far from 1 faster."""
 
 
 class SAPO(GroupRelative[SAPOConfig]):
@@ -40,7 +42,7 @@ class SAPO(GroupRelative[SAPOConfig]):
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """-f(r) A, (T,)."""
+        """Return -f(r) A, (T,), where f is the gate."""
         from stretto.rl.functional import soft_gate
 
         config = self.config

@@ -1,11 +1,11 @@
-"""Algorithm `sft`: supervised fine-tuning on answers that are given.
+"""Algorithm `sft`: supervised fine-tuning on the answers of the dataset.
 
-The negative log-likelihood of the answer's tokens, -log pi(y_t | x, y_<t); the prompt is not trained on. The
-answer is the column `completion_column` of the row, text or the assistant's messages, and ends with the
-tokenizer's end of text, so that the model learns to stop.
+The loss is the negative log-likelihood of the answer's tokens, -log pi(y_t | x, y_<t); the prompt is not
+trained on. The answer is the column `completion_column` of the row, text or the assistant's messages, and
+ends with the tokenizer's end-of-text token, so that the model learns to stop.
 
-Peers disagree on the mean: TRL and most trainers take it over the tokens of the batch, as `loss_mean: token`
-does here, across all ranks and micro-batches alike.
+Other libraries disagree on the mean: TRL and most trainers average over the tokens of the batch, as
+`loss_mean: token` does here, across all ranks and micro-batches.
 
 Metrics: `nll`, the loss per token in nats, averaged over trained tokens.
 """
@@ -36,12 +36,13 @@ class SFTConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_field
     completion_column: str = "completion"
     """Column with the answer to the prompt: text, or chat messages of the assistant."""
     loss_mean: Reduction = "token"
-    """`token`: every token of the batch counts alike; `sequence`: every answer does; `sequence_sum`: every
-    answer, with the sum of its tokens instead of their mean."""
+    """How token losses are averaged. `token`: every token of the batch counts equally; `sequence`: every
+    answer counts equally; `sequence_sum`: like `sequence`, but with the sum of an answer's tokens instead of
+    their mean."""
 
 
 class SFT:
-    """One policy, `actor`, and the rows."""
+    """Train one policy, `actor`, on the rows."""
 
     models: Mapping[str, Model] = {"actor": Model()}
 
@@ -50,27 +51,27 @@ class SFT:
         self.config = config
 
     def calls(self) -> Sequence[Call]:
-        """read -> train."""
+        """Return the dataflow read -> train."""
         return [read(self.encode), train("actor", Loss(self.loss, self.config.loss_mean), reads=())]
 
     def keep(self, group: Group) -> bool:
-        """Every row is trained on."""
+        """Keep every row."""
         del group
         return True
 
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
-        """Prompt and answer, the answer trained on."""
+        """Encode the prompt and the answer; only the answer is trained on."""
         del index
         return prompt_and_answer(row, self.config.completion_column, tokenizer)
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """-log pi, (T,)."""
+        """Return -log pi, (T,), and statistics."""
         del batch
         return -logprobs, {"nll": -logprobs.detach()}
 
 
 def check(config: SFTConfig, run: RunConfig) -> Iterator[Problem]:
-    """The logprobs are to be the model's own."""
+    """Check that the logprobs are the model's own (temperature 1)."""
     del config
     yield from check_temperature(run)
 
@@ -82,7 +83,7 @@ def stretto_algorithm() -> Iterator[Component[SFTConfig]]:
         "sft",
         SFT,
         SFTConfig,
-        "supervised fine-tuning on answers that are given",
+        "supervised fine-tuning on the answers of the dataset",
         check,
         requires={"torch": "stretto[torch]"},
     )

@@ -1,4 +1,4 @@
-"""Dataset `hf`: rows of the `datasets` library, from the hub, a local folder, or files that it can read."""
+"""Dataset `hf`: rows of the `datasets` library, from the hub, a local folder, or files it can read."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ class HFConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A dataset of the hub (`openai/gsm8k`), a folder that `save_to_disk` wrote, or a folder of data
     files."""
     name: str | None = None
-    """Configuration, for datasets that have several (`main`)."""
+    """Configuration name, for datasets that have several (`main`)."""
     split: str = "train"
-    """Split, or a part of one as the library writes it: `train[:90%]`."""
+    """Split, or a part of one in the library's notation: `train[:90%]`."""
     revision: str | None = None
-    """Commit or tag of the hub's repository; give one, and the rows stay what they are."""
+    """Commit or tag of the hub's repository. Set it so that the rows never change."""
     streaming: bool = False
-    """Read the first `limit` rows over the network, without fetching the whole dataset."""
+    """Read the first `limit` rows over the network, without downloading the whole dataset."""
     limit: PositiveInt | None = None
-    """Take only the first rows."""
+    """Number of rows to use, from the first on; null for all."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         super().__post_init__()
         if self.streaming and self.limit is None:
-            raise ValueError("streaming needs limit: how many rows to take")
+            raise ValueError("streaming needs limit, the number of rows to read")
 
 
 class HFDataset:
-    """Rows of one split. Memory-mapped by the library, or, when streamed, in memory."""
+    """Rows of one split. The library memory-maps them; streamed rows are held in memory."""
 
     def __init__(self, config: HFConfig, context: Context) -> None:
         del context
         self._config = config
-        loaded = _loaded(config)
+        split = _load_split(config)
         if config.streaming:
-            # Images as their files' bytes: pixels would be many times as large, and are made when needed.
-            self._rows: Any = list(islice(cast("Iterable[Row]", loaded.decode(False)), config.limit))
+            # Keep images as the bytes of their files: pixels are many times larger and are decoded later.
+            self._rows: Any = list(islice(cast("Iterable[Row]", split.decode(False)), config.limit))
         else:
-            rows = loaded.select(range(min(config.limit, len(loaded)))) if config.limit else loaded
+            rows = split.select(range(min(config.limit, len(split)))) if config.limit else split
             self._rows = _Undecoded(rows) if _has_images(rows.features) else rows
         if len(self._rows):
-            self[0]  # all rows have the same columns: one that the prompt needs and is not there is told now
+            self[0]  # all rows have the same columns, so this raises now if the prompt needs a missing one
         self.fingerprint = _digest(self._rows)
-        """SHA-256 of the rows, in their order."""
+        """SHA-256 of the rows, in order."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -70,7 +70,7 @@ class HFDataset:
 
 
 class _Undecoded:
-    """A table's rows with the bytes or the paths of image files rather than their pixels."""
+    """Rows of a table with the bytes or paths of image files instead of decoded pixels."""
 
     def __init__(self, table: Any) -> None:
         self._table = table.with_format("arrow")
@@ -86,7 +86,7 @@ class _Undecoded:
 
 
 def _has_images(feature: Any) -> bool:
-    """Whether images are somewhere in a feature, a mapping or a list of features."""
+    """Whether a feature, or a mapping or list of features, contains images."""
     import datasets
 
     if isinstance(feature, Mapping):
@@ -96,11 +96,11 @@ def _has_images(feature: Any) -> bool:
     return isinstance(feature, datasets.Image) or _has_images(getattr(feature, "feature", []))
 
 
-def _loaded(config: HFConfig) -> Any:
-    """The split, by whichever way the library has for what `path` is.
+def _load_split(config: HFConfig) -> Any:
+    """Load the split with the library's function for the kind of `path`.
 
     Raises:
-        ConfigError: if there is no such dataset, configuration or split, or it cannot be reached.
+        ConfigError: if the dataset, configuration or split does not exist or cannot be reached.
     """
     import datasets
     from datasets.exceptions import DatasetNotFoundError
@@ -129,8 +129,8 @@ def _loaded(config: HFConfig) -> Any:
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Of every row's values, so that it is the same on every machine whatever the library keeps in its
-    cache."""
+    """Hash the values of all rows, so that the digest is the same on every machine, independent of the
+    library's cache."""
     whole = hashlib.sha256()
     for row in rows:
         whole.update(repr(sorted((name, _digestible(value)) for name, value in row.items())).encode())
@@ -138,12 +138,12 @@ def _digest(rows: Iterable[Any]) -> str:
 
 
 def _digestible(value: Any) -> Any:
-    """A value with the digest of each image file in its place, wherever that lies."""
+    """Return a value in which each image file is replaced by its digest, at any depth of lists."""
     if isinstance(value, list):
         return [_digestible(each) for each in cast("list[Any]", value)]
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
-        held = cast("dict[str, Any]", value)
-        return hashlib.sha256(held["bytes"] or Path(held["path"]).read_bytes()).hexdigest()
+        image = cast("dict[str, Any]", value)
+        return hashlib.sha256(image["bytes"] or Path(image["path"]).read_bytes()).hexdigest()
     return value
 
 
@@ -154,6 +154,6 @@ def stretto_dataset() -> Iterator[Component[HFConfig]]:
         "hf",
         HFDataset,
         HFConfig,
-        "the `datasets` library: the hub, a local folder, parquet, csv, json; streaming too",
+        "the `datasets` library: the hub, a local folder, parquet, csv or json; also streamed",
         requires={"datasets": "stretto[hf]"},
     )

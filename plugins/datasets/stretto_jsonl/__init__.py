@@ -1,4 +1,4 @@
-"""Dataset `jsonl`: a file with one JSON object a line. Paths of images in it are looked up beside it."""
+"""Dataset `jsonl`: a file with one JSON object per line. Image paths in it are relative to its folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class JsonLinesConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_f
     """Section of the dataset `jsonl`."""
 
     path: LocalPath
-    """The file. Blank lines are passed over."""
+    """The file. Blank lines are skipped."""
 
 
 class JsonLines:
-    """Rows of a file, read one at a time; only the places of the lines are held in memory.
+    """Rows of a file, read one at a time; only the positions of the lines are held in memory.
 
-    The file is read rather than mapped: one that is changed in mid-run gives errors, not a killed process.
+    The file is read rather than memory-mapped: a change during the run then causes errors instead of killing
+    the process.
     """
 
     def __init__(self, config: JsonLinesConfig, context: Context) -> None:
@@ -51,14 +52,14 @@ class JsonLines:
         for number, line in enumerate(self._file, 1):
             whole.update(line)
             if line.strip():
-                self._parsed(line, number)
+                self._parse(line, number)
                 self._lines.append((number, start, len(line)))
             start += len(line)
         self.fingerprint = whole.hexdigest()
-        """SHA-256 of the file as it was opened; images that it names are not looked at."""
+        """SHA-256 of the file when it was opened, without the images that it names."""
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # it could not be opened
+        with suppress(AttributeError):  # the file could not be opened
             self._file.close()
 
     def __len__(self) -> int:
@@ -66,23 +67,23 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> Row:
         number, start, length = self._lines[index]
-        row = self._parsed(os.pread(self._file.fileno(), length, start), number)
+        row = self._parse(os.pread(self._file.fileno(), length, start), number)
         try:
             row = self._config.with_prompt(row)
         except ConfigError as error:
             raise ConfigError(f"{self._path}:{number}: {error}") from error
         for column in IMAGE_COLUMNS:
             if column in row:
-                row[column] = self._beside(row[column])
+                row[column] = self._resolve_images(row[column])
         return row
 
-    def _beside(self, images: Any) -> Any:
-        """Paths of images, looked up beside the file; anything else as it is."""
+    def _resolve_images(self, images: Any) -> Any:
+        """Resolve image paths relative to the file's folder; return anything else unchanged."""
         if isinstance(images, str):
             return str(self._path.parent / images)
-        return [self._beside(each) for each in images] if isinstance(images, list) else images
+        return [self._resolve_images(each) for each in images] if isinstance(images, list) else images
 
-    def _parsed(self, line: bytes, number: int) -> Row:
+    def _parse(self, line: bytes, number: int) -> Row:
         try:
             return _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -92,4 +93,4 @@ class JsonLines:
 @hookimpl
 def stretto_dataset() -> Iterator[Component[JsonLinesConfig]]:
     """The component of this package."""
-    yield Component("jsonl", JsonLines, JsonLinesConfig, "one JSON object a line of a local file")
+    yield Component("jsonl", JsonLines, JsonLinesConfig, "a local file with one JSON object per line")

@@ -1,7 +1,7 @@
 """`reasoning_gym`, dataset and reward: tasks of Reasoning Gym (Stojanovski et al. 2025, arXiv 2505.24760).
 
-Rows are made when they are wanted, in a process of their own (`generator.py`), and carry all that the task's
-own `score_answer` asks for.
+A separate process (`generator.py`) generates rows on demand. A row carries everything that the task's own
+`score_answer` needs.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ class WeightedTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One of several tasks."""
 
     task: str
-    """Its name, such as `leg_counting`."""
+    """Name of the task, such as `leg_counting`."""
     weight: PositiveFloat = 1.0
-    """How often it is drawn, against the others."""
+    """Sampling weight, relative to the other tasks."""
     options: dict[str, Any] = {}
-    """The task's own."""
+    """Options of the task."""
 
 
 class ReasoningGymConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the dataset `reasoning_gym`."""
 
     task: str | None = None
-    """Name of the one task, such as `leg_counting`; give it or `tasks`."""
+    """Name of a single task, such as `leg_counting`; set either this or `tasks`."""
     options: dict[str, Any] = {}  # noqa: RUF012 - a struct copies it
-    """The task's own, such as `{max_animals: 5}`; see its config in the library."""
+    """Options of `task`, such as `{max_animals: 5}`; see its config class in the library."""
     tasks: tuple[WeightedTask, ...] = ()
-    """Several tasks, drawn by weight."""
+    """Several tasks, sampled by weight."""
     size: PositiveInt = 1000
-    """Rows."""
+    """Number of rows."""
     seed: NonNegativeInt = 1
-    """What rows are drawn by. Give held-out rows another seed than those trained on."""
+    """Random seed of the rows. Use different seeds for training rows and held-out rows."""
     system: str | None = "default"
     """Instruction before every question: the library's `default`, `DeepSeekZero`, `simple`, `direct` or
     `chain_of_draft`, which ask for `<answer>` tags, or a text of your own; null for none."""
     chat: bool = True
-    """Make chat messages of instruction and question, for the model's template; else text."""
+    """Give instruction and question as chat messages, for the model's template; false gives plain text."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         if (self.task is None) == (not self.tasks):
             raise ValueError("give either task or tasks")
         if self.options and self.task is None:
@@ -71,9 +71,9 @@ class ReasoningGym:
             orders = [TaskOrder(config.task, 1.0, config.options)]
         order = Order(tuple(orders), config.size, config.seed, config.system)
         self._generator = Generator(order)
-        made_of = (order, config.chat, version("reasoning-gym"), platform.python_version_tuple()[:2])
-        self.fingerprint = hashlib.sha256(msgspec.json.encode(made_of)).hexdigest()
-        """Of all that determines the rows."""
+        sources = (order, config.chat, version("reasoning-gym"), platform.python_version_tuple()[:2])
+        self.fingerprint = hashlib.sha256(msgspec.json.encode(sources)).hexdigest()
+        """SHA-256 of everything that determines the rows."""
 
     def __len__(self) -> int:
         return self._config.size
@@ -103,11 +103,12 @@ class ReasoningGymReward(RewardConfig, frozen=True, kw_only=True, forbid_unknown
     """Section of the reward `reasoning_gym`."""
 
     tag: str = "answer"
-    """The last text between `<tag>` and `</tag>` is what is scored; without one there is no answer."""
+    """Name of the tag around the answer: the last text between `<tag>` and `</tag>` is scored. Without a tag
+    there is no answer."""
 
 
 def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., dict[str, float]]:
-    """The scoring function."""
+    """Return the scoring function."""
     del context
     from reasoning_gym.factory import create_dataset
     from reasoning_gym.utils import extract_answer
@@ -121,8 +122,9 @@ def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., d
         return tasks[key]
 
     def reasoning_gym(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
-        """Between 0 and 1: `accuracy` is 1 for all of it, `answered` for an answer in its tags. An answer
-        that the task's own code cannot read counts 0, and as `unreadable`."""
+        """Return a reward between 0 and 1 and three metrics: `accuracy` is 1 for the full reward, `answered`
+        is 1 if there is an answer in its tags, and `unreadable` is 1 if the task's own code cannot read the
+        answer, whose reward is then 0."""
         if "task" not in columns:
             raise ValueError("the row has no column 'task'; this reward is for rows of dataset reasoning_gym")
         entry = {name: restored(columns[name]) for name in ("question", "answer", "metadata")}
@@ -130,7 +132,7 @@ def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., d
         answer = extract_answer(completion, tag_name=config.tag)
         try:
             score, unreadable = float(task.score_answer(answer, entry)), 0.0
-        except Exception:  # noqa: BLE001 - some tasks raise whatever parsing a wrong answer raises
+        except Exception:  # noqa: BLE001 - some tasks let any error of parsing a wrong answer through
             score, unreadable = 0.0, 1.0
         return {
             "reward": score,
@@ -161,6 +163,6 @@ def stretto_reward() -> Iterator[Component[ReasoningGymReward]]:
         "reasoning_gym",
         make_reward,
         ReasoningGymReward,
-        "what the row's Reasoning Gym task gives the answer in its tags",
+        "the score that the row's Reasoning Gym task gives to the tagged answer",
         requires={"reasoning_gym": "stretto[reasoning-gym]"},
     )

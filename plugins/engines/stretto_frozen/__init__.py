@@ -1,7 +1,7 @@
-"""Training engine `frozen`: gives engines the weights of the run's model, and trains nothing.
+"""Training engine `frozen`: publishes the weights of the run's model without training.
 
-For runs with `steps: 0`, which evaluate a model: `stretto evaluate` uses it. It holds the model in host
-memory, in the type of its files and without an optimizer.
+It is for runs with `steps: 0`, which only evaluate a model; `stretto evaluate` uses it. It holds the model in
+host memory, in the dtype of its files and without an optimizer.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ class FrozenConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """Section of the training engine `frozen`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the published weights; `auto` is that of the model's files. To serve what a run served, give
-    its `training.dtype`."""
+    """Dtype of the published weights; `auto` keeps that of the model's files. To serve the same weights as an
+    earlier run, use its `training.dtype`."""
 
 
 def make(config: FrozenConfig, context: Context) -> Any:
-    """The engine; it imports torch, as every one does."""
+    """Return the engine. This imports torch."""
     from stretto_frozen.training import FrozenTraining
 
     return FrozenTraining(config, context)
 
 
 def check(config: FrozenConfig, run: RunConfig) -> Iterable[Problem]:
-    """It cannot train, and is one process."""
+    """Refuse runs that train, and more than one process."""
     if run.steps:
         yield Problem(
-            "training.use", f"'frozen' trains nothing, and steps is {run.steps}; it is for `steps: 0`"
+            "training.use", f"'frozen' trains nothing, but steps is {run.steps}; expected `steps: 0`"
         )
     if config.processes != 1:
-        yield Problem("training.processes", f"is {config.processes}; engine 'frozen' is one process")
+        yield Problem("training.processes", f"is {config.processes}; the engine 'frozen' runs in one process")
 
 
 @hookimpl
@@ -49,7 +49,7 @@ def stretto_training() -> Iterator[Component[FrozenConfig]]:
         "frozen",
         make,
         FrozenConfig,
-        "trains nothing: publishes the model as it is, for runs that only evaluate",
+        "trains nothing: publishes the model unchanged, for runs that only evaluate",
         check=check,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
     )

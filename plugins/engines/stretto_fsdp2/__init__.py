@@ -25,18 +25,18 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
     """Data parallel over `processes` ranks, or over groups of `tensor_parallel` of them."""
 
     tensor_parallel: PositiveInt = 1
-    """Ranks that compute each layer together, for Llama, Qwen2 and Gemma type models; must divide
-    `processes`. Rank r is number r % tensor_parallel of its group."""
+    """Number of ranks that compute each layer together, for models of the Llama, Qwen2 and Gemma types; must
+    divide `processes`. Rank r is number r % tensor_parallel of its group."""
     shard: bool = True
-    """Each data-parallel rank keeps a part of parameters, gradients and optimizer. Without it, each keeps
-    all: about half the time for models of less than some million parameters."""
+    """Shard parameters, gradients and optimizer over the data-parallel ranks. If false, each rank keeps full
+    copies, which takes about half the time for models of less than some million parameters."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients travel between data-parallel ranks."""
+    """Dtype in which gradients are reduced between data-parallel ranks."""
     cpu_offload: bool = False
-    """Parameters and optimizer stay in the host's memory, where the step is made too; needs `shard`."""
+    """Keep parameters and optimizer in host memory, and run the optimizer step there; needs `shard`."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         super().__post_init__()
         if self.processes % self.tensor_parallel:
             raise ValueError(
@@ -47,11 +47,11 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
         if self.tensor_parallel > 1:
             for key in ("lora", "compile"):
                 if getattr(self, key):
-                    raise ValueError(f"{key} does not go with tensor_parallel; leave out one of them")
+                    raise ValueError(f"{key} and tensor_parallel above 1 cannot be combined")
 
     @property
     def data_parallel(self) -> int:
-        """Parts of a batch."""
+        """Number of parts of a batch, one for each data-parallel group."""
         return self.processes // self.tensor_parallel
 
 
@@ -67,7 +67,7 @@ def _check(config: Fsdp2TrainingConfig, run: RunConfig) -> Iterator[Problem]:
     if config.tensor_parallel > 1 and is_vision_language(known_config(run.model)):
         yield Problem(
             "training.tensor_parallel",
-            f"is {config.tensor_parallel}, and {run.model!r} reads images: it cannot be split; expected 1",
+            f"is {config.tensor_parallel}, but {run.model!r} reads images and cannot be split; expected 1",
         )
     model, ranks = text_config(run.model), config.tensor_parallel
     heads = model.get("num_attention_heads")

@@ -1,6 +1,6 @@
-"""Engines `mock`: training and inference with stated speeds, to try a configuration's timing.
+"""Engines `mock`: training and inference at configured speeds, to try a configuration's timing.
 
-Neither needs a model or a GPU: answers are random tokens of random length, weights are one number.
+Neither needs a model or a GPU: answers are random tokens of random length, and the weights are one number.
 """
 
 from __future__ import annotations
@@ -18,41 +18,43 @@ class MockTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkno
     """Section of the training engine `mock`."""
 
     seconds_per_step: NonNegativeFloat = 1.0
-    """Time of one optimizer step, whatever the batch."""
+    """Seconds of one optimizer step, independent of the batch."""
     tokens_per_s: PositiveFloat | None = None
-    """If given, a step takes the time of its tokens at this speed on top."""
+    """If set, a step additionally takes the time of its batch's tokens at this speed."""
     seconds_per_forward: NonNegativeFloat = 0.0
-    """Time of one forward pass over a batch."""
+    """Seconds of one forward pass over a batch."""
     calls_loss: bool = False
-    """Call the algorithm's loss, to try its code; what it gives changes nothing."""
+    """Call the algorithm's loss, to test its code; the result is not used."""
 
 
 class MockInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the inference engine `mock`."""
 
     tokens_per_s: PositiveFloat = 10_000.0
-    """Speed with all slots busy; each slot has an equal part of it, used or not."""
+    """Tokens per second with all slots busy. Each slot has an equal part of this speed, even if others are
+    idle."""
     slots: PositiveInt = 64
-    """Samples decoded at once."""
+    """Number of samples decoded at once."""
     mean_tokens: PositiveFloat = 64.0
     """Mean length of an answer, before `sampling.max_tokens` cuts it."""
     sigma: NonNegativeFloat = 0.0
-    """Spread of the lengths, lognormal: standard deviation of the logarithm. 0: all alike; 1: long-tailed."""
+    """Standard deviation of the logarithm of the answer lengths, which are lognormal. With 0 all lengths are
+    equal; 1 gives a long tail."""
     swap_s: NonNegativeFloat = 0.0
-    """Pause at each swap of weights."""
+    """Seconds of pause at each weight swap."""
     vocab_size: PositiveInt = 64
-    """Tokens are drawn from so many."""
+    """Number of different tokens that answers are drawn from."""
 
 
 def make_training(config: MockTrainingConfig, context: Context) -> Any:
-    """The training engine; it imports torch, as every one does."""
+    """Return the training engine. This imports torch."""
     from stretto_mock.training import MockTraining
 
     return MockTraining(config, context)
 
 
 def make_inference(config: MockInferenceConfig, context: Context) -> Any:
-    """The inference engine."""
+    """Return the inference engine."""
     from stretto_mock.inference import MockInference
 
     return MockInference(config, context)
@@ -65,7 +67,7 @@ def stretto_training() -> Iterator[Component[MockTrainingConfig]]:
         "mock",
         make_training,
         MockTrainingConfig,
-        "trains nothing, at a stated speed",
+        "trains nothing, at a configured speed",
         requires={"torch": "stretto[torch]"},
         needs_model=False,
     )
@@ -78,7 +80,7 @@ def stretto_inference() -> Iterator[Component[MockInferenceConfig]]:
         "mock",
         make_inference,
         MockInferenceConfig,
-        "random answers of random length, at a stated speed",
+        "random answers of random length, at a configured speed",
         needs_model=False,
         reads_images=True,
     )

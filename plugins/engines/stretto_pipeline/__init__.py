@@ -1,4 +1,4 @@
-"""The training engine `pipeline`: a model cut by layers into stages, each in a process of its own.
+"""The training engine `pipeline`: a model split by layers into stages, each in its own process.
 
 Importing this module does not import torch; the factory does.
 """
@@ -22,23 +22,23 @@ __all__ = ["PipelineTrainingConfig"]
 
 
 class PipelineTrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Stages one after the other (1F1B), and data parallel over `processes // stages` of such lines."""
+    """A pipeline of stages (1F1B), and data parallel over `processes // stages` such pipelines."""
 
     processes: PositiveInt = 2
-    """Ranks of the worker group; rank r is stage r % stages of its line."""
+    """Number of ranks of the worker group. Rank r is stage r % stages of its pipeline."""
     stages: PositiveInt = 2
-    """Stages that the layers are cut into, as equal as they can be; must divide `processes`. More
-    micro-batches keep them busier: of m, all stages compute in m - stages + 1."""
+    """Number of stages, each with an equal share of the layers as far as possible; must divide `processes`.
+    More micro-batches keep the stages busier: with m of them, all stages compute during m - stages + 1."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         super().__post_init__()
         if self.processes % self.stages:
             raise ValueError(f"processes ({self.processes}) must be a multiple of stages ({self.stages})")
 
     @property
     def data_parallel(self) -> int:
-        """Parts of a batch."""
+        """Number of parts of a batch, one for each pipeline."""
         return self.processes // self.stages
 
 
@@ -54,12 +54,12 @@ def _check(config: PipelineTrainingConfig, run: RunConfig) -> Iterator[Problem]:
     if is_vision_language(known_config(run.model)):
         yield Problem(
             "training.use",
-            f"'pipeline' cannot cut {run.model!r}, which reads images; 'torch' and 'fsdp2' train it",
+            f"'pipeline' cannot split {run.model!r}, which reads images; 'torch' and 'fsdp2' can train it",
         )
     layers = text_config(run.model).get("num_hidden_layers")
     if isinstance(layers, int) and layers < config.stages:
         yield Problem(
-            "training.stages", f"is {config.stages}, and the model has {layers} layers; at most {layers}"
+            "training.stages", f"is {config.stages}, but the model has {layers} layers; at most {layers}"
         )
 
 
@@ -70,7 +70,7 @@ def stretto_training() -> Iterable[Component[PipelineTrainingConfig]]:
         name="pipeline",
         factory=_make,
         config=PipelineTrainingConfig,
-        summary="several processes, each with some of the layers: 1F1B, combined with data parallel",
+        summary="several processes, each with a part of the layers: 1F1B, combined with data parallel",
         check=_check,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
     )

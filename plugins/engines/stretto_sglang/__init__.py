@@ -1,4 +1,4 @@
-"""The inference engine `sglang`: an SGLang server of one's own, beside each inference worker."""
+"""The inference engine `sglang`: each inference worker has its own SGLang server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RESERVED = {
 
 class SglangConfig(SidecarConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An SGLang server. Without `gpus` it runs on the CPU, with PyTorch's own attention; its cache then holds
-    `slots` times `context_length` tokens. Seeds of samples have no effect."""
+    `slots` times `context_length` tokens. SGLang ignores the seeds of samples."""
 
 
 def _make(config: SglangConfig, context: Context) -> InferenceEngine:
@@ -57,6 +57,6 @@ def stretto_inference() -> Iterable[Component[SglangConfig]]:
         name="sglang",
         factory=_make,
         config=SglangConfig,
-        summary="an SGLang server with its own interpreter, GPU or CPU: exact versions, live swaps",
+        summary="an SGLang server in its own interpreter, on GPU or CPU: exact versions, live swaps",
         check=_check,
     )

@@ -1,4 +1,4 @@
-"""The `torch` engines: sampling and training in plain PyTorch, on CPU or one GPU a process.
+"""The `torch` engines: sampling and training in plain PyTorch, on the CPU or on one GPU per process.
 
 Importing this module imports neither torch nor transformers; the factory does.
 """
@@ -29,36 +29,38 @@ __all__ = ["TorchInferenceConfig", "TorchTrainingConfig"]
 class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """In-process continuous batching with PyTorch.
 
-    `deterministic` has every prompt computed by itself: about a tenth fewer tokens a second where each
-    prompt has one sample (0.2 M parameters, 32 slots), next to nothing with groups, whose prompt is
-    computed once either way; beginnings that several prompts share are computed for each, and a sample waits
-    until its longest is sure to fit. On AMD say `linear: onednn` with it, or models from about 1 M parameters
-    on lose another third. The bits then depend on the kind of processor, the number of threads, and the
-    versions of torch and its libraries.
+    With `deterministic` every prompt is computed separately. This costs about a tenth of the tokens per
+    second if each prompt has one sample (0.2 M parameters, 32 slots), and next to nothing with groups, whose
+    prompt is computed once in either case. Prefixes that several prompts share are computed for each prompt,
+    and a sample waits until it fits into the cache at its largest possible length. On AMD set `linear:
+    onednn` as well, or models from about 1 M parameters on lose another third. The bits then depend on the
+    kind of processor, the number of threads, and the versions of torch and its libraries.
     """
 
     slots: PositiveInt = 32
-    """Samples decoded at once. More raises the tokens a second of all and lowers those of each. On one core
-    the gain flattens out at about 32."""
+    """Number of samples decoded at once. A larger number raises the total tokens per second and lowers those
+    of each sample. On one core the gain flattens out at about 32."""
     context_length: PositiveInt | None = None
-    """Tokens a sample may have, prompt and answer together. None takes what the model was made for, at
-    most 4096."""
+    """Tokens a sample may have, prompt and answer together. Null uses the model's own context length, at most
+    4096."""
     cache_gb: PositiveFloat | None = None
-    """Memory for keys and values, in GiB, allocated at the start; enough for at least one sample of
-    `context_length`, or eight if transformers runs the model. None takes enough for all slots to be full.
-    With less, samples get a slot only while there is room for what all have, and should it run out, those
-    that came last leave theirs: they keep their tokens and go on later. What running samples leave of it
-    keeps the texts of those that ended, so that a prompt that begins like one of them, as the next turn does,
-    is computed only from where it differs; not if `deterministic`, and never across versions."""
+    """Memory for keys and values, in GiB, allocated at the start. It must hold at least one sample of
+    `context_length`, or eight if transformers runs the model. Null allocates enough for all slots to be full.
+    With less, a sample gets a slot only while the cache has room for it and the running samples. If the cache
+    runs full, the samples that came last are preempted: they keep their tokens and continue later. Memory
+    that running samples do not use keeps the texts of samples that have ended. A prompt with the same prefix
+    as one of them, such as the next turn of a conversation, is then computed only from the first different
+    token; not with `deterministic`, and never across versions."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes a GPU if the process can see one."""
+    """Device to compute on; `auto` uses a GPU if the process can see one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and cache. In float32 the logprobs agree with a float32 trainer's to about 1e-5;
-    bfloat16 halves memory and moves them by some hundredths, which the trainer has to correct for."""
+    """Dtype of weights and cache. In float32 the logprobs agree with a float32 trainer's to about 1e-5.
+    bfloat16 halves the memory and changes the logprobs by some hundredths, which the trainer must correct
+    for."""
     linear: Literal["auto", "torch", "onednn"] = "auto"
-    """Kernels of large float32 products on a CPU. torch calls MKL, which has half the speed of oneDNN
-    on AMD; oneDNN is reached through a private operator. `auto` measures once at the start, or takes
-    torch if `deterministic`, where bits must not hang on a measurement."""
+    """Kernels for large float32 products on a CPU. torch calls MKL, which has half the speed of oneDNN on
+    AMD; oneDNN is called through a private operator of torch. `auto` measures once at the start; with
+    `deterministic` it uses torch, because the bits must not depend on a measurement."""
 
 
 def _make_inference(config: TorchInferenceConfig, context: Context) -> InferenceEngine:
@@ -77,7 +79,7 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
     if config.device == "cuda" and not config.gpus:
         yield Problem("inference.gpus", "is 0, but inference.device is 'cuda'; set it to 1")
     if config.slots == 1 and run.steps:
-        yield Problem("inference.slots", "is 1: answers are sampled one after another", "warning")
+        yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
     longest = run.sampling.max_tokens
     if config.context_length is not None and longest >= config.context_length:
         yield Problem(
@@ -113,7 +115,7 @@ def _check_training(config: TorchTrainingConfig, run: RunConfig) -> Iterable[Pro
     if config.processes != 1:
         yield Problem(
             "training.processes",
-            f"is {config.processes}; engine 'torch' is one process, 'fsdp2' and 'pipeline' are several",
+            f"is {config.processes}; 'torch' runs in one process, 'fsdp2' and 'pipeline' in several",
         )
     yield from check_training(config, run)
 

@@ -1,4 +1,4 @@
-"""The inference engine `vllm`: a vLLM server of one's own, beside each inference worker."""
+"""The inference engine `vllm`: each inference worker has its own vLLM server."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ _RESERVED = {
 
 
 class VllmConfig(SidecarConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A vLLM server. Without `gpus` it runs on the CPU, where heads of a dimension below 32 are refused."""
+    """A vLLM server. Without `gpus` it runs on the CPU, where attention heads of a dimension below 32 are not
+    supported."""
 
     kv_cache_gb: PositiveInt = 1
-    """Without GPUs: memory of the cache of keys and values in GiB. On GPUs it is what `share` leaves."""
+    """Without GPUs: memory of the KV cache in GiB. On GPUs the cache gets the memory that `share` leaves."""
 
 
 def _make(config: VllmConfig, context: Context) -> InferenceEngine:
@@ -58,7 +59,8 @@ def _check(config: VllmConfig, run: RunConfig) -> Iterator[Problem]:
     if not config.urls and not config.gpus and dim is not None and dim < _CPU_HEAD_DIM:
         yield Problem(
             "model",
-            f"has heads of dimension {dim}; vLLM on CPU needs {_CPU_HEAD_DIM}: use another engine, or GPUs",
+            f"has attention heads of dimension {dim}; vLLM on CPU needs at least {_CPU_HEAD_DIM}: use another"
+            " engine or GPUs",
         )
 
 
@@ -69,6 +71,6 @@ def stretto_inference() -> Iterable[Component[VllmConfig]]:
         name="vllm",
         factory=_make,
         config=VllmConfig,
-        summary="a vLLM server with its own interpreter, GPU or CPU: exact versions, live swaps",
+        summary="a vLLM server in its own interpreter, on GPU or CPU: exact versions, live swaps",
         check=_check,
     )

@@ -1,4 +1,4 @@
-"""Launcher `local`: workers as processes of this machine, each with its threads and GPUs."""
+"""Launcher `local`: starts workers as processes on this machine, each with its threads and GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["LocalHandle", "LocalLauncher", "place", "visible_gpus"]
 
 
 class LocalHandle:
-    """One process in a session of its own, so that signals of the terminal do not reach it."""
+    """One process in its own session, so that signals from the terminal do not reach it."""
 
     def __init__(self, job: Job, process: Process) -> None:
         self._job = job
@@ -39,14 +39,14 @@ class LocalHandle:
         return f"pid {self._process.pid}"
 
     async def wait(self) -> int:
-        """The exit status; whatever the worker left running in its session is killed."""
+        """Wait for the exit status, then kill all processes that the worker left running in its session."""
         status = await self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return status
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL to the whole session after `grace_s`."""
+        """Send SIGTERM to the worker, and SIGKILL to its whole session after `grace_s` seconds."""
         with suppress(ProcessLookupError):
             self._process.terminate()
         with anyio.move_on_after(grace_s):
@@ -57,7 +57,7 @@ class LocalHandle:
         await self.wait()
 
     def tail(self, lines: int) -> str:
-        """The last lines of its stdout and stderr."""
+        """The last lines of the worker's stdout and stderr."""
         path = Path(self._job.log)
         if not path.exists():
             return ""
@@ -73,20 +73,22 @@ class LocalLauncher:
         self._gpus: dict[str, list[str]] = {}
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
-        """GPUs and memory asked for, against those of this machine."""
+        """Compare the GPUs and memory that the jobs need with those of this machine."""
         try:
             place(jobs, visible_gpus(os.environ))
         except LaunchError as error:
             yield Problem("launcher", str(error), "environment")
-        asked = sum(job.resources.memory_gb or 0 for job in jobs)
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        if asked > there:
+        needed = sum(job.resources.memory_gb or 0 for job in jobs)
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        if needed > available:
             yield Problem(
-                "launcher", f"workers ask for {asked:g} GiB; this machine has {there:.0f}", "warning"
+                "launcher",
+                f"the workers need {needed:g} GiB of memory; this machine has {available:.0f} GiB",
+                "warning",
             )
 
     async def launch(self, jobs: Sequence[Job]) -> list[LocalHandle]:
-        """Start the jobs; a worker that ran before gets the GPUs it had."""
+        """Start the jobs. A worker that ran before gets the same GPUs again."""
         fresh = [job for job in jobs if job.worker not in self._gpus]
         if fresh:
             self._gpus |= place(fresh, visible_gpus(os.environ))
@@ -118,10 +120,11 @@ class LocalLauncher:
 
 
 def place(jobs: Sequence[Job], gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Which GPUs each worker sees. Emptiest first; several share one only if their shares say they can.
+    """Choose the GPUs that each worker sees, those with the most unused memory first. Workers share a GPU
+    only if the sum of their shares allows it.
 
     Raises:
-        LaunchError: if they do not fit.
+        LaunchError: if the GPUs do not suffice.
     """
     free = dict.fromkeys(gpus, 1.0)
     placed: dict[str, list[str]] = {}
@@ -138,7 +141,7 @@ def place(jobs: Sequence[Job], gpus: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _lacking(job: Job, visible: int, fitting: int) -> str:
-    """Why the GPUs do not suffice for a job, with the keys of its section that say what it needs."""
+    """Explain why the GPUs do not suffice for a job, naming the config keys that say what it needs."""
     gpus, share = job.resources.gpus, job.resources.share
     needed = (
         f"{job.worker} needs {_gpus(gpus)} (`gpus`) with {100 * share:g} % of the memory unused (`share`)"
@@ -155,7 +158,7 @@ def _gpus(count: int) -> str:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """GPUs that processes of this machine may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that processes on this machine may use, named as in CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
     devices = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
@@ -165,4 +168,4 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 @hookimpl
 def stretto_launcher() -> Iterator[Component[LauncherConfig]]:
     """The component of this package."""
-    yield Component("local", LocalLauncher, LauncherConfig, "processes of this machine")
+    yield Component("local", LocalLauncher, LauncherConfig, "processes on this machine")

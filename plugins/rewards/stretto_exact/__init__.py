@@ -1,4 +1,4 @@
-"""Reward `exact`: 1 where the answer is the row's own, text for text."""
+"""Reward `exact`: 1 if the answer is exactly the row's expected text, else 0."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ExactConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Section of the reward `exact`."""
 
     column: str = "answer"
-    """Column with the expected text. White space around both texts does not count."""
+    """Column with the expected text. White space around both texts is ignored."""
 
 
 def make(config: ExactConfig, context: Context) -> Callable[..., float]:
-    """The scoring function."""
+    """Return the scoring function."""
     del context
 
     def exact(prompt: Any, completion: str, **columns: Any) -> float:

@@ -1,4 +1,4 @@
-"""Reward `function`: a function of the user's own, by file or by module."""
+"""Reward `function`: a Python function of the user, named by file or by module."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class FunctionConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """Section of the reward `function`."""
 
     function: Importable
-    """`path.py:name` or `module:name`. Either form of `stretto.reward`, TRL's included."""
+    """The function, as `path.py:name` or `module:name`. It has either signature of `stretto.reward`, of which
+    one is TRL's."""
 
 
 def make(config: FunctionConfig, context: Context) -> Callable[..., Any]:
-    """The user's function itself. The child process that calls it imports its module."""
+    """Return the user's function itself. The child process that calls it imports its module."""
     del context
     return load_importable(config.function)
 
 
 def check(config: FunctionConfig, run: RunConfig) -> Iterator[Problem]:
-    """Whether there is such a function."""
+    """Check that the function exists."""
     del run
     if fault := fault_of_importable(config.function):
         yield Problem("reward.function", fault)

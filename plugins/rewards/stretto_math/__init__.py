@@ -1,7 +1,7 @@
-"""Reward `math`: 1 where the result that an answer states last is the row's own, else 0.
+"""Reward `math`: 1 if the last result that an answer states is the row's expected one, else 0.
 
-Values are compared exactly where they can be, by math-verify and SymPy where they cannot; letters of a
-multiple choice and words are compared as text.
+Values are compared exactly where possible, else by math-verify and SymPy; letters of a multiple choice and
+words are compared as text.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ class MathConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Section of the reward `math`."""
 
     answer_cpu_s: PositiveFloat | None = 1.0
-    """As of every reward. Some answers, such as a tower of powers, would never be done."""
+    """CPU seconds for one answer, as for every reward. Evaluating some answers, such as a tower of powers,
+    would never end."""
     answer_memory_mb: PositiveInt | None = 64
-    """As of every reward."""
+    """Memory for one answer in MiB, as for every reward."""
     column: str = "answer"
-    """Column with the expected answer: a number, LaTeX, a letter of a choice, or words; bare, in `$…$`, in
-    `\\boxed{}`, after `####`, or at the end of a whole solution in one of the last two forms."""
+    """Column with the expected answer: a number, LaTeX, a letter of a choice, or words. It may stand alone,
+    in `$…$`, in `\\boxed{}`, after `####`, or at the end of a whole solution in one of the last two forms."""
 
 
-_USUAL = (
+_COMMON_LATEX = (
     r"\frac{\sqrt{2}}{2}", r"2^{3^2} \cdot 10^{-3}", r"x^2 + 2x + 1", r"\sin 30^\circ", r"e^{i\pi}",
     r"\log_2 8", r"3\times 10^8", r"\binom{5}{2} + 4!", r"a_{n+1}", r"\sqrt[3]{x+1}", r"|x - 1| > 2y",
 )  # fmt: skip
 
 
 def make(config: MathConfig, context: Context) -> Callable[..., float]:
-    """The scoring function."""
+    """Return the scoring function."""
     del context
     import logging
 
     from stretto_math.statements import is_right, read_gold
     from stretto_math.values import equal, read
 
-    # It warns at every call that it runs without its own time limits; the scoring process has them.
+    # math_verify warns at every call that its own time limits are off; the scoring process has limits.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    for (
-        usual
-    ) in _USUAL:  # the parser learns its tables here, once, rather than in the limited time of each answer
-        equal(read(usual), read("1 + " + usual))
+    # The parser builds its tables here, once, rather than within the time limit of an answer.
+    for latex in _COMMON_LATEX:
+        equal(read(latex), read("1 + " + latex))
     gold_of = lru_cache(16)(read_gold)
 
     def math(prompt: Any, completion: str, **columns: Any) -> float:
@@ -63,7 +63,7 @@ def make(config: MathConfig, context: Context) -> Callable[..., float]:
 
 
 def check_row(config: MathConfig, row: Mapping[str, Any]) -> str:
-    """Why the expected answer of a row cannot be read; empty if it can."""
+    """Return why the expected answer of a row cannot be read; empty if it can be read."""
     from stretto_math.statements import read_gold
 
     if config.column not in row:

@@ -1,8 +1,8 @@
-"""Reward `model`: what a reward model says of an answer, such as one trained with the algorithm
-`reward_model`.
+"""Reward `model`: the score of a reward model, for example one trained with the algorithm `reward_model`.
 
-The model reads text, with a tokenizer of its own: prompt (chat messages by its template), answer, and the end
-of the text. Its score at the last token is the reward. So its vocabulary need not be the policy's.
+The reward model reads text through its own tokenizer: the prompt (chat messages by its chat template), the
+answer, and the end-of-text token. Its score at the last token is the reward. Its vocabulary may therefore
+differ from the policy's.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class ModelRewardConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_
     """Section of the reward `model`."""
 
     path: ModelSource
-    """Folder or hub id of a model with one score a token (`…ForTokenClassification` of one label), such as
-    `checkpoints/step-000100/model` of a run of the algorithm `reward_model`."""
+    """Folder or hub id of a model with one score per token (`…ForTokenClassification` with one label), such
+    as `checkpoints/step-000100/model` of a run of the algorithm `reward_model`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes a GPU if the process can see one."""
+    """Device to compute on; `auto` uses a GPU if the process can see one."""
     scale: float = 1.0
-    """The score is multiplied by it."""
+    """Factor by which the score is multiplied."""
 
 
 def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[float]]:
-    """The scoring function, for all answers of a group at once."""
+    """Return the scoring function; it scores all answers of a group at once."""
     del context
     import torch
     from transformers import AutoModelForTokenClassification
@@ -46,7 +46,7 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
         config.path, dtype=torch.float32, use_safetensors=True
     )
     if model.config.num_labels != 1:
-        raise ValueError(f"{config.path!r} gives {model.config.num_labels} numbers a token; expected one")
+        raise ValueError(f"{config.path!r} gives {model.config.num_labels} numbers per token; expected one")
     model = model.to("cuda" if use_gpu else "cpu").eval()
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
 
 
 def check(config: ModelRewardConfig, run: RunConfig) -> Iterable[Problem]:
-    """Where it comes from."""
+    """Check that a local folder holds a model."""
     del run
     path = Path(config.path)
     if path.is_dir() and not (path / "config.json").exists():

@@ -1,8 +1,9 @@
-"""Weight transport `bus`: versions travel over the run's bus, for machines that share no folder.
+"""Weight transport `bus`: sends versions over the run's bus, for machines that share no folder.
 
-The publisher keeps the newest versions in a folder of its own machine and answers for pieces of them, while
-its engine trains on. A subscriber fetches a version's files piece by piece, several at a time, into a folder
-of its machine, while its engine decodes on; then every tensor is checked, and the engine swaps.
+The publisher keeps the newest versions in a folder on its own machine and answers requests for pieces of
+them, while its engine continues to train. A subscriber fetches a version's files piece by piece, several at a
+time, into a folder on its machine, while its engine continues to decode. It then checks every tensor, and the
+engine swaps.
 """
 
 from __future__ import annotations
@@ -23,34 +24,36 @@ class BusTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknow
     """Section of the weight transport `bus`."""
 
     folder: str | None = None
-    """Folder for versions, on every machine its own. Default: shared memory where there is some, else the one
-    for temporary files."""
+    """Folder for versions, local to each machine. Default: shared memory where available, else the folder for
+    temporary files."""
     keep: PositiveInt = 3
-    """Newest versions that the trainer keeps; a fetch that is slower begins anew with the newest."""
+    """Number of newest versions that the trainer keeps. A slower fetch starts again with the newest."""
     piece_kb: PositiveInt = 512
-    """Bytes that one message carries, in KiB; no more than the bus lets through."""
+    """Size of the piece that one message carries, in KiB; limited by the bus's largest message."""
     in_flight: PositiveInt = 8
-    """Pieces that are asked for at once. Their bytes, times the engines, are what the bus holds."""
+    """Number of pieces that an engine requests at once. The bus holds their bytes times the number of
+    engines."""
     deadline_s: PositiveFloat = 30.0
-    """A piece that has not come after so long ends the fetch. What has come is kept for the next attempt."""
+    """Seconds to wait for a piece before the fetch fails. Pieces that have arrived are kept for the next
+    attempt."""
     shard_gb: PositiveFloat = 2.0
-    """Largest file in GiB; no more than this is held in memory besides the model."""
+    """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
 
 class BusTransport:
-    """Both ends, for the processes of one run."""
+    """Make both ends, for the processes of one run."""
 
     def __init__(self, config: BusTransportConfig, context: Context) -> None:
         self._config = config
         self._folders = RunFolders(context, config.folder)
 
     def publisher(self, wire: Wire) -> BusPublisher:
-        """The end beside the trainer."""
+        """Return the trainer's end."""
         config = self._config
         return BusPublisher(VersionFolders(self._folders.own(), config.keep, config.shard_gb), wire)
 
     def subscriber(self, wire: Wire) -> BusSubscriber:
-        """The end beside an engine."""
+        """Return an engine's end."""
         config = self._config
         return BusSubscriber(
             self._folders.own(),
@@ -61,11 +64,11 @@ class BusTransport:
         )
 
     def clean(self) -> None:
-        """Remove the run's folders on this machine; those elsewhere go with their workers."""
+        """Remove the run's folders on this machine. Workers on other machines remove theirs."""
         self._folders.clean()
 
 
 @hookimpl
 def stretto_weights() -> Iterator[Component[BusTransportConfig]]:
     """The component of this package."""
-    yield Component("bus", BusTransport, BusTransportConfig, "piece by piece over the bus, without a folder")
+    yield Component("bus", BusTransport, BusTransportConfig, "piece by piece over the bus, no shared folder")

@@ -1,10 +1,10 @@
-"""Weight transport `collective`: torch.distributed carries versions from trainer to inference workers.
+"""Weight transport `collective`: sends versions from trainer to inference workers by torch.distributed.
 
-For every transfer a group of two is made, apart from the training's own world: trainer and worker meet over
-the run's bus and then speak gloo over one network interface. Engines come and go, and a transfer that breaks
-off leaves nothing behind. The trainer sends from a snapshot while it trains on; the engine decodes on until a
-version is complete and checked. Faster than `bus`. A worker whose engine is a server of its own has to import
-torch for this, which it does without otherwise.
+Every transfer has its own process group of two, separate from the training's world: trainer and worker meet
+over the run's bus and then use gloo over one network interface. So engines may join and leave, and a transfer
+that fails leaves nothing behind. The trainer sends from a snapshot while it continues to train; the engine
+continues to decode until a version is complete and checked. This is faster than `bus`. A worker whose engine
+is a separate server has to import torch for this transport only.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class CollectiveConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_
     """Section of the weight transport `collective`."""
 
     interface: str = "lo"
-    """Network interface over which trainer and engines reach each other, of the same name on all machines.
-    What travels there is not encrypted. The default is for one machine."""
+    """Network interface over which trainer and engines reach each other, with the same name on all machines.
+    The traffic is not encrypted. The default works on a single machine."""
     folder: str | None = None
-    """Folder for versions, on every machine its own. Default: shared memory where there is some, else the one
-    for temporary files."""
+    """Folder for versions, local to each machine. Default: shared memory where available, else the folder for
+    temporary files."""
     keep: PositiveInt = 3
-    """Newest versions that the trainer keeps; a slower transfer begins anew with the newest."""
+    """Number of newest versions that the trainer keeps. A slower transfer starts again with the newest."""
     bucket_mb: PositiveInt = 64
-    """Bytes that are sent at once, in MiB."""
+    """Size of the bucket that is sent at once, in MiB."""
     deadline_s: PositiveFloat = 60.0
-    """For both ends to meet, and for each bucket. After that the transfer has failed."""
+    """Seconds for both ends to meet, and for each bucket. The transfer fails when they have passed."""
     shard_gb: PositiveFloat = 2.0
-    """Largest file in GiB; no more than this is held in memory besides the model."""
+    """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
 
 class CollectiveTransport:
-    """Both ends, for the processes of one run."""
+    """Make both ends, for the processes of one run."""
 
     def __init__(self, config: CollectiveConfig, context: Context) -> None:
         self._config = config
         self._folders = RunFolders(context, config.folder)
 
     def publisher(self, wire: Wire) -> Any:
-        """The end beside the trainer."""
+        """Return the trainer's end."""
         from stretto_collective.sending import CollectivePublisher
 
         config = self._config
@@ -60,18 +60,18 @@ class CollectiveTransport:
         return CollectivePublisher(versions, wire, config)
 
     def subscriber(self, wire: Wire) -> Any:
-        """The end beside an engine."""
+        """Return an engine's end."""
         from stretto_collective.receiving import CollectiveSubscriber
 
         return CollectiveSubscriber(self._folders.own(), wire, self._config)
 
     def clean(self) -> None:
-        """Remove the run's folders on this machine; those elsewhere go with their workers."""
+        """Remove the run's folders on this machine. Workers on other machines remove theirs."""
         self._folders.clean()
 
 
 def check(config: CollectiveConfig, run: RunConfig) -> Iterable[Problem]:
-    """Whether this machine has the interface."""
+    """Check that this machine has the network interface."""
     del run
     interfaces = [interface for _, interface in socket.if_nameindex()]
     if config.interface not in interfaces:

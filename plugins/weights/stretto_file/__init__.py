@@ -1,8 +1,8 @@
 """Weight transport `file`: each version is a folder of safetensors, in shared memory or on a shared disk.
 
-A version is written aside and renamed, so a reader finds it whole or not at all. The publisher keeps
-the newest few and never waits; a reader that has opened a version keeps its pages even when the files
-are removed. Every tensor's bytes are hashed on both sides.
+A version is written under another name and then renamed, so a reader finds it complete or not at all. The
+publisher keeps the newest few versions and never waits; a reader that has opened a version keeps its pages
+even when the files are removed. Both sides hash every tensor's bytes.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ class FileTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unkno
     """Section of the weight transport `file`."""
 
     folder: str | None = None
-    """Folder that trainer and engines see under the same path. Default: shared memory where there is
-    some, else the run's folder."""
+    """Folder that trainer and engines see under the same path. Default: shared memory where available, else
+    the run's folder."""
     keep: PositiveInt = 3
-    """Newest versions that are kept; a slower reader skips to the newest."""
+    """Number of newest versions to keep; a slower reader skips to the newest."""
     shard_gb: PositiveFloat = 2.0
-    """Largest file in GiB; no more than this is held in memory besides the model."""
+    """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
 
 class FileTransport:
-    """Both ends, for the processes of one run."""
+    """Make both ends, for the processes of one run."""
 
     def __init__(self, config: FileTransportConfig, context: Context) -> None:
         self._config = config
         self._folders = RunFolders(context, config.folder, otherwise=context.path("weights"))
 
     def publisher(self, wire: Wire) -> FilePublisher:
-        """The end beside the trainer."""
+        """Return the trainer's end."""
         del wire
         config = self._config
         return FilePublisher(VersionFolders(self._folders.own(), config.keep, config.shard_gb))
 
     def subscriber(self, wire: Wire) -> FileSubscriber:
-        """The end beside an engine."""
+        """Return an engine's end."""
         del wire
         return FileSubscriber()
 
@@ -61,7 +61,7 @@ class FileTransport:
 
 
 class FilePublisher:
-    """Writes versions where engines read them."""
+    """Writes versions into the folder that engines read."""
 
     def __init__(self, versions: VersionFolders) -> None:
         self._versions = versions
@@ -69,7 +69,7 @@ class FilePublisher:
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
-        """Write one version; readers find it by its folder."""
+        """Write one version and return a note with the path of its folder, where readers find it."""
         return self._versions.write(version, tensors, needed)
 
     def copy(self, version: int, folder: Path) -> None:
@@ -86,11 +86,11 @@ class FileSubscriber:
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Map the files of a version and compare every tensor's hash with the announcement."""
-        # Hashing releases the interpreter lock: the engine beside goes on meanwhile.
+        # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
         return await anyio.to_thread.run_sync(open_version, note, Path(note.address))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the subscriber holds no resources."""
 
 
 @hookimpl

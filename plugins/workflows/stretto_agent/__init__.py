@@ -1,8 +1,7 @@
-"""Workflow `agent`: each sample is one run of an agent program that calls the policy by OpenAI's API.
+"""Workflow `agent`: each sample is one run of an agent program that calls the policy through OpenAI's API.
 
-The program is any command, or a Python function, unmodified: it finds the address in `OPENAI_BASE_URL` and a
-key of its own in `OPENAI_API_KEY`. It runs in a process of its own, in the sandbox; docs/agents.md says what
-it is given.
+The program is any command or Python function, unmodified: it finds the address in `OPENAI_BASE_URL` and its
+own key in `OPENAI_API_KEY`. It runs in a separate process, in the sandbox; docs/agents.md lists its inputs.
 """
 
 from __future__ import annotations
@@ -29,34 +28,36 @@ class AgentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """Section of the workflow `agent`."""
 
     command: str | tuple[str, ...] | None = None
-    """The agent: a line for `/bin/sh`, or a program and its arguments. Give this or `function`."""
+    """The agent, as a command: a line for `/bin/sh`, or a program and its arguments. Set either this or
+    `function`."""
     function: Importable | None = None
-    """The agent: `path.py:name` or `module:name`, a Python function, sync or async. It is given by name what
-    it asks for of `prompt`, `row`, `base_url`, `api_key`, and the row's other columns."""
+    """The agent, as a Python function, sync or async: `path.py:name` or `module:name`. Its parameters may be
+    any of `prompt`, `row`, `base_url`, `api_key` and the row's other columns, passed by name."""
     folder: LocalPath | None = None
-    """Folder that the agent begins in, and can read; default the working folder, which it can read anyway."""
+    """Working folder of the agent, which it can read. Default: the run's working folder, which it can always
+    read."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """More environment variables of the agent; of the run's own it gets none but PATH."""
+    """Additional environment variables of the agent. From the run's environment it gets only PATH."""
     agent_timeout_s: PositiveFloat = 300.0
-    """Seconds for one run of the agent, which is then killed; must be less than `timeout_s`."""
+    """Seconds that one run of the agent may take before it is killed; must be less than `timeout_s`."""
     on_timeout: Literal["score", "fail"] = "score"
-    """An agent that takes longer: score what there is, or fail the ticket."""
+    """If the agent exceeds `agent_timeout_s`: `score` scores the answers so far, `fail` fails the ticket."""
     on_error: Literal["fail", "score"] = "fail"
-    """An agent that ends with a status other than 0: fail the ticket, or score what there is. One that was
-    refused a call by the limits below is always scored."""
+    """If the agent ends with a status other than 0: `fail` fails the ticket, `score` scores the answers so
+    far. An agent that was refused a call because of the limits below is always scored."""
     max_calls: PositiveInt = 64
-    """Answers that one run of the agent may ask for."""
+    """Number of answers that one run of the agent may request."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole chat, the prompt included; default no limit but the engine's, which fails the
+    """Tokens of a whole chat, including the prompt. Default: only the engine's own limit, which fails the
     call."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens that may be sampled in one run of the agent; default no limit."""
+    """Tokens that may be sampled in one run of the agent; null for no limit."""
     tool_parser: ParserName = "hermes"
-    """How the policy writes calls of tools: hermes (Qwen too), llama3 or mistral."""
+    """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
     processes: PositiveInt = 32
-    """Agents that each rollout worker runs at once; others wait."""
+    """Number of agents that each rollout worker runs at once; others wait."""
     memory_mb: PositiveInt | None = None
-    """Address space of each of an agent's processes in MiB; default no limit."""
+    """Address space of each process of an agent in MiB; null for no limit."""
 
     def __post_init__(self) -> None:
         if (self.command is None) == (self.function is None):
@@ -69,18 +70,18 @@ class AgentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def make(config: AgentConfig, context: Context) -> Any:
-    """The workflow."""
+    """Return the workflow."""
     from stretto_agent.workflow import AgentWorkflow
 
     return AgentWorkflow(config, context)
 
 
 def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
-    """Whether there is such a function, whether commands can run here, and whether tools would be seen."""
+    """Check that the function exists, commands can run here, and the model's chat template shows tools."""
     if config.function is not None and (fault := fault_of_importable(config.function)):
         yield Problem("workflow.function", fault)
     if config.folder is not None and not Path(config.folder).is_dir():
-        yield Problem("workflow.folder", f"{config.folder} is no folder")
+        yield Problem("workflow.folder", f"{config.folder} is not a folder")
     if not config.command and config.command is not None:
         yield Problem("workflow.command", "is empty; expected a line for the shell, or program and arguments")
     yield from sandbox_problems(run)
@@ -94,7 +95,7 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 def _hides_tools(model: str) -> bool:
-    """Whether there is a chat template, and it shows no tools. An agent can do without either."""
+    """Whether the model has a chat template that shows no tools. An agent needs neither."""
     try:
         return not shows_tools(model)
     except ConfigError:
@@ -108,7 +109,7 @@ def stretto_workflow() -> Iterator[Component[AgentConfig]]:
         "agent",
         make,
         AgentConfig,
-        "any program that speaks OpenAI's API",
+        "any program that calls OpenAI's API",
         check,
         reward_columns=("messages", "exit_status"),
     )

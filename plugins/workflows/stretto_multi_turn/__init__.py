@@ -1,12 +1,12 @@
-"""Workflow `multi_turn`: the policy and an environment speak in turn.
+"""Workflow `multi_turn`: the policy and an environment take turns.
 
-Each sample is a conversation of its own. It ends when the environment has nothing more to say, after
-`max_turns` answers, or when `max_tokens` leaves no room. Its reward is the sum of those that the environment
-gave; where it gave none, the run's reward scores the last answer, with `messages` (all that was said) and
-`turns` as columns besides the row's.
+Each sample is a separate conversation. It ends when the environment returns no further message, after
+`max_turns` answers, or when `max_tokens` leaves no room. Its reward is the sum of the rewards that the
+environment gave; if the environment gave none, the run's reward scores the last answer, with `messages` (the
+whole conversation) and `turns` as columns besides the row's.
 
-Metrics: `turns`, `splits` (how often the chat template rewrote what was sampled), and the environment's own,
-    of each the last value.
+Metrics: `turns`, `splits` (how often the chat template rewrote sampled text), and the environment's own
+    metrics, each with its last value.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class MultiTurnConfig(EnvironmentConfig, frozen=True, kw_only=True, forbid_unkno
     """Section of the workflow `multi_turn`."""
 
     max_turns: PositiveInt = 8
-    """Answers of the policy in one conversation."""
+    """Number of answers of the policy in one conversation."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole conversation, the prompt included; default no limit but the engine's."""
+    """Tokens of a whole conversation, including the prompt. Default: only the engine's own limit."""
 
 
 @dataclass
 class _TurnLoop:
-    """One conversation, and what the environment made of it."""
+    """One conversation, with the environment's rewards and metrics."""
 
     conversation: Conversation
     rewards: list[float] = field(default_factory=list[float])
@@ -47,14 +47,14 @@ class _TurnLoop:
 
 
 class MultiTurn:
-    """Converse with the environment, a group at once; score what it did not."""
+    """Play a group of conversations at once, and score those that the environment did not."""
 
     def __init__(self, config: MultiTurnConfig, context: Context) -> None:
         del context
         self._config = config
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """The trajectories of the group's conversations: one each, more where there were splits."""
+        """Return the trajectories of the group's conversations: one for each, more after splits."""
         loops = await group_of(session, lambda: self._play(prompt, session))
         unscored = [loop for loop in loops if not loop.rewards]
         for loop, score in zip(unscored, await self._scores(prompt, session, unscored), strict=True):
@@ -99,11 +99,11 @@ class MultiTurn:
 
 
 def check(config: MultiTurnConfig, run: RunConfig) -> Iterator[Problem]:
-    """Whether there is such an environment, and nothing to look at."""
+    """Check that the environment exists, and that the model does not read images."""
     if fault := fault_of_importable(config.environment):
         yield Problem("workflow.environment", fault)
     if is_vision_language(known_config(run.model)):
-        yield Problem("workflow.use", "'multi_turn' is for text alone, and the run's model is given images")
+        yield Problem("workflow.use", "'multi_turn' supports only text, and the run's model reads images")
 
 
 @hookimpl
@@ -113,7 +113,7 @@ def stretto_workflow() -> Iterator[Component[MultiTurnConfig]]:
         "multi_turn",
         MultiTurn,
         MultiTurnConfig,
-        "an environment answers the policy between its turns",
+        "several turns: an environment answers the policy",
         check,
         reward_columns=("messages", "turns"),
     )

@@ -11,13 +11,13 @@ __all__ = ["SingleTurn"]
 
 
 class SingleTurn:
-    """Sample a group of answers, score them, done."""
+    """Sample a group of answers and score them."""
 
     def __init__(self, config: WorkflowConfig, context: Context) -> None:
         del config, context
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """One trajectory for each of the group's answers."""
+        """Return one trajectory for each answer of the group."""
         answers = await session.generate(prompt.ids, n=session.group_size)
         scores = await session.score(prompt, answers)
         return [
@@ -32,6 +32,6 @@ def stretto_workflow() -> Iterator[Component[WorkflowConfig]]:
         "single_turn",
         SingleTurn,
         WorkflowConfig,
-        "one answer to each prompt, then the reward",
+        "one answer to each prompt, scored by the reward",
         reward_columns=(),
     )

@@ -1,12 +1,12 @@
-"""Workflow `tool_use`: the policy answers, and may call tools before it does.
+"""Workflow `tool_use`: the policy may call tools before it gives its last answer.
 
-Each sample is a conversation of its own. An answer with calls is followed by the tools' answers and another
-turn, one without is the last; so is the one that reaches `max_turns`, or `max_tokens`. A call that is
-malformed, names no tool, fails or takes too long is told so in the tool's place. The run's reward scores the
-last answer, with `messages` (all that was said), `turns` and `tool_calls` as columns besides the row's.
+Each sample is a separate conversation. After an answer with calls come the tools' results and another turn.
+An answer without calls is the last one, as is the one that reaches `max_turns` or `max_tokens`. If a call is
+malformed, names an unknown tool, fails or takes too long, the policy gets an error message as the tool's
+result. The run's reward scores the last answer, with `messages` (the whole conversation), `turns` and
+`tool_calls` as columns besides the row's.
 
-Metrics: `turns`, `splits`, `tool_calls`, and `tool_errors`, those of the calls that were not answered
-    properly.
+Metrics: `turns`, `splits`, `tool_calls`, and `tool_errors`, the number of calls that failed.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class ToolUseConfig(ToolsConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Section of the workflow `tool_use`."""
 
     tool_parser: ParserName = "hermes"
-    """How the policy writes calls: `hermes` (`<tool_call>{…}</tool_call>`, Qwen too), `llama3` (the answer is
-    the JSON), `mistral` (`[TOOL_CALLS][{…}]`)."""
+    """Format in which the policy writes tool calls: `hermes` (`<tool_call>{…}</tool_call>`, also Qwen),
+    `llama3` (the answer is the JSON), `mistral` (`[TOOL_CALLS][{…}]`)."""
     max_turns: PositiveInt = 8
-    """Answers of the policy in one conversation. Calls in the last are not made."""
+    """Number of answers of the policy in one conversation. Calls in the last answer are not run."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole conversation, the prompt included; default no limit but the engine's."""
+    """Tokens of a whole conversation, including the prompt. Default: only the engine's own limit."""
 
 
 @dataclass
 class _ToolLoop:
-    """One conversation, and how often it called."""
+    """One conversation, with the number of its calls and of those that failed."""
 
     conversation: Conversation
     calls: int = 0
@@ -62,14 +62,14 @@ class _ToolLoop:
 
 
 class ToolUse:
-    """Converse, call, answer; a group at once."""
+    """Play a group of conversations at once: sample an answer, run its tool calls, and repeat."""
 
     def __init__(self, config: ToolUseConfig, context: Context) -> None:
         del context
         self._config = config
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """The trajectories of the group's conversations: one each, more where there were splits."""
+        """Return the trajectories of the group's conversations: one for each, more after splits."""
         tools = await session.tools()
         loops = await group_of(session, lambda: self._play(prompt, session, tools))
         conversations = [loop.conversation for loop in loops]
@@ -97,10 +97,10 @@ class ToolUse:
             content = str(history[-1]["content"])
             if not (calls := parse_calls(content, config.tool_parser)):
                 break
-            calls = [_named(call, loop.calls + index) for index, call in enumerate(calls)]
+            calls = [_with_id(call, loop.calls + index) for index, call in enumerate(calls)]
             history[-1] = assistant_message(content, calls, config.tool_parser)
             for call in calls:
-                answer = await _made(call, session)
+                answer = await _run_call(call, session)
                 loop.calls += 1
                 loop.errors += answer.failed
                 conversation.add(
@@ -112,29 +112,29 @@ class ToolUse:
 
 
 def _chat(prompt: Prompt) -> list[Message]:
-    """The row's prompt as messages; text is a user's."""
-    said = prompt.row["prompt"]
-    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+    """Return the row's prompt as messages; text becomes a user message."""
+    content = prompt.row["prompt"]
+    return [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
 
 
-async def _made(call: ToolCall, session: Session) -> ToolAnswer:
+async def _run_call(call: ToolCall, session: Session) -> ToolAnswer:
     if call.fault:
         return ToolAnswer(f"error: {call.fault}", failed=True)
     return await session.call(call.name, call.arguments)
 
 
-def _named(call: ToolCall, number: int) -> ToolCall:
-    """With an id that every template takes: Mistral's wants nine letters and digits."""
+def _with_id(call: ToolCall, number: int) -> ToolCall:
+    """Return the call with an id that every template accepts: Mistral's needs nine letters and digits."""
     if re.fullmatch(r"[A-Za-z0-9]{9}", call.id):
         return call
     return msgspec.structs.replace(call, id=f"call{number:05}")
 
 
 def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that the model's chat template shows the tools. `stretto check` itself tries to make them."""
+    """Check that the model's chat template shows the tools. `stretto check` itself tries to create them."""
     del config
     if is_vision_language(known_config(run.model)):
-        yield Problem("workflow.use", "'tool_use' is for text alone, and the run's model is given images")
+        yield Problem("workflow.use", "'tool_use' supports only text, and the run's model reads images")
     elif run.model is not None and Path(run.model).is_dir():
         yield from _template_problems(run.model)
 
@@ -156,7 +156,7 @@ def stretto_workflow() -> Iterator[Component[ToolUseConfig]]:
         "tool_use",
         ToolUse,
         ToolUseConfig,
-        "answers that may call Python functions and MCP servers",
+        "several turns: the policy may call Python functions and MCP servers",
         check,
         reward_columns=("messages", "turns", "tool_calls"),
     )

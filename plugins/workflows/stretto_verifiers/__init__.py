@@ -1,7 +1,7 @@
-"""`verifiers`: environments of the library of that name, as dataset, workflow and reward.
+"""`verifiers`: environments of the library `verifiers`, as dataset, workflow and reward.
 
-The library pins much that stretto does not, so it lives in a Python environment of its own. There an
-environment plays its episodes against the policy's endpoint, and says what they are worth.
+The library pins many dependencies, so it is installed in a separate Python environment. There an environment
+plays its episodes against the policy's endpoint and returns their rewards and metrics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["PROGRAM", "Verifiers", "VerifiersConfig", "VerifiersReward", "Verifi
 
 PROGRAM = Path(__file__).with_name("environment.py")
 _LIST_S = 600.0
-"""For an environment to be imported and its tasks to be listed."""
+"""Time limit for importing an environment and listing its tasks."""
 
 
 class VerifiersConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,32 +45,34 @@ class VerifiersConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_f
     environment: str
     """Id of the environment's taskset, such as `gsm8k-v1`: an installed package, or a module in `path`."""
     python: LocalPath
-    """The interpreter that has `verifiers` and the environment, such as `/opt/envs/gsm8k/bin/python`."""
+    """Python interpreter in which `verifiers` and the environment are installed, such as
+    `/opt/envs/gsm8k/bin/python`."""
     path: LocalPath | None = None
     """Folder with environments that are not installed."""
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    """More of the environment's own config, as below `[env]` of its files: `{taskset: {…}, agent: {…}}`.
-    Agents run in the sandbox of the rollout worker unless their `runtime` says otherwise."""
+    """Further settings of the environment's own config, as under `[env]` in its files: `{taskset: {…}, agent:
+    {…}}`. Agents run in the sandbox of the rollout worker unless their `runtime` says otherwise."""
     size: PositiveInt | None = None
-    """Use the first so many tasks; needed where they have no end."""
+    """Number of tasks to use, from the first on; required if the environment has infinitely many."""
 
 
 class Verifiers:
-    """A row for each task: a prompt for people and for the length, and what the workflow plays it by."""
+    """One row for each task: a prompt, used for display and for its length, and the data that the workflow
+    needs to play the task."""
 
     def __init__(self, config: VerifiersConfig, context: Context) -> None:
         del context
         taskset = {**config.options.get("taskset", {}), "id": config.environment}
-        self._made_by = {
+        self._request = {
             "python": config.python,
             "path": [config.path] if config.path else [],
             "config": {**config.options, "taskset": taskset},
             "size": config.size,
         }
-        self._tasks: list[dict[str, Any]] = self._listed(config)
+        self._tasks: list[dict[str, Any]] = self._list_tasks(config)
         keys = [task["key"] for task in self._tasks]
-        self.fingerprint = hashlib.sha256(msgspec.json.encode((self._made_by["config"], keys))).hexdigest()
-        """Of the environment's config and the keys of its tasks."""
+        self.fingerprint = hashlib.sha256(msgspec.json.encode((self._request["config"], keys))).hexdigest()
+        """SHA-256 of the environment's config and the keys of its tasks."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -82,25 +84,25 @@ class Verifiers:
             "id": task["name"] or task["key"],
             "prompt": [*system, {"role": "user", "content": task["prompt"] or "…"}],
             "data": task["data"],
-            "verifiers": {**self._made_by, "task": index, "key": task["key"]},
+            "verifiers": {**self._request, "task": index, "key": task["key"]},
         }
 
-    def _listed(self, config: VerifiersConfig) -> list[dict[str, Any]]:
-        what = f"the environment {config.environment!r}"
+    def _list_tasks(self, config: VerifiersConfig) -> list[dict[str, Any]]:
+        failure = f"cannot list the tasks of the environment {config.environment!r}"
         try:
-            told = json.dumps(self._made_by).encode() + b"\n"
-            done = run_child([config.python, str(PROGRAM)], told, _LIST_S)
+            request = json.dumps(self._request).encode() + b"\n"
+            done = run_child([config.python, str(PROGRAM)], request, _LIST_S)
         except TimeoutError as error:
-            raise ConfigError(f"{what} cannot be listed: it takes more than {_LIST_S:g} s") from error
+            raise ConfigError(f"{failure}: it takes more than {_LIST_S:g} s") from error
         except OSError as error:
-            raise ConfigError(f"{what} cannot be listed: {error}") from error
+            raise ConfigError(f"{failure}: {error}") from error
         if not done.stdout:
             raise ConfigError(
-                f"{what} cannot be listed: {config.python} ended with {done.returncode}: {last_line(done)}"
+                f"{failure}: {config.python} ended with status {done.returncode}: {last_line(done)}"
             )
         reply = msgspec.json.decode(done.stdout.splitlines()[0], type=dict[str, Any])
         if "error" in reply:
-            raise ConfigError(f"{what} cannot be loaded: {reply['error']}")
+            raise ConfigError(f"cannot load the environment {config.environment!r}: {reply['error']}")
         return reply["tasks"]
 
 
@@ -111,22 +113,23 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
     """Section of the workflow `verifiers`."""
 
     episode_timeout_s: PositiveFloat = 300.0
-    """Seconds for one episode, which then fails the ticket; must be less than `timeout_s`."""
+    """Seconds that one episode may take before its ticket fails; must be less than `timeout_s`."""
     episodes: PositiveInt = 32
-    """Episodes that each rollout worker plays at once; others wait."""
+    """Number of episodes that each rollout worker plays at once; others wait."""
     max_calls: PositiveInt = 64
-    """Answers of the policy in one episode."""
+    """Number of answers of the policy in one episode."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole chat, the prompt included; default no limit but the engine's."""
+    """Tokens of a whole chat, including the prompt. Default: only the engine's own limit."""
     tool_parser: ParserName = "hermes"
-    """How the policy writes calls of tools: hermes (Qwen too), llama3 or mistral."""
+    """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
     readable: tuple[LocalPath, ...] = ()
     """Files and folders that the environment can read besides its interpreter's, such as a cache of data."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Its environment variables, such as keys of judges; of the run's own it gets none but PATH."""
+    """Additional environment variables of the environment, such as API keys of judges. From the run's
+    environment it gets only PATH."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         if self.episode_timeout_s >= self.timeout_s:
             raise ValueError(
                 f"episode_timeout_s={self.episode_timeout_s:g} must be less than "
@@ -135,20 +138,20 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
 
 
 def make_workflow(config: VerifiersWorkflowConfig, context: Context) -> Any:
-    """The workflow."""
+    """Return the workflow."""
     from stretto_verifiers.workflow import VerifiersWorkflow
 
     return VerifiersWorkflow(config, context)
 
 
 def check_workflow(config: VerifiersWorkflowConfig, run: RunConfig) -> Iterator[Problem]:
-    """Whether its rows say what to play, and whether that can run here."""
+    """Check that the rows come from the dataset `verifiers`, and that the sandbox works here."""
     del config
     held_out = None if run.evaluation is None else run.evaluation.dataset
     for path, dataset in (("dataset", run.dataset), ("evaluation.dataset", held_out)):
         if dataset is not None and dataset.use != "verifiers":
             yield Problem(
-                f"{path}.use", f"is {dataset.use!r}; the workflow 'verifiers' plays rows of 'verifiers'"
+                f"{path}.use", f"is {dataset.use!r}; the workflow 'verifiers' needs the dataset 'verifiers'"
             )
     yield from sandbox_problems(run)
 
@@ -161,12 +164,12 @@ class VerifiersReward(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def make_reward(config: VerifiersReward, context: Context) -> Callable[..., dict[str, float]]:
-    """What the environment said of the episode: its reward, and its metrics."""
+    """Return a function that returns the environment's own reward and metrics of the episode."""
     del config, context
 
     def verifiers(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
         if "verdict" not in columns:
-            raise ValueError("no environment has said anything; this reward is for the workflow 'verifiers'")
+            raise ValueError("no environment has scored this answer; expected the workflow 'verifiers'")
         return columns["verdict"]
 
     return verifiers
@@ -185,7 +188,7 @@ def stretto_workflow() -> Iterator[Component[VerifiersWorkflowConfig]]:
         "verifiers",
         make_workflow,
         VerifiersWorkflowConfig,
-        "episodes of an environment of `verifiers`, in a Python environment of its own",
+        "episodes of an environment of `verifiers`, in a separate Python environment",
         check_workflow,
         reward_columns=("verdict", "messages"),
     )
@@ -194,4 +197,4 @@ def stretto_workflow() -> Iterator[Component[VerifiersWorkflowConfig]]:
 @hookimpl
 def stretto_reward() -> Iterator[Component[VerifiersReward]]:
     """The reward of this package."""
-    yield Component("verifiers", make_reward, VerifiersReward, "what an environment of `verifiers` gives")
+    yield Component("verifiers", make_reward, VerifiersReward, "the environment's own reward")
