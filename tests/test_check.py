@@ -77,10 +77,10 @@ def plugin(file: Path, kind: str, body: str, base: str = "") -> str:
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        ("def score(completion, wrongname): return 1.0", "asks for 'wrongname'"),
+        ("def score(completion, wrongname): return 1.0", "needs 'wrongname'"),
         ("def score(prompt, completion): return 'good'", "could not convert string to float: 'good'"),
         ("def score(prompt, completion): return float('nan')", "is nan, not a finite number"),
-        ("def score(completions, **columns): return [1.0]", "gave 1 values for 4 completions"),
+        ("def score(completions, **columns): return [1.0]", "returned 1 values for 4 completions"),
         ("def score(prompt, completion):\n    raise KeyError('boom')", "raised KeyError: 'boom'"),
     ],
 )
@@ -117,7 +117,7 @@ def test_columns_that_the_workflow_adds_are_not_missing(run_file: Path) -> None:
     reward = ("reward.use=function", f"reward.function={file}:score", "sandbox=unsafe")
     used = (f"workflow={{use: tool_use, tools: ['{tools}:add']}}", *reward)
     assert "reward" not in found(run_file, *used)
-    assert "asks for 'turns'" in found(run_file, *reward)["reward"]
+    assert "needs 'turns'" in found(run_file, *reward)["reward"]
 
 
 # ---------------------------------------------------------------------------------------- contracts

@@ -20,7 +20,7 @@ from stretto import Context
 from stretto.assembly.compose import compose_mapping
 from stretto.children.limits import AnswerLimits, score_within
 from stretto.children.protocol import HEAD, Started, framed
-from stretto.children.reward import COMMAND, ScoringResult, Task, told
+from stretto.children.reward import COMMAND, ScoringResult, Task, setup_frame
 from stretto.cli.checks import problems
 from stretto.errors import RewardError
 from stretto_math import MathConfig, check_row
@@ -148,7 +148,7 @@ class Scorer:
         composed = compose_mapping({**RUN, "dataset": {"use": "jsonl", "path": __file__}, "reward": reward})
         self.process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         document = msgspec.to_builtins(composed.config)
-        started = msgspec.msgpack.decode(self._ask(told(document, CONTEXT)), type=Started)
+        started = msgspec.msgpack.decode(self._ask(setup_frame(document, CONTEXT)), type=Started)
         assert not started.error
 
     def score(self, row: dict[str, Any], *completions: str) -> ScoringResult:

@@ -142,7 +142,7 @@ def test_a_reward_of_groups_gives_a_value_for_each() -> None:
     def reward(completions: list[str]) -> list[float]:
         return [1.0]
 
-    with pytest.raises(ValueError, match="gave 1 values for 2 completions"):
+    with pytest.raises(ValueError, match="returned 1 values for 2 completions"):
         score_group(reward, ROW, ("a", "b"), {})
 
 

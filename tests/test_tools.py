@@ -16,7 +16,7 @@ import anyio
 import msgspec
 import pytest
 
-from stretto.children.tools import Invocation, command, told
+from stretto.children.tools import Invocation, command, setup_frame
 from stretto.serving.server import Server
 from stretto.tools import (
     MCPServer,
@@ -212,7 +212,7 @@ async def tool_process(
     config: ToolsConfig, folder: Path, count: int = 1
 ) -> AsyncGenerator[tuple[ChildPool, bytes]]:
     confined = command(config, "bubblewrap", str(folder))
-    program = Program("the tools", confined.argv, told(config), confined.env, confined.folder)
+    program = Program("the tools", confined.argv, setup_frame(config), confined.env, confined.folder)
     children = ChildPool(program, count)
     try:
         async with anyio.create_task_group() as tasks:

@@ -1,6 +1,7 @@
 """The environment process: one environment, called for one answer at a time. Child of a verifier worker.
 
-It is told which, and is ready when that is imported (see `pipes`); then a `Question` in, a `Reaction` out.
+The first frame names the environment. The process is ready when it has imported it (see `protocol`); then it
+answers each `Question` with a `Reaction`.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from stretto.children.reward import accepted
 from stretto.environment import Feedback, feedback_of
 from stretto.user_code.importable import load_importable
 
-__all__ = ["COMMAND", "Question", "Reaction", "told"]
+__all__ = ["COMMAND", "Question", "Reaction", "setup_frame"]
 
 COMMAND = (sys.executable, "-m", "stretto.children.environment")
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """What an environment is called with, by name: a msgpack map."""
+    """One call of the environment."""
 
     offered: bytes
+    """Arguments by name: a msgpack map."""
 
 
 class Reaction(msgspec.Struct, frozen=True, array_like=True):
-    """What it said, or why nothing."""
+    """The environment's feedback, or why there is none (`error`)."""
 
     feedback: Feedback = Feedback()
     error: str = ""
 
 
-def told(environment: str) -> bytes:
-    """What the process is told at its start."""
+def setup_frame(environment: str) -> bytes:
+    """Return the first frame for the process: the environment's reference."""
     return msgspec.msgpack.encode(environment)
 
 
@@ -58,7 +60,7 @@ async def _result(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _made(data: bytes) -> Callable[..., Any]:
+def _load(data: bytes) -> Callable[..., Any]:
     return load_importable(msgspec.msgpack.decode(data, type=str))
 
 
@@ -69,7 +71,7 @@ def _answer(environment: Callable[..., Any], data: bytes) -> Reaction:
 def main() -> None:
     """Body of the process."""
     cannot = "the environment cannot be imported"
-    serve(_made, _answer, lambda why: Reaction(error=why), cannot=cannot, name="environment")
+    serve(_load, _answer, lambda why: Reaction(error=why), cannot=cannot, name="environment")
 
 
 if __name__ == "__main__":

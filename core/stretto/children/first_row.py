@@ -1,7 +1,7 @@
-"""A process that reads the first row of a dataset as a vision-language run will: `check` starts one.
+"""A process that reads the first row of a dataset as a vision-language run will. `stretto check` starts it.
 
-It tries the model's processor, which the kernel does not load, on the row's images. It is told the run on its
-standard input, and says on its output what is wrong; what plugins print goes to stderr.
+It tries the model's processor, which the kernel does not load, on the row's images. It reads the run from its
+standard input and writes the fault to its standard output; output of plugins goes to stderr.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["fault_of_first_row"]
 
 
 def fault_of_first_row(document: Mapping[str, Any], path: str, context: Context, timeout_s: float) -> str:
-    """Why the first row cannot be given to the run's model, found by a process of its own; empty if it can.
+    """Return why the run's model cannot read the first row; empty if it can. A child process reads the row.
 
     Args:
         document: the composed run.
-        path: of the dataset's section in it.
+        path: dotted key of the dataset's section in the run.
 
     Raises:
-        TimeoutError: if that is not known in time.
+        TimeoutError: if the child does not end within `timeout_s`.
     """
-    told = msgspec.msgpack.encode((document, path, context))
-    done = run_child([sys.executable, "-m", __name__], told, timeout_s)
+    setup = msgspec.msgpack.encode((document, path, context))
+    done = run_child([sys.executable, "-m", __name__], setup, timeout_s)
     if done.returncode:
         return f"the process that reads it ended with status {done.returncode}: {last_line(done)}"
     return done.stdout.decode()
@@ -42,7 +42,7 @@ def fault_of_first_row(document: Mapping[str, Any], path: str, context: Context,
 
 def _fault(document: Mapping[str, Any], path: str, context: Context) -> str:
     composed = compose_mapping(document)
-    assert context.model is not None, "only runs of vision-language models have their first row read"
+    assert context.model is not None, "only runs of vision-language models start this process"
     try:
         row = composed.make(path, context)[0]
         tokenizer = Vision(context.model).of(row)
@@ -59,9 +59,9 @@ def _fault(document: Mapping[str, Any], path: str, context: Context) -> str:
 
 def _main() -> None:
     keep_torch_out()
-    told = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[dict[str, Any], str, Context])
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[dict[str, Any], str, Context])
     with redirect_stdout(sys.stderr):
-        fault = _fault(*told)
+        fault = _fault(*setup)
     sys.stdout.write(fault)
 
 

@@ -1,8 +1,8 @@
 """Limits of processor time and memory for one answer.
 
-A fork of the scoring process scores the answers of a group one after another. The system ends the fork when
-an answer passes a limit; that answer scores 0, and a new fork goes on with the next one. The fork shares what
-the reward has loaded, so a new one costs milliseconds.
+A fork of the scoring process scores the answers of a group one after another. The operating system ends the
+fork when an answer exceeds a limit. That answer scores 0, and a new fork continues with the next answer. The
+fork shares the memory of the loaded reward, so a new fork costs milliseconds.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ __all__ = ["LIMIT_METRICS", "AnswerLimits", "LimitedScore", "score_within"]
 Value = tuple[float, dict[str, float]]
 
 LIMIT_METRICS = ("over_time", "over_memory", "crashed")
-"""1 for an answer that scored 0 because it passed a limit or ended its process, else 0."""
+"""1 for an answer that scored 0 because it exceeded a limit or ended its process, else 0."""
 
 _NO_MEMORY = 77
 """Exit status of a fork whose reward raised `MemoryError`."""
 
 _printed: set[str] = set()
-"""Errors of which a traceback is in the verifier's output; each appears there once."""
+"""Errors whose traceback is already in the verifier's output; each is printed once."""
 
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """What one answer may use; None for no limit."""
+    """Limits for scoring one answer; None for no limit."""
 
     cpu_s: float | None = None
+    """Processor time in seconds."""
     memory_mb: int | None = None
-    """Beyond what the scoring process has already. Linux only."""
+    """Address space in MiB beyond what the scoring process already uses. Linux only."""
 
     def __bool__(self) -> bool:
         return self.cpu_s is not None or self.memory_mb is not None
 
 
 class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
-    """Reward and metrics of one answer, or why the reward failed (`error`), or which limit it passed."""
+    """Reward and metrics of one answer, or why the reward failed (`error`)."""
 
     value: Value | None = None
     error: str = ""
     over: str = ""
-    """Why the answer scored 0, in words; empty if it was scored."""
+    """Which limit the answer exceeded, as text, so that it scored 0; empty if the reward scored it."""
 
 
 def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:
-    """`score(index)` of each of `count` answers, under limits.
+    """Call `score(index)` for each of `count` answers, under limits, and return the scores.
 
     Raises:
-        RewardError: if the reward raises for one of them; the text says what, and in which line.
+        RewardError: if the reward raises for an answer; the text names the exception and the line.
     """
     scores: list[LimitedScore] = []
     while len(scores) < count:
@@ -71,8 +72,8 @@ def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int
 
 
 def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int]) -> list[LimitedScore]:
-    """Scores up to and including the first answer that passes a limit."""
-    gc.freeze()  # a collection in the fork would copy every page that it shares
+    """Return the scores of the answers up to and including the first one that exceeds a limit."""
+    gc.freeze()  # without this, garbage collection in the fork would copy every shared page
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -87,7 +88,7 @@ def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence
             _printed.add(each.error)
             raise RewardError(each.error)
     if len(scores) < len(indices):
-        scores.append(_passed(limits, status))
+        scores.append(_score_at_limit(limits, status))
     return scores
 
 
@@ -109,7 +110,7 @@ def _score_all(
                     return
                 except RewardError as error:
                     scored = LimitedScore(error=str(error))
-                except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
+                except Exception as error:  # noqa: BLE001 - user code may raise anything; the score reports it
                     scored = LimitedScore(error=f"reward raised {place_of(error)}")
                     if scored.error not in _printed:
                         traceback.print_exc()
@@ -127,25 +128,25 @@ def _limit_memory(memory_mb: int | None) -> None:
     if memory_mb is None or sys.platform != "linux":
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + memory_mb * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = pages * resource.getpagesize() + memory_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _frames(pipe: BinaryIO) -> list[LimitedScore]:
-    """What the fork wrote; a frame that was cut off is left out."""
-    data, found, start = pipe.read(), list[LimitedScore](), 0
+    """Return the scores that the fork wrote; skip a frame that is incomplete."""
+    data, scores, start = pipe.read(), list[LimitedScore](), 0
     while len(data) >= start + HEAD.size:
         [size] = HEAD.unpack_from(data, start)
         start += HEAD.size
         if len(data) < start + size:
             break
-        found.append(msgspec.msgpack.decode(data[start : start + size], type=LimitedScore))
+        scores.append(msgspec.msgpack.decode(data[start : start + size], type=LimitedScore))
         start += size
-    return found
+    return scores
 
 
-def _passed(limits: AnswerLimits, status: int) -> LimitedScore:
-    """The score of the answer at which a fork ended."""
+def _score_at_limit(limits: AnswerLimits, status: int) -> LimitedScore:
+    """Return the score of the answer that ended a fork."""
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGPROF:
         metric, why = "over_time", f"needs more than {limits.cpu_s:g} s of processor time"

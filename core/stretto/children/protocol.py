@@ -1,7 +1,7 @@
-"""What a verifier worker and its child processes speak over their standard pipes.
+"""The protocol between a verifier worker and its child processes, over the child's standard pipes.
 
-Each frame is 4 bytes of length and then msgpack. First the child is told what it is for, and answers with a
-`Started`; then it answers each question, one at a time, until its input ends.
+Each frame is 4 bytes of length (big-endian), then msgpack. The first frame sets the child up, and the child
+answers with `Started`. Then the child answers each question, one at a time, until its input ends.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """The child is ready, or why it cannot be."""
+    """The child is ready, or failed to start."""
 
     error: str = ""
+    """Why the child failed to start; empty if it is ready."""
     data: bytes = b""
-    """What it found at its start."""
+    """What the child reports at its start, such as the schemas of the tools."""
 
 
 class Pipes:
-    """The child's side. Standard input and output are for frames alone: whatever the user's code prints goes
-    where errors go."""
+    """The child's side. Standard input and output carry only frames: output of the user's code goes to
+    stderr."""
 
     def __init__(self) -> None:
         self._read, self._write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -47,12 +48,12 @@ class Pipes:
         sys.stdin = open(os.devnull)  # noqa: SIM115, PTH123
 
     def receive(self) -> bytes | None:
-        """The next frame; None at the end."""
+        """Return the content of the next frame; None at the end of the input."""
         head = self._read.read(HEAD.size)
         return self._read.read(HEAD.unpack(head)[0]) if len(head) == HEAD.size else None
 
     def send(self, message: msgspec.Struct) -> None:
-        """One frame."""
+        """Send a message as one frame."""
         self._write.write(framed(msgspec.msgpack.encode(message)))
         self._write.flush()
 
@@ -65,14 +66,14 @@ def serve(
     cannot: str,
     name: str,
 ) -> None:
-    """Body of a child that has one piece of the user's code, and ends with its parent.
+    """Run a child that holds one piece of the user's code until its input or its parent ends.
 
     Args:
-        make: the user's code, from what the child was told.
-        answer: the answer to a question.
-        failure: the answer where that raised.
-        cannot: what is said where it cannot be made.
-        name: what it is called where it raises.
+        make: makes the user's code from the first frame.
+        answer: answers one question with the user's code.
+        failure: makes the answer if `answer` raised; gets the reason.
+        cannot: start of the error text if `make` raises.
+        name: name of the user's code in the reason if `answer` raises.
     """
     die_with_parent()
     pipes = Pipes()
@@ -80,8 +81,8 @@ def serve(
     if first is None:
         return
     try:
-        made = make(first)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
+        user_code = make(first)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; `Started` reports it
         traceback.print_exc()
         pipes.send(Started(f"{cannot}: {error if isinstance(error, StrettoError) else place_of(error)}"))
         return
@@ -89,24 +90,24 @@ def serve(
     reasons: set[str] = set()
     while (data := pipes.receive()) is not None:
         try:
-            pipes.send(answer(made, data))
+            pipes.send(answer(user_code, data))
         except RewardError as error:
             pipes.send(failure(str(error)))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer reports it
             reason = place_of(error)
-            if reason not in reasons:  # once in the verifier's output, with all frames
+            if reason not in reasons:  # print each traceback once to the verifier's output
                 reasons.add(reason)
                 traceback.print_exc()
             pipes.send(failure(f"{name} raised {reason}"))
 
 
 def framed(data: bytes) -> bytes:
-    """Bytes as a frame."""
+    """Return bytes as a frame."""
     return HEAD.pack(len(data)) + data
 
 
 def die_with_parent() -> None:
-    """Code that hangs must not outlive a verifier that was killed."""
+    """End this process when its parent ends: hung code must not outlive a killed verifier. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == 1:
@@ -115,36 +116,40 @@ def die_with_parent() -> None:
 
 def try_to_start(
     argv: Sequence[str],
-    told: bytes,
+    setup: bytes,
     timeout_s: float,
     *,
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Started:
-    """Start a child only to see what it says; its input ends, and so does it.
+    """Start a child, return its `Started`, and let it end.
+
+    Args:
+        setup: the content of the child's first frame.
 
     Raises:
-        TimeoutError: if it says nothing in time.
+        TimeoutError: if the child does not end within `timeout_s`.
     """
-    return try_to_ask(argv, told, (), timeout_s, env=env, folder=folder)[0]
+    return try_to_ask(argv, setup, (), timeout_s, env=env, folder=folder)[0]
 
 
 def try_to_ask(
     argv: Sequence[str],
-    told: bytes,
+    setup: bytes,
     questions: Sequence[msgspec.Struct],
     timeout_s: float,
     *,
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> tuple[Started, list[bytes]]:
-    """The same, with its answers to some questions; none, if it says why it cannot.
+    """Start a child, ask it some questions, and let it end. Return its `Started`, and its answers; none if it
+    failed to start, or did not answer all questions.
 
     Raises:
-        TimeoutError: if it has not said all in time; it is killed.
+        TimeoutError: if the child does not end within `timeout_s`; the child is killed.
     """
-    asked = b"".join(map(framed, [told, *map(msgspec.msgpack.encode, questions)]))
-    done = run_child(argv, asked, timeout_s, env=env, folder=folder)
+    frames_in = b"".join(map(framed, [setup, *map(msgspec.msgpack.encode, questions)]))
+    done = run_child(argv, frames_in, timeout_s, env=env, folder=folder)
     frames = list(_unframed(done.stdout))
     started = msgspec.msgpack.decode(frames[0], type=Started) if frames else None
     if started is None or (len(frames) <= len(questions) and not started.error):
@@ -153,7 +158,7 @@ def try_to_ask(
 
 
 def _unframed(data: bytes) -> Iterator[bytes]:
-    """The contents of the whole frames."""
+    """Yield the contents of the complete frames."""
     while len(data) >= HEAD.size and len(data) >= (end := HEAD.size + HEAD.unpack(data[: HEAD.size])[0]):
         yield data[HEAD.size : end]
         data = data[end:]

@@ -1,7 +1,7 @@
 """The scoring process: one reward, called for one group at a time. Child of a verifier worker.
 
-It is told the run and is ready when the reward is made (see `protocol`); then it answers each `Task` with a
-`ScoringResult`.
+The first frame holds the run. The process is ready when it has made the reward (see `protocol`); then it
+answers each `Task` with a `ScoringResult`.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from stretto.component import Context
 from stretto.errors import ConfigError, RewardError
 from stretto.reward import RewardValue, is_number
 
-__all__ = ["COMMAND", "ScoringResult", "Task", "accepted", "score_group", "told", "try_to_score"]
+__all__ = ["COMMAND", "ScoringResult", "Task", "accepted", "score_group", "setup_frame", "try_to_score"]
 
 COMMAND = (sys.executable, "-m", "stretto.children.reward")
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """Answers to one prompt."""
+    """Answers to one prompt, to be scored."""
 
     row: bytes
+    """The dataset's row: a msgpack map."""
     completions: tuple[str, ...]
+    """The answers; empty to see only whether the reward can be called with these columns."""
     columns: bytes
+    """Columns with one value for each completion: a msgpack map of lists."""
 
 
 class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
-    """(reward, metrics) of each completion, or why there are none."""
+    """(reward, metrics) of each completion, or why there are none (`error`)."""
 
     scores: tuple[tuple[float, dict[str, float]], ...] = ()
     error: str = ""
     over: dict[int, str] = {}
-    """Completions that scored 0 because they passed a limit of one answer, by index, and which limit."""
+    """Completions that scored 0 because they exceeded a limit of one answer: index -> which limit."""
 
 
 def score_group(
@@ -49,53 +52,53 @@ def score_group(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[tuple[float, dict[str, float]]]:
-    """Call a reward in whichever form it has (see `stretto.reward`).
+    """Call a reward in the form that it has (see `stretto.reward`).
 
     Args:
-        completions: none, to see only whether the reward can be called with these columns.
-        each: columns with a value for each completion.
+        completions: the answers; empty to see only whether the reward can be called with these columns.
+        each: columns with one value for each completion.
 
     Raises:
-        RewardError: if it asks for a column that is not there.
-        ValueError: if it gives no number for one of the completions.
+        RewardError: if the reward needs a column that the row does not have.
+        ValueError: if the reward does not return a finite number for every completion.
     """
     parameters = inspect.signature(reward).parameters
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    _refuse_misfit(reward, parameters, [*columns, *each])
+    _require_columns(reward, parameters, [*columns, *each])
     if not completions:
         return []
     if "completions" in parameters:
         values = _call_on_group(reward, parameters, row["prompt"], columns, completions, each)
     else:
         of_each = [{name: values[i] for name, values in each.items()} for i in range(len(completions))]
-        values = _settled(
+        values = _await_all(
             [
                 _call_on_one(reward, parameters, row["prompt"], columns | more, text)
                 for text, more in zip(completions, of_each, strict=True)
             ]
         )
     if len(values) != len(completions):
-        raise ValueError(f"the reward gave {len(values)} values for {len(completions)} completions")
+        raise ValueError(f"the reward returned {len(values)} values for {len(completions)} completions")
     return [_number(value, index) for index, value in enumerate(values)]
 
 
-def _refuse_misfit(
+def _require_columns(
     reward: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
 ) -> None:
-    """Say which column a reward asks for in vain, before Python says that an argument is missing."""
+    """Refuse a reward that needs a column which is missing. Python would report only a missing argument."""
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [
         each.name for each in parameters.values() if each.kind not in free and each.default is each.empty
     ]
     by_name = {"completions", "prompts"} if "completions" in parameters else {"completion", "prompt"}
-    if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by place
+    if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by position
         needed = needed[2:]
     missing = [name for name in needed if name not in by_name and name not in columns]
     if missing:
         code = getattr(inspect.unwrap(reward), "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         raise RewardError(
-            f"the reward asks for {', '.join(map(repr, missing))}{where}, and the row has no such column; "
+            f"the reward needs {', '.join(map(repr, missing))}{where}, but the row has no such column; "
             f"its columns: {', '.join(columns) or 'none'}"
         )
 
@@ -107,7 +110,7 @@ def _call_on_one(
     columns: Mapping[str, Any],
     completion: str,
 ) -> Any:
-    """The plain form: by name, or (prompt, completion) by place where the parameters are named otherwise."""
+    """Call the plain form: by name, or (prompt, completion) by position if no parameter is `completion`."""
     if "completion" in parameters:
         offered = {**columns, "prompt": prompt, "completion": completion}
         return reward(**accepted(parameters, offered))
@@ -122,26 +125,27 @@ def _call_on_group(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[RewardValue]:
-    """TRL's form: lists in, one entry a completion; chat completions as messages."""
+    """Call TRL's form: each argument is a list with one entry for each completion. Completions of a chat are
+    messages."""
     n = len(completions)
     chat = not isinstance(prompt, str)
     texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)
-    given = {name: [value] * n for name, value in columns.items() if name != "completions"}
-    offered = {**given, **each, "prompts": [prompt] * n}
+    repeated = {name: [value] * n for name, value in columns.items() if name != "completions"}
+    offered = {**repeated, **each, "prompts": [prompt] * n}
     result = reward(completions=texts, **accepted(parameters, offered))
-    [values] = _settled([result])
+    [values] = _await_all([result])
     return list(cast("list[RewardValue]", values))
 
 
 def accepted(parameters: Mapping[str, inspect.Parameter], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `offered` a function takes by name."""
+    """Return the entries of `offered` that a function accepts by name."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(offered)
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def _settled(values: list[Any]) -> list[Any]:
-    """Values with the awaitable ones awaited, all at once."""
+def _await_all(values: list[Any]) -> list[Any]:
+    """Await the awaitable values, all at the same time, and return all values in order."""
     if not any(inspect.isawaitable(value) for value in values):
         return values
 
@@ -169,26 +173,29 @@ def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
     return number, metrics
 
 
-def told(document: Mapping[str, Any], context: Context) -> bytes:
-    """What a scoring process is told at its start: the composed run, and what its component is told."""
+def setup_frame(document: Mapping[str, Any], context: Context) -> bytes:
+    """Return the first frame for a scoring process: the composed run, and the context of its component."""
     return msgspec.msgpack.encode((document, context))
 
 
 def try_to_score(
     document: Mapping[str, Any], context: Context, tasks: Sequence[Task], timeout_s: float
 ) -> tuple[str, list[str]]:
-    """Why the reward of a run cannot be made, and why it cannot do each task, found by a process of its own;
-    empty where it can.
+    """Make the reward of a run and do some tasks, in a child process.
+
+    Returns:
+        Why the reward cannot be made, and for each task why the reward cannot do it. A text is empty if there
+        is no fault; the list is empty if the reward cannot be made.
 
     Raises:
-        TimeoutError: if that is not known in time.
+        TimeoutError: if the child does not end within `timeout_s`.
     """
-    started, answers = try_to_ask(COMMAND, told(document, context), tasks, timeout_s)
+    started, answers = try_to_ask(COMMAND, setup_frame(document, context), tasks, timeout_s)
     return started.error, [msgspec.msgpack.decode(answer, type=ScoringResult).error for answer in answers]
 
 
 class _Scorer:
-    """The reward, and the limits that each answer has."""
+    """The reward, and the limits for scoring one answer."""
 
     def __init__(self, data: bytes) -> None:
         document, context = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], Context])
@@ -199,13 +206,13 @@ class _Scorer:
         self._limits = AnswerLimits(config.answer_cpu_s, config.answer_memory_mb)
         if self._limits and "completions" in inspect.signature(self._reward).parameters:
             raise ConfigError(
-                "reward.answer_cpu_s and reward.answer_memory_mb are limits of one answer, but this reward "
-                "scores all answers of a group in one call; leave them out, or give the reward the "
+                "reward.answer_cpu_s and reward.answer_memory_mb limit the scoring of one answer, but this "
+                "reward scores all answers of a group in one call; remove the limits, or give the reward the "
                 "form `score(prompt, completion, **columns)`"
             )
 
     def answer(self, data: bytes) -> ScoringResult:
-        """The scores of one group."""
+        """Score one group."""
         task = msgspec.msgpack.decode(data, type=Task)
         row = msgspec.msgpack.decode(task.row, type=dict[str, Any])
         each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])

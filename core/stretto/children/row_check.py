@@ -1,7 +1,7 @@
-"""A process that has a reward's `Component.check_row` look at the rows of a dataset: `check` starts one.
+"""A process that checks rows of a dataset with the reward's `Component.check_row`. `stretto check` starts it.
 
-It is told the run on its standard input, and says on its output what it found; what plugins print goes to
-stderr.
+It reads the run from its standard input and writes a `RowFaults` to its standard output; output of plugins
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ class RowFaults(msgspec.Struct, frozen=True):
     """What is wrong with the rows of a dataset."""
 
     rows: int
-    """In the dataset."""
+    """Rows of the dataset."""
     read: int
-    """Rows that were looked at: all, or as many, drawn at random, as the bounds of number and time allow."""
+    """Rows that were checked: all, or a random part of at most `_MOST_ROWS` rows and `_MOST_S` seconds."""
     faulty: int
+    """Rows with a fault, among those checked."""
     first: tuple[tuple[int, str], ...]
-    """Index and fault of the first few."""
+    """Index and fault of the first faulty rows, at most `_SHOWN`."""
 
 
 def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, timeout_s: float) -> RowFaults:
-    """What the run's reward says of rows, found by a process of its own.
+    """Check rows with the run's reward, in a child process.
 
     Args:
         document: the composed run; its reward's component has a `check_row`.
-        path: of the dataset's section in it.
+        path: dotted key of the dataset's section in the run.
 
     Raises:
-        TimeoutError: if that is not known in time.
-        ChildProcessError: if the process fails; the text is the last line of what it said.
+        TimeoutError: if the child does not end within `timeout_s`.
+        ChildProcessError: if the child fails; the text is the last line that it wrote to stderr.
     """
-    told = msgspec.msgpack.encode((document, path, context))
-    done = run_child([sys.executable, "-m", __name__], told, timeout_s)
+    setup = msgspec.msgpack.encode((document, path, context))
+    done = run_child([sys.executable, "-m", __name__], setup, timeout_s)
     if done.returncode:
         raise ChildProcessError(last_line(done))
     return msgspec.msgpack.decode(done.stdout, type=RowFaults)
@@ -59,7 +60,7 @@ def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, tim
 def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaults:
     composed = compose_mapping(document)
     check_row, config = composed.components["reward"].check_row, composed.section("reward")
-    assert check_row is not None, "rows are read for rewards that check them only"
+    assert check_row is not None, "only rewards that check rows start this process"
     dataset = composed.make(path, context)
     rows = len(dataset)
     order = random.Random(0).sample(range(rows), min(rows, _MOST_ROWS))
@@ -75,9 +76,9 @@ def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaul
 
 
 def _main() -> None:
-    told = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[dict[str, Any], str, Context])
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[dict[str, Any], str, Context])
     with redirect_stdout(sys.stderr):
-        faults = _faults(*told)
+        faults = _faults(*setup)
     sys.stdout.buffer.write(msgspec.msgpack.encode(faults))
 
 

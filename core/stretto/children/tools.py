@@ -1,7 +1,8 @@
 """The tool process: the run's tools, one call at a time, in the sandbox. Child of a verifier worker.
 
-It is told which tools, and is ready with their schemas (see `pipes`); then an `Invocation` in, a `ToolAnswer`
-out. MCP servers are its own children, and end with it.
+The first frame names the tools. The process is ready when it has made them, and reports their schemas (see
+`protocol`); then it answers each `Invocation` with a `ToolAnswer`. MCP servers are children of this process
+and end with it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
     from stretto.config import RunConfig
 
-__all__ = ["Invocation", "command", "told", "try_to_make"]
+__all__ = ["Invocation", "command", "setup_frame", "try_to_make"]
 
 _TRY_S = 60.0
-"""What the tools get to be made, on trial."""
+"""Time limit for making the tools in a trial."""
 
 
 class Invocation(msgspec.Struct, frozen=True, array_like=True):
-    """One call."""
+    """One call of a tool."""
 
     name: str
     arguments: bytes
@@ -52,11 +53,13 @@ class _Setup(msgspec.Struct, frozen=True, array_like=True):
 
 
 def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Confined:
-    """How the process is started: it sees the working folder, whose modules can be imported, and what lies
-    beside the tools' files; nothing of runs.
+    """Return the command that starts the process in its sandbox.
+
+    The process can read the working folder, import its modules, and read the folders of the tools' files. It
+    cannot see folders of runs.
 
     Args:
-        folder: the run's.
+        folder: the run's folder; empty for none.
     """
     here = Path.cwd()
     files = [
@@ -77,18 +80,20 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Confined:
     )
 
 
-def told(config: ToolsConfig) -> bytes:
-    """What the process is told at its start."""
+def setup_frame(config: ToolsConfig) -> bytes:
+    """Return the first frame for the process: the tools and the MCP servers."""
     return msgspec.msgpack.encode(_Setup(config.tools, config.mcp, config.max_result_chars))
 
 
 def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
-    """What is wrong with the tools, found by a process that makes them."""
+    """Make the tools in a child process, and yield what is wrong with them."""
     confined = command(config, run.sandbox, run.out or "")
+    setup = setup_frame(config)
     try:
-        started = try_to_start(confined.argv, told(config), _TRY_S, env=confined.env, folder=confined.folder)
+        started = try_to_start(confined.argv, setup, _TRY_S, env=confined.env, folder=confined.folder)
     except TimeoutError:
-        yield Problem("workflow.tools", f"not verified: not made within {_TRY_S:.0f} s", "warning")
+        message = f"not verified: making the tools took longer than {_TRY_S:.0f} s"
+        yield Problem("workflow.tools", message, "warning")
         return
     if started.error:
         yield Problem("workflow.tools", started.error)
@@ -98,29 +103,32 @@ def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
-    """The tools by name.
+    """Make the tools and return them by name.
 
     Raises:
-        ValueError: if two share a name.
+        ValueError: if two tools share a name.
     """
     offered = [
         (reference, tool_of(load_importable(reference), reference.rpartition(":")[2]))
         for reference in setup.tools
     ]
     for server in setup.mcp:
-        offered += [(server.url or " ".join(server.command), tool) for tool in await _remote(server, stack)]
-    found: dict[str, Tool] = {}
+        origin = server.url or " ".join(server.command)
+        offered += [(origin, tool) for tool in await _tools_of_server(server, stack)]
+    tools: dict[str, Tool] = {}
     origins: dict[str, str] = {}
     for origin, tool in offered:
-        if tool.name in found:
-            raise ValueError(f"two tools are called {tool.name!r}: of {origins[tool.name]} and of {origin}")
-        found[tool.name], origins[tool.name] = tool, origin
-    return found
+        if tool.name in tools:
+            raise ValueError(
+                f"two tools are called {tool.name!r}: one of {origins[tool.name]}, one of {origin}"
+            )
+        tools[tool.name], origins[tool.name] = tool, origin
+    return tools
 
 
-async def _remote(server: MCPServer, stack: AsyncExitStack) -> list[Tool]:
-    """The tools of an MCP server, which stays connected until the stack is closed."""
-    client = await _connected(server, stack)
+async def _tools_of_server(server: MCPServer, stack: AsyncExitStack) -> list[Tool]:
+    """Connect to an MCP server and return its tools. The connection lasts until the stack is closed."""
+    client = await _connect(server, stack)
     tools: list[Tool] = []
     listed = await client.list_tools()
     while True:
@@ -133,7 +141,7 @@ async def _remote(server: MCPServer, stack: AsyncExitStack) -> list[Tool]:
         listed = await client.list_tools(cursor=listed.next_cursor)
 
 
-async def _connected(server: MCPServer, stack: AsyncExitStack) -> Client:
+async def _connect(server: MCPServer, stack: AsyncExitStack) -> Client:
     from mcp import Client, StdioServerParameters
 
     if server.url is not None:
@@ -153,35 +161,35 @@ class _Remote:
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         result = await self._client.call_tool(self._name, dict(arguments))
         text = "\n".join(
-            part.text if part.type == "text" else f"[{part.type}, which cannot be shown]"
+            part.text if part.type == "text" else f"[{part.type}, which cannot be shown as text]"
             for part in result.content
         )
         if result.is_error:
-            raise _SaidByServer(text)
+            raise _ServerError(text)
         return text
 
 
-class _SaidByServer(Exception):
-    """An MCP server's own account of what went wrong."""
+class _ServerError(Exception):
+    """An error that an MCP server reports; the text is the server's."""
 
 
-async def _answer(tools: Mapping[str, Tool], invocation: Invocation, most: int) -> ToolAnswer:
-    """The result of a call as text, or what went wrong."""
+async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: int) -> ToolAnswer:
+    """Return the result of a call as text, or the error as text for the policy."""
     tool = tools.get(invocation.name)
     if tool is None:
         hint = nearest(invocation.name, tools)
         return ToolAnswer(
-            f"error: no tool {invocation.name!r}{hint or ';'} there are: {', '.join(tools)}", failed=True
+            f"error: no tool {invocation.name!r}{hint or ';'} tools: {', '.join(tools)}", failed=True
         )
     try:
-        text = text_of(await tool.run(json.loads(invocation.arguments)), most)
+        text = text_of(await tool.run(json.loads(invocation.arguments)), max_chars)
     except msgspec.ValidationError as error:
         return ToolAnswer(f"error: wrong arguments: {error}", failed=True)
-    except _SaidByServer as error:
-        return ToolAnswer(text_of(f"error: {error}", most), failed=True)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the policy is told
+    except _ServerError as error:
+        return ToolAnswer(text_of(f"error: {error}", max_chars), failed=True)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer tells the policy
         print(f"tool {tool.name!r} raised {place_of(error)}", file=sys.stderr, flush=True)
-        return ToolAnswer(text_of(f"error: {type(error).__name__}: {error}", most), failed=True)
+        return ToolAnswer(text_of(f"error: {type(error).__name__}: {error}", max_chars), failed=True)
     return ToolAnswer(text.encode(errors="replace").decode())
 
 
@@ -193,7 +201,7 @@ async def _serve(pipes: Pipes) -> None:
     async with AsyncExitStack() as stack:
         try:
             tools = await _tools(setup, stack)
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the reason is told
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; `Started` reports it
             traceback.print_exc()
             pipes.send(Started(f"the tools cannot be made: {place_of(error)}"))
             return

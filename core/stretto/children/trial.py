@@ -1,7 +1,7 @@
-"""A process that makes the components that the kernel does not: `check` starts one.
+"""A process that makes the components that the kernel does not make. `stretto check` starts it.
 
-It is told the run on its standard input and says what is wrong; what plugins print goes to stderr (see
-`pipes`). Rewards are tried where they run (see `scoring`).
+It reads the run from its standard input and reports the problems; output of plugins goes to stderr (see
+`protocol`). Rewards are tried in the process that runs them (see `reward`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _COMMAND = (sys.executable, "-m", __name__)
 def try_to_make(
     document: Mapping[str, Any], paths: Sequence[str], context: Context, timeout_s: float
 ) -> list[Problem]:
-    """What is wrong with the components of some sections, found by making each in a process of its own.
+    """Make the components of some sections in one child process, and return what is wrong with them.
 
     Raises:
-        TimeoutError: if that is not known in time.
+        TimeoutError: if the child does not end within `timeout_s`.
     """
     started = try_to_start(_COMMAND, msgspec.msgpack.encode((document, paths, context)), timeout_s)
     if started.error:
@@ -44,17 +44,17 @@ def _problems(document: Mapping[str, Any], paths: Sequence[str], context: Contex
             composed.make(path, context)
         except ContractError as error:
             yield Problem(path, str(error))
-        except StrettoError as error:  # an engine may miss here what its machine has
+        except StrettoError as error:  # an engine may need something that only its worker's machine has
             engine = path == "inference" or path.startswith(("training", "groups."))
             yield Problem(path, str(error), "environment" if engine else "error")
 
 
 def _main() -> None:
     pipes = Pipes()
-    told = pipes.receive() or b""
-    document, paths, context = msgspec.msgpack.decode(told, type=tuple[dict[str, Any], list[str], Context])
+    setup = pipes.receive() or b""
+    document, paths, context = msgspec.msgpack.decode(setup, type=tuple[dict[str, Any], list[str], Context])
     pipes.send(Started(data=msgspec.msgpack.encode(list(_problems(document, paths, context)))))
-    os._exit(0)  # whatever threads an engine has begun
+    os._exit(0)  # do not wait for threads that an engine has started
 
 
 if __name__ == "__main__":

@@ -24,35 +24,35 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     row: int
     """Index in the held-out dataset."""
     sample: int
-    """Which of the row's; one that became several trajectories has several lines."""
+    """Number of the sample among the row's; a sample with several trajectories has several lines."""
     version: int
-    """Of the weights that sampled it."""
+    """Version of the weights that sampled it."""
     columns: dict[str, Any]
-    """The row's own, but for its prompt and images."""
+    """The row's columns, without its prompt and images."""
     prompt: str
-    """What the model was given, template applied, without special tokens."""
+    """The prompt as the model got it: template applied, special tokens removed."""
     completion: str
-    """All that followed; of several turns, what stands between them too."""
+    """The text after the prompt; with several turns, also the text between them."""
     reward: float
     metrics: dict[str, float]
     tokens: int
-    """Sampled."""
+    """Number of sampled tokens."""
     finish: Finish
     engine: str
 
 
 def answers_of(ticket: Ticket, row: Row, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> Answers:
-    """What the log keeps of an evaluation ticket."""
+    """Return the answers of an evaluation ticket, as lines of JSON."""
     encode = msgspec.json.Encoder().encode
     columns = {name: value for name, value in row.items() if name not in ("prompt", *IMAGE_COLUMNS)}
-    kept = (
-        _kept(ticket, columns, sample, trajectory, tokenizer)
+    answers = (
+        _answer_of(ticket, columns, sample, trajectory, tokenizer)
         for sample, trajectory in zip(sample_numbers(trajectories), trajectories, strict=True)
     )
-    return Answers(b"".join(encode(answer) + b"\n" for answer in kept))
+    return Answers(b"".join(encode(answer) + b"\n" for answer in answers))
 
 
-def _kept(
+def _answer_of(
     ticket: Ticket, columns: dict[str, Any], sample: int, trajectory: Trajectory, tokenizer: Tokenizer
 ) -> KeptAnswer:
     start = int(np.argmax(trajectory.loss_mask))

@@ -1,4 +1,4 @@
-"""The canary in a trainer: a fixed text, and what the lead model says of it under each version's weights."""
+"""The canary in a trainer: a fixed text, and its logprobs under the lead model of each version."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Probe", "probe_of"]
 
 
 class Probe:
-    """The text: (S, L) int32."""
+    """The canary's text. Its tokens are (S, L) int32."""
 
     def __init__(self, tokens: NDArray[np.int32]) -> None:
         self._tokens = tokens
 
     def score(self, engine: TrainingEngine) -> Canary:
-        """What the engine's model says of it. Called in all ranks of the group; rank 0's answer counts."""
+        """Return the text with its logprobs. All ranks of the group call it; only rank 0's result counts."""
         logprobs = engine.forward(self._batch(), temperature=1.0).numpy().reshape(self._tokens.shape)
         return Canary(Array.of(self._tokens), Array.of(logprobs[:, 1:], np.float32))
 
@@ -41,16 +41,17 @@ class Probe:
 
 
 def probe_of(config: RunConfig) -> Probe | str:
-    """The run's canary, the same in every process; or why there is none, empty where none is wanted."""
-    wanted, model = config.inference.canary, config.model
-    if wanted is None:
+    """Return the run's canary, the same in every process; or why there is none. The text is empty if the run
+    file has no canary."""
+    canary, model = config.inference.canary, config.model
+    if canary is None:
         return ""
     if model is None:
         return "the run has no model"
     about = fetched_config(model)
     if is_vision_language(about):
-        return f"{model!r} reads images, and the canary is text alone"
+        return f"{model!r} reads images, but the canary is only text"
     if "vocab_size" not in about:
         return f"the config of {model!r} has no vocab_size"
     random = np.random.default_rng(abs(config.seed))
-    return Probe(random.integers(about["vocab_size"], size=(wanted.sequences, wanted.tokens), dtype=np.int32))
+    return Probe(random.integers(about["vocab_size"], size=(canary.sequences, canary.tokens), dtype=np.int32))

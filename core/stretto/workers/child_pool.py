@@ -28,24 +28,25 @@ _GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError
 
 @dataclass(frozen=True)
 class Program:
-    """What a child runs."""
+    """How to start a child."""
 
     name: str
-    """For messages."""
+    """Name of the child in messages."""
     argv: Sequence[str]
-    told: bytes
-    """What it is for: its first frame."""
+    setup: bytes
+    """Content of the child's first frame."""
     env: Mapping[str, str] | None = None
-    """None for this process's own."""
+    """Environment variables; None for those of this process."""
     folder: Path | None = None
+    """Working folder; None for that of this process."""
 
 
 class ChildEnded(Exception):
-    """A child has ended while it was asked something; the text says how."""
+    """A child ended before it answered a question; the text says how it ended."""
 
 
 class ChildPool:
-    """Up to `count` processes of one program, started as they are needed."""
+    """Up to `count` processes of one program. The pool starts each when it is needed."""
 
     def __init__(self, program: Program, count: int) -> None:
         self._program = program
@@ -55,46 +56,47 @@ class ChildPool:
         self._freed = anyio.Semaphore(0)
         self._waiting = 0
         self.busy_s = 0.0
-        """Seconds that they were asked something, all together."""
+        """Seconds that the children spent on questions, summed over all children."""
 
     async def open(self, tasks: TaskGroup) -> bytes:
-        """Start the first one; what it found at its start.
+        """Start the first child, and return the data that it reports at its start.
 
         Args:
-            tasks: the task group that more are started in, and which an error there ends.
+            tasks: the task group in which the pool starts more children. A child that cannot start ends it.
 
         Raises:
-            RewardError: if there cannot be one.
+            RewardError: if the child does not start.
         """
         self._tasks = tasks
         self._missing -= 1
         return await self._start()
 
     async def ask(self, question: msgspec.Struct, timeout_s: float) -> bytes:
-        """A child's answer.
+        """Ask a child, and return its answer.
 
         Raises:
-            TimeoutError: if it takes too long; the child is killed. Waiting for a child does not count.
-            ChildEnded: if the child ends instead.
+            TimeoutError: if the child does not answer within `timeout_s`; it is killed. Waiting for a free
+                child does not count.
+            ChildEnded: if the child ends before it answers.
         """
         async with self._child() as child:
-            began = time.perf_counter()
+            start = time.perf_counter()
             try:
                 with anyio.fail_after(timeout_s):
                     return await child.ask(msgspec.msgpack.encode(question))
             except _GONE as error:
                 raise ChildEnded(await child.last_status()) from error
             finally:
-                self.busy_s += time.perf_counter() - began
+                self.busy_s += time.perf_counter() - start
 
     async def close(self) -> None:
-        """End them all at once. To be called when the task group has ended: until then it replaces them."""
+        """Kill all children. Call this after the task group has ended: until then the pool replaces them."""
         for child in self._children:
             await child.end()
 
     @asynccontextmanager
     async def _child(self) -> AsyncGenerator[_Child]:
-        """A child that nobody else uses; one that was killed is replaced."""
+        """Yield a child for one caller at a time. If it ends or is killed, start another in its place."""
         if self._missing and self._waiting >= len(self._free):
             self._missing -= 1
             self._tasks.start_soon(self._start)
@@ -107,7 +109,7 @@ class ChildPool:
         try:
             yield child
         except BaseException:
-            child.kill()  # it may still be at the question that nobody waits for any more
+            child.kill()  # it may still work on a question whose caller no longer waits
             raise
         finally:
             if child.alive:
@@ -119,16 +121,16 @@ class ChildPool:
                 await child.end()
 
     async def _start(self) -> bytes:
-        """One more. That there cannot be one ends the worker, which is started again."""
-        child, found = await _Child.start(self._program)
+        """Start one more child. If that fails, the error ends the worker, and the worker is restarted."""
+        child, data = await _Child.start(self._program)
         self._children.add(child)
         self._free.append(child)
         self._freed.release()
-        return found
+        return data
 
 
 class _Child:
-    """One process, spoken to over its pipes."""
+    """One child process and its pipes."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -138,10 +140,10 @@ class _Child:
 
     @classmethod
     async def start(cls, program: Program) -> tuple[_Child, bytes]:
-        """Start one and wait until it is ready; and what it found.
+        """Start a child, wait until it is ready, and return it with the data that it reports.
 
         Raises:
-            RewardError: if it does not get ready.
+            RewardError: if the child ends, fails, or is not ready within `_START_S`.
         """
         process = await anyio.open_process(
             program.argv,
@@ -154,7 +156,7 @@ class _Child:
         child = cls(process)
         try:
             with anyio.fail_after(_START_S):
-                started = msgspec.msgpack.decode(await child.ask(program.told), type=Started)
+                started = msgspec.msgpack.decode(await child.ask(program.setup), type=Started)
         except TimeoutError as error:
             await child.end()
             raise RewardError(f"{program.name} did not start within {_START_S:g} s") from error
@@ -171,26 +173,28 @@ class _Child:
         return child, started.data
 
     async def ask(self, data: bytes) -> bytes:
-        """Its answer to a frame."""
+        """Send a frame, and return the content of the answer's frame."""
         assert self._process.stdin is not None
         await self._process.stdin.send(framed(data))
         [size] = HEAD.unpack(await self._answers.receive_exactly(HEAD.size))
         return await self._answers.receive_exactly(size)
 
     def kill(self) -> None:
-        """End it at once, with all that it has started."""
+        """Kill the child at once, with all processes that it has started."""
         self.alive = False
         kill(self._process)
 
     async def end(self) -> None:
-        """The same, and let go of its pipes."""
+        """Kill the child, and close its pipes."""
         self.kill()
         with anyio.CancelScope(shield=True), anyio.move_on_after(_END_S):
             await self._process.aclose()
 
     async def last_status(self) -> str:
-        """How it ended, for an error message, once it has closed its pipes. To be asked before it is killed:
-        who kills looks first whether it has ended, and then nobody else is told how."""
+        """Return how the child ended, for an error message. Call it when the child has closed its pipes.
+
+        Read the exit status before killing the process: `kill` collects it, and then it is lost here.
+        """
         self.alive = False
         with anyio.move_on_after(5):
             code = await self._process.wait()

@@ -89,8 +89,8 @@ class _Rewards:
         self._answer_s = config.answer_cpu_s or 0.0
         self._told = 0
         composed = context.composed
-        told = reward.told(msgspec.to_builtins(composed.config), context.component_context)
-        program = Program("the scoring process", reward.COMMAND, told)
+        setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
+        program = Program("the scoring process", reward.COMMAND, setup)
         self.children = ChildPool(program, composed.config.verifier.children)
 
     async def open(self, tasks: TaskGroup) -> None:
@@ -132,7 +132,7 @@ class _Tools:
         run = context.composed.config
         confined = tools.command(config, run.sandbox, context.component_context.folder)
         program = Program(
-            "the tool process", confined.argv, tools.told(config), confined.env, confined.folder
+            "the tool process", confined.argv, tools.setup_frame(config), confined.env, confined.folder
         )
         self.children = ChildPool(program, run.verifier.tool_children)
 
@@ -165,8 +165,8 @@ class _Environments:
     def __init__(self, context: WorkerContext, config: EnvironmentConfig) -> None:
         self._context = context
         self._timeout_s = config.environment_timeout_s
-        told = environment.told(config.environment)
-        program = Program("the environment process", environment.COMMAND, told)
+        setup = environment.setup_frame(config.environment)
+        program = Program("the environment process", environment.COMMAND, setup)
         self.children = ChildPool(program, context.composed.config.verifier.children)
 
     async def open(self, tasks: TaskGroup) -> None:
