@@ -279,7 +279,7 @@ async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_pa
         with pytest.raises(WeightsError, match=r"version 1 is not here \(any more\); the newest is 3"):
             await subscriber.receive(notes[1])
         successor = msgspec.structs.replace(notes[3], address="trainer-0/second")
-        with pytest.raises(WeightsError, match=r"trainer-0 .* was started again since it published"):
+        with pytest.raises(WeightsError, match=r"trainer-0 .* was restarted after it published"):
             await subscriber.receive(successor)
         other = msgspec.structs.replace(notes[3], address="trainer-1/first")
         with pytest.raises(WeightsError, match="trainer-1 did not answer"):
@@ -581,9 +581,9 @@ def of_another_digest(update: WeightUpdate) -> SwapReport:
 @pytest.mark.parametrize(
     ("report", "fault"),
     [
-        (altered, r"^version 1 is not served as the trainer published it .*: 'a' differ$"),
-        (skipped, r"^asked to serve version 1, the engine serves version 0, .*: the swap was skipped$"),
-        (of_another_digest, r"^version 1 is not served .* served 000000000000\)$"),
+        (altered, r"^the engine does not serve version 1 as the trainer published it .*: 'a' differ$"),
+        (skipped, r"^the engine skipped the swap to version 1 .*: it serves version 0$"),
+        (of_another_digest, r"^the engine does not serve version 1 .* served 000000000000\)$"),
     ],
 )
 async def test_nothing_of_a_version_that_is_not_the_announced_one_leaves(
@@ -624,7 +624,7 @@ async def test_a_drift_is_told_and_ends_what_must_not_go_on_with_it(
         assert re.search(r"canary of version 0 drifts by inf .*inference.canary.bound is 0.2", done.fault)
         worker.engine.score = cannot
         done = await worker.swap(worker.note(1, CANARY))
-        assert re.search(r"version 1 was not compared \(it keeps no logits\), and .*on_drift", done.fault)
+        assert re.search(r"version 1 was not compared \(it keeps no logits\), but .*on_drift", done.fault)
         worker.engine.say(0, 0, 1)
         worker.engine.say(1, 0, finish="abort")
         assert await worker.until(1) == [(1, 0, [])]
@@ -779,11 +779,11 @@ async def newest_in_the_log(run: Any) -> int:
     [
         (
             ["inference=honest", "weights=altering"],
-            r"inference-0: version (\d+) is not served as the trainer published it .*: 'steps' differ",
+            r"inference-0: the engine does not serve version (\d+) as the trainer published it .*: 'steps' differ",
         ),
         (
             ["inference=skipping"],
-            r"inference-0: asked to serve version (\d+), the engine serves version 1, .*: 'steps' differ",
+            r"inference-0: the engine skipped the swap to version (\d+) .*: it serves version 1: 'steps' differ",
         ),
         (
             ["inference=drifting", "inference.canary={on_drift: stop, bound: 0.05}"],

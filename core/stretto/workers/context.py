@@ -1,4 +1,4 @@
-"""What the code of a role is given: the bus, the run, the kernel's latest word, a thread to compute in."""
+"""What a role's code works with: the bus, the run, the kernel's latest beacon, a thread to compute in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class WorkerContext:
-    """What a role's code is given: the bus, the run, and the kernel's latest word."""
+    """The bus, the run, and the kernel's latest beacon, for the code of a role. One for each worker."""
 
     def __init__(
         self, bus: Bus, names: Subjects, worker: str, role: Role, nonce: str, welcome: Welcome
@@ -50,15 +50,15 @@ class WorkerContext:
         self._listeners: list[Callable[[Beacon], None]] = []
 
     def make(self, path: str) -> Any:
-        """The component that a section of the run chose (see `Composed.make`)."""
+        """Make the component that a section of the run chose (see `Composed.make`)."""
         return self.composed.make(path, self.component_context)
 
     def explain(self, error: BaseException) -> str:
-        """An error for those who cannot see its traceback."""
+        """Return an error as text for readers without its traceback (see `Composed.explain`)."""
         return self.composed.explain(error, self.component_context.path("logs", f"{self.worker}.jsonl"))
 
     def subject(self, verb: str) -> str:
-        """Where this worker is asked to do `verb`."""
+        """Return the subject of requests to this worker to do `verb`."""
         return self.names.worker(self.role, self.worker, verb)
 
     def on_beacon(self, listener: Callable[[Beacon], None]) -> None:
@@ -66,7 +66,7 @@ class WorkerContext:
         self._listeners.append(listener)
 
     def check_lease(self, lease_epoch: int) -> None:
-        """Accept a command of the kernel that owns the run.
+        """Accept a command only from the kernel that owns the run.
 
         Raises:
             Refused: if a newer kernel than the sender owns the run.
@@ -78,7 +78,7 @@ class WorkerContext:
         self.lease_epoch = lease_epoch
 
     def receive_beacon(self, beacon: Beacon) -> None:
-        """Take in a beacon; ignore one of a kernel that has been replaced."""
+        """Store a beacon and call the listeners. Ignore a beacon of a kernel that has been replaced."""
         if beacon.lease_epoch < self.lease_epoch:
             return
         self.lease_epoch, self.beacon, self.beacon_at = beacon.lease_epoch, beacon, time.monotonic()
@@ -88,26 +88,26 @@ class WorkerContext:
             listener(beacon)
 
     def request_shutdown(self, reason: str) -> None:
-        """Make this worker leave."""
+        """Make this worker leave. The first reason counts."""
         self.reason = self.reason or reason
         self.leave.set()
 
 
 class RoleWorker(Protocol):
-    """The work of a role, made once the worker has joined."""
+    """The work of a role. It is created after the worker has joined."""
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Do it until cancelled. `ready` is called when others may count on the worker."""
+        """Work until cancelled. Call `ready` once the worker can answer requests."""
         ...
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """The heartbeat with the role's own figures."""
+        """Return the heartbeat with the role's own figures added."""
         ...
 
 
 class ComputeThread:
-    """One thread for all of an engine's compute: the event loop stays free, and the thread's own pool of
-    compute threads is made once."""
+    """One thread for all computation of an engine. The event loop stays free, and the compute threads that
+    belong to this thread are created only once."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "compute")
@@ -115,13 +115,13 @@ class ComputeThread:
         """Seconds spent in `run` so far."""
 
     async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Run a function in the thread, after those before it."""
+        """Run a function in the thread, after the functions submitted before it."""
         timed = partial(self._timed, partial(function, *arguments, **named))
         return await asyncio.wrap_future(self._executor.submit(timed))
 
     def _timed(self, function: Callable[[], T]) -> T:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             return function()
         finally:
-            self.busy_s += time.perf_counter() - began
+            self.busy_s += time.perf_counter() - start

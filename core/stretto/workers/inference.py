@@ -1,15 +1,17 @@
 """The inference worker: one engine, behind the one protocol that all engines share.
 
-Chunks go to the rollout worker that asked and are kept until it confirms the request, so that a gap, a
-reconnect or a repeated question is answered from the position asked for.
+The worker sends chunks to the rollout worker that requested them. It keeps them until that worker confirms
+the request, so that it can send them again, from any position, after a gap, a reconnect or a repeated
+request.
 
-A version is doubted from before it is loaded until it has been found to be the one that the trainer
-published. As long as it is, no chunk with tokens of it leaves the worker, nor any that follows one in its
-sample.
+A version is unverified from before its load until the worker has found that the engine serves what the
+trainer published. Meanwhile the worker holds back every chunk with tokens of that version, and every
+later chunk of the same sample.
 
-A worker that is lent to an evaluation answers that evaluation alone, from before its version is loaded until
-after another one is: so no token of training is sampled by those weights, and no token of the evaluation by
-others. What is dropped on either change goes on elsewhere, or later: its askers hear of it by the beacon.
+A worker that is lent to an evaluation answers only that evaluation, from before the load of its version until
+after the load of the next one. So these weights sample no token of training, and no other weights sample a
+token of the evaluation. Requests that are dropped at either change continue on another worker, or later: the
+rollout workers learn of the change from the beacon.
 """
 
 from __future__ import annotations
@@ -60,31 +62,34 @@ log = structlog.get_logger()
 
 _FORGET_S = 600.0
 _EVERY_S, _FOR_EACH_S, _LATEST_S = 0.02, 0.0004, 0.2
-"""Askers get a message at most so often, later for each sample that the last ones told of, but no later than
-this: a message costs them much, a sample in it a little, its tokens next to nothing."""
+"""Seconds between messages to the rollout workers: a base, an addition for each sample in the last messages,
+and a maximum. For the receiver a message costs much, a sample in it little, its tokens almost nothing."""
 _SCORE_S = 120.0
-"""What an engine gets to score the canary, or the rows that it shares with the trainer."""
+"""Time limit of an engine for scoring the canary, or the rows that it shares with the trainer."""
 _ROWS_S = 30.0
-"""What the trainer gets to send those rows."""
+"""Time limit of the trainer for sending those rows."""
 
 
 @dataclass
 class _Request:
-    """A request in hand: where its chunks go, and all of them so far."""
+    """A request that is not confirmed yet, with all its chunks so far."""
 
     reply: str
+    """Subject that the chunks go to."""
     left: int
-    """Samples not finished."""
+    """Samples that are not finished."""
     chunks: list[list[Chunk]] = field(default_factory=list[list[Chunk]])
+    """Chunks of each sample."""
     touched: float = 0.0
+    """When the request was last sent or got a chunk, in seconds of the monotonic clock."""
 
 
 Audience = int | None | Literal["nobody"]
-"""Whose requests a worker answers: those of the evaluation of a version, those of training (None)."""
+"""Whose requests a worker answers: of the evaluation of a version, of training (None), or of nobody."""
 
 
 class InferenceWorker:
-    """One replica."""
+    """One replica of the inference engine."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -97,14 +102,14 @@ class InferenceWorker:
         self._swapping = anyio.Lock()
         self._served: SwapDone | None = None
         self._order = (-1, -1)
-        """Fence and number of the swap to what is served."""
+        """Lease epoch and number of the swap to the version that is served."""
         self._note: WeightsNote | None = None
-        """What is served."""
+        """The version that is served."""
         self._audience: Audience = None
-        self._doubted: set[int] = set()
-        """Versions that may be served by now, and have not been found to be what was announced."""
+        self._unverified: set[int] = set()
+        """Versions that the engine may serve already, but that are not verified yet."""
         self._held: dict[tuple[str, int], list[Chunk]] = {}
-        """(request, sample) -> its chunks from the first one with a doubted version on."""
+        """(request, sample) -> its chunks, from the first one with tokens of an unverified version."""
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Start the engine, then serve until cancelled."""
@@ -131,7 +136,7 @@ class InferenceWorker:
             shutil.rmtree(self._whole, ignore_errors=True)
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """With the engine's own figures."""
+        """Add the engine's own figures."""
         if self._engine is None:
             return heartbeat
         load = self._engine.load()
@@ -140,15 +145,15 @@ class InferenceWorker:
     # -------------------------------------------------------------------------------- requests
 
     def _generate(self, message: Generate) -> None:
-        """A new request goes to the engine; a known one is told again what it has not."""
+        """Pass a new request to the engine. For a known one, send again the chunks that the sender lacks."""
         request = message.request
         known = self._requests.get(request.id)
         if known is None and message.exact_version != self._audience:
-            return  # for others; its asker learns from the beacon where to go, or asks again
+            return  # not for this audience; the sender learns from the beacon where to go, or sends it again
         if known is None:
-            wanted = len(request.seeds) - request.have.count(-1)
-            none_yet: list[list[Chunk]] = [[] for _ in request.seeds]
-            self._requests[request.id] = _Request(message.reply, wanted, none_yet, time.monotonic())
+            count = len(request.seeds) - request.have.count(-1)
+            no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
+            self._requests[request.id] = _Request(message.reply, count, no_chunks, time.monotonic())
             assert self._engine is not None
             self._engine.generate(request)
             return
@@ -168,14 +173,14 @@ class InferenceWorker:
         self._drop(message.request)
 
     def _drop(self, request: str) -> None:
-        """Nobody waits here for a request any more."""
+        """Abort a request and forget it: no rollout worker waits for it here any more."""
         assert self._engine is not None
         self._engine.abort(request)
         self._requests.pop(request, None)
         self._held = {key: chunks for key, chunks in self._held.items() if key[0] != request}
 
     async def _forget(self) -> None:
-        """Drop finished requests whose asker never confirmed: it is gone."""
+        """Drop finished requests whose sender did not confirm them for `_FORGET_S`: it is gone."""
         while True:
             await anyio.sleep(_FORGET_S / 4)
             now = time.monotonic()
@@ -190,19 +195,19 @@ class InferenceWorker:
     # ---------------------------------------------------------------------------------- chunks
 
     def _emit(self, chunks: list[Chunk]) -> None:
-        """From the engine, on the event loop."""
+        """Take new chunks of the engine. The engine calls this on the event loop."""
         for chunk in chunks:
             sample = (chunk.request, chunk.sample)
-            if sample in self._held or self._is_doubted(chunk):
+            if sample in self._held or self._is_unverified(chunk):
                 self._held.setdefault(sample, []).append(chunk)
             else:
-                self._take(chunk)
+                self._accept(chunk)
 
-    def _is_doubted(self, chunk: Chunk) -> bool:
-        return bool(self._doubted) and not self._doubted.isdisjoint(chunk.versions.tolist())
+    def _is_unverified(self, chunk: Chunk) -> bool:
+        return bool(self._unverified) and not self._unverified.isdisjoint(chunk.versions.tolist())
 
-    def _take(self, chunk: Chunk) -> None:
-        """A chunk whose versions are what they say."""
+    def _accept(self, chunk: Chunk) -> None:
+        """Store and send a chunk whose versions are all verified."""
         request = self._requests.get(chunk.request)
         if request is None:
             return  # aborted
@@ -212,8 +217,8 @@ class InferenceWorker:
         self._queue(request.reply, [chunk])
 
     def _trust(self, version: int) -> None:
-        """Let go of what was held on account of a version."""
-        self._doubted.discard(version)
+        """Mark a version as verified, and send the chunks that were held because of it."""
+        self._unverified.discard(version)
         held, self._held = self._held, {}
         for chunks in held.values():
             self._emit(chunks)
@@ -224,17 +229,17 @@ class InferenceWorker:
             self._pending.set()
 
     async def _send(self) -> None:
-        """One message for each asker with all that is new for it."""
+        """Send each rollout worker one message with all its new chunks, again and again."""
         while True:
             await self._pending.wait()
             self._pending = anyio.Event()
             outgoing, self._outgoing = self._outgoing, {}
-            told = 0
+            samples = 0
             for reply, chunks in outgoing.items():
                 batch = _batch(self._context.worker, chunks)
-                told += len(batch.heads)
+                samples += len(batch.heads)
                 await self._bus.publish(reply, batch)
-            await anyio.sleep(min(_EVERY_S + _FOR_EACH_S * told, _LATEST_S))
+            await anyio.sleep(min(_EVERY_S + _FOR_EACH_S * samples, _LATEST_S))
 
     async def _load(self, message: AskLoad) -> LoadReport:
         del message
@@ -244,7 +249,7 @@ class InferenceWorker:
     # ----------------------------------------------------------------------------------- swaps
 
     async def _swap(self, message: Swap) -> SwapDone:
-        """Serve a version. Of several swaps that wait for each other, former ones are passed over."""
+        """Serve a version. Skip a swap if a newer one is already done."""
         self._context.check_lease(message.lease_epoch)
         async with self._swapping:
             order = (message.lease_epoch, message.number)
@@ -256,45 +261,45 @@ class InferenceWorker:
                 return done
             self._order, self._note, self._audience = order, message.note, audience
             self._trust(message.note.version)
-            # The weights of an evaluation say nothing of the batches that are trained now.
-            self._served = done if message.exact else await self._measured(done)
+            # The batches that are trained now have nothing to do with the weights of an evaluation.
+            self._served = done if message.exact else await self._measure_engine_error(done)
             return self._served
 
     def _dismiss_others(self, audience: Audience) -> None:
-        """Drop what is under way for others. Nobody is answered until the weights are there."""
+        """Drop unfinished requests of another audience, and accept none until the weights are loaded."""
         if self._audience != audience:
             self._audience = "nobody"
             for request in [id for id, request in self._requests.items() if request.left]:
                 self._drop(request)
 
     async def _load_version(self, note: WeightsNote, audience: Audience) -> SwapDone:
-        """Have the engine serve a version, and see what it really serves."""
+        """Have the engine serve a version, and verify that it does."""
         assert self._engine is not None
         if self._served is not None and note == self._note and self._engine.load().version == note.version:
             self._dismiss_others(audience)
             return self._served
-        update = await self._received(note)
+        update = await self._receive(note)
         try:
             self._dismiss_others(audience)
-            self._doubted.add(note.version)
+            self._unverified.add(note.version)
             report = await self._engine.swap(update)
         finally:
             update.close()
         log.info("swapped", version=report.version, pause_s=round(report.pause_s, 4))
-        served = msgspec.structs.replace(report, hashes={})  # they have done their work here
+        served = msgspec.structs.replace(report, hashes={})  # the kernel does not need the hashes
         if fault := _fault_of(report, update.note, update.hashes()):
             return SwapDone(served, fault)
         drift, unscored = await self._compare(note.canary)
         return SwapDone(served, self._fault_of_canary(note, drift, unscored), drift, unscored)
 
-    async def _received(self, note: WeightsNote) -> WeightUpdate:
-        """A version that was announced, here and whole: an adapter is put into the model it is for."""
+    async def _receive(self, note: WeightsNote) -> WeightUpdate:
+        """Receive an announced version. If it is an adapter, return the base model merged with it."""
         assert self._subscriber is not None
         update = await self._subscriber.receive(note)
         if digest_of(update.hashes().items()) != note.digest:
             update.close()
             raise WeightsError(
-                f"the hashes that came with version {note.version} are not those of the announced digest",
+                f"the hashes received with version {note.version} do not match the announced digest",
                 version=note.version,
             )
         if not is_adapter(update.hashes()):
@@ -306,37 +311,41 @@ class InferenceWorker:
             update.close()
 
     async def _model_folder(self, note: WeightsNote) -> Path:
-        """Where the files of the run's model are on this machine."""
+        """Return the folder of the run's model on this machine.
+
+        Raises:
+            WeightsError: if the model is not on this machine.
+        """
         model = self._context.component_context.model
         folder = await anyio.to_thread.run_sync(folder_of_model, model)
         if folder is None:
             raise WeightsError(
-                f"version {note.version} is an adapter, and {model!r}, which it is for, is not on this "
-                "machine; set training.lora.send: merged",
+                f"version {note.version} is an adapter for {model!r}, but that model is not on this machine; "
+                "set training.lora.send: merged",
                 version=note.version,
             )
         return Path(folder)
 
     async def _compare(self, canary: Canary | str) -> tuple[Drift | None, str]:
-        """How far the engine is from the trainer, or why nobody can say."""
+        """Return the drift between engine and trainer on the canary; or None, and why it is not known."""
         if isinstance(canary, str):
             return None, canary
         assert self._engine is not None
         expected = canary.logprobs.numpy()
         try:
             with anyio.fail_after(_SCORE_S):
-                found = await self._engine.logprobs(list(canary.tokens.numpy()))
+                logprobs = await self._engine.logprobs(list(canary.tokens.numpy()))
         except EngineError as error:
             return None, str(error)
         except TimeoutError:
-            return None, f"the engine did not score it within {_SCORE_S:.0f} s"
-        difference = np.abs(np.concatenate(found) - expected.reshape(-1))
+            return None, f"the engine did not score the canary within {_SCORE_S:.0f} s"
+        difference = np.abs(np.concatenate(logprobs) - expected.reshape(-1))
         difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
         return Drift(float(difference.mean()), float(difference.max())), ""
 
-    async def _measured(self, done: SwapDone) -> SwapDone:
-        """The same, with the engine's error at the version that it serves now, where the run needs it.
-        Samples do not wait for this."""
+    async def _measure_engine_error(self, done: SwapDone) -> SwapDone:
+        """Add the engine's error at the version that it serves now, if the run bounds the divergence.
+        Requests do not wait for this."""
         if self._context.composed.config.queue.max_divergence is None:
             return done
         assert self._engine is not None
@@ -352,8 +361,8 @@ class InferenceWorker:
             if not shared.rows:
                 return msgspec.structs.replace(done, rows_unscored=shared.unscored)
             with anyio.fail_after(_SCORE_S):
-                found = await self._engine.logprobs([row.tokens.numpy() for row in shared.rows])
-            return msgspec.structs.replace(done, engine_kl=engine_kl(shared.rows, found))
+                logprobs = await self._engine.logprobs([row.tokens.numpy() for row in shared.rows])
+            return msgspec.structs.replace(done, engine_kl=engine_kl(shared.rows, logprobs))
         except (BusError, EngineError) as error:
             return msgspec.structs.replace(done, rows_unscored=str(error))
         except TimeoutError:
@@ -361,43 +370,44 @@ class InferenceWorker:
             return msgspec.structs.replace(done, rows_unscored=unscored)
 
     def _fault_of_canary(self, note: WeightsNote, drift: Drift | None, unscored: str) -> str:
-        """What is wrong where the run must not go on with a drift, or without knowing it."""
+        """Return the fault if `on_drift` is 'stop' and the drift is unknown or over the bound; else empty."""
         config = self._context.composed.config.inference.canary
         if config is None or config.on_drift != "stop":
             return ""
         if drift is None:
             return (
-                f"the canary of version {note.version} was not compared ({unscored}), and "
+                f"the canary of version {note.version} was not compared ({unscored}), but "
                 "inference.canary.on_drift is 'stop'"
             )
         if not drift.within(config.bound):
             return (
-                f"the canary of version {note.version} drifts by {drift.mean:.3g} a token (at most "
-                f"{drift.max:.3g}) from the trainer's; inference.canary.bound is {config.bound:g}"
+                f"the canary of version {note.version} drifts by {drift.mean:.3g} nats a token on average "
+                f"({drift.max:.3g} at most) from the trainer's logprobs; inference.canary.bound is "
+                f"{config.bound:g}"
             )
         return ""
 
 
 def _fault_of(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:
-    """Why an engine does not serve what was announced; empty if it does."""
-    wrong = differing(report.hashes, published) if report.hashes else []
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    which = f": {', '.join(map(repr, wrong[:3]))}{more} differ" if wrong else ""
+    """Return how the served weights differ from the announced version; empty if they match."""
+    different = differing(report.hashes, published) if report.hashes else []
+    more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+    which = f": {', '.join(map(repr, different[:3]))}{more} differ" if different else ""
     if report.version != note.version:
         return (
-            f"asked to serve version {note.version}, the engine serves version {report.version}, and said "
-            f"nothing: the swap was skipped{which}"
+            f"the engine skipped the swap to version {note.version} without an error: it serves version "
+            f"{report.version}{which}"
         )
-    if wrong or report.digest != note.digest:
+    if different or report.digest != note.digest:
         return (
-            f"version {note.version} is not served as the trainer published it (digest "
+            f"the engine does not serve version {note.version} as the trainer published it (digest "
             f"{note.digest[:12]}, served {report.digest[:12]}){which}"
         )
     return ""
 
 
 def _from(chunk: Chunk, have: int) -> Chunk | None:
-    """The part of a chunk that starts at position `have`, or None if there is nothing new in it."""
+    """Return the part of a chunk from position `have`; None if the chunk has nothing new."""
     skip = max(0, have - chunk.position)
     if skip >= len(chunk.tokens) and not chunk.finish:
         return None
@@ -414,7 +424,7 @@ def _from(chunk: Chunk, have: int) -> Chunk | None:
 
 
 def _batch(worker: str, chunks: list[Chunk]) -> ChunkBatch:
-    """A message of chunks, those of a sample that follow each other as one."""
+    """Return one message with the chunks. Consecutive chunks of a sample are joined."""
     runs: list[list[Chunk]] = []
     newest: dict[tuple[str, int], list[Chunk]] = {}
     for chunk in chunks:

@@ -33,10 +33,10 @@ __all__ = ["VerifierWorker"]
 
 log = structlog.get_logger()
 
-_TOLD = 20
-"""Answers beyond a limit that one verifier worker logs."""
+_MOST_LOGGED = 20
+"""Answers over a limit that one verifier worker logs."""
 _END = 200
-"""Characters of such an answer in the log: its end, where its result stands."""
+"""Characters of such an answer in the log: its end, which has the result."""
 
 
 class VerifierWorker:
@@ -65,29 +65,29 @@ class VerifierWorker:
                 await service.children.close()
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Busy: seconds that children spent on calls."""
+        """Add `busy_s`: seconds that children spent on calls."""
         busy_s = sum(service.children.busy_s for service in self._services)
         return msgspec.structs.replace(heartbeat, busy_s=busy_s)
 
 
 class _Service(Protocol):
-    """What others may ask of this worker, and the children that do it."""
+    """One sort of requests to this worker, and the children that answer them."""
 
     children: ChildPool
 
     async def open(self, tasks: TaskGroup) -> None:
-        """Start the first child, and serve."""
+        """Start the first child, then serve requests."""
         ...
 
 
 class _Rewards:
-    """Scores answers. A reward that fails, fails the ticket."""
+    """Scores answers. If the reward fails, the ticket fails."""
 
     def __init__(self, context: WorkerContext, config: RewardConfig) -> None:
         self._context = context
         self._timeout_s = config.timeout_s
         self._answer_s = config.answer_cpu_s or 0.0
-        self._told = 0
+        self._logged = 0
         composed = context.composed
         setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
         program = Program("the scoring process", reward.COMMAND, setup)
@@ -108,22 +108,22 @@ class _Rewards:
             return Scored((), f"reward ended its process: {error}")
         answer = msgspec.msgpack.decode(answered, type=reward.ScoringResult)
         for index, why in answer.over.items():
-            self._tell(message.completions[index], why)
+            self._log_limit(message.completions[index], why)
         return Scored(answer.scores, answer.error)
 
-    def _tell(self, completion: str, why: str) -> None:
-        """Log why an answer scored 0, for the first of them; the metrics count all."""
-        self._told += 1
-        if self._told <= _TOLD:
+    def _log_limit(self, completion: str, why: str) -> None:
+        """Log why an answer scored 0. Log only the first `_MOST_LOGGED` answers; the metrics count all."""
+        self._logged += 1
+        if self._logged <= _MOST_LOGGED:
             log.warning(
                 "answer scored 0", reason=f"it {why}", characters=len(completion), end=completion[-_END:]
             )
-        if self._told == _TOLD:
-            log.warning("further answers that pass a limit are only counted, in the metrics")
+        if self._logged == _MOST_LOGGED:
+            log.warning("further answers over a limit are not logged, only counted in the metrics")
 
 
 class _Tools:
-    """Calls tools, in the sandbox. A tool that fails has an answer for the policy all the same."""
+    """Calls tools in the sandbox. If a tool fails, the policy gets the error as the tool's answer."""
 
     def __init__(self, context: WorkerContext, config: ToolsConfig) -> None:
         self._context = context
@@ -160,7 +160,7 @@ class _Tools:
 
 
 class _Environments:
-    """Asks the environment what it says of answers. One that fails, fails the ticket."""
+    """Gets the environment's feedback to answers. If the environment fails, the ticket fails."""
 
     def __init__(self, context: WorkerContext, config: EnvironmentConfig) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""What a rollout worker asks of the verifier workers: scores, tools, environments."""
+"""The requests of a rollout worker to the verifier workers: scores, tools, environments."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ M = TypeVar("M", bound=Message)
 
 
 class VerifierClient:
-    """All verifier workers of the run, as one. What was asked of one that is lost is asked of another."""
+    """All verifier workers of the run. If one is lost, its requests are sent to another."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._pool = Router(context, "verifier")
+        self._router = Router(context, "verifier")
         self._schemas: list[dict[str, Any]] | None = None
         self._listing = anyio.Lock()
 
     async def score(
         self, row: Mapping[str, Any], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> list[tuple[float, dict[str, float]]]:
-        """Reward and metrics of each text.
+        """Return the reward and the metrics of each text.
 
         Raises:
-            RewardError: if there are none.
+            RewardError: if the run has no reward, or the reward failed.
         """
         if self._context.composed.config.reward is None:
             raise RewardError(
-                "the run has no `reward`: its environment has to give one to every conversation"
+                "the run has no `reward`, so its environment must return a reward for every conversation"
             )
         message = ScoreSamples(msgspec.msgpack.encode(row), tuple(texts), msgspec.msgpack.encode(columns))
         scored = await self._ask("score", message, Scored)
@@ -59,13 +59,13 @@ class VerifierClient:
         return list(scored.scores)
 
     async def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas of the run's tools.
+        """Return the JSON schemas of the run's tools.
 
         Raises:
-            ConfigError: if its workflow's section has none.
+            ConfigError: if the config of the workflow does not extend `ToolsConfig`.
         """
         if not isinstance(self._context.composed.config.workflow, ToolsConfig):
-            raise ConfigError("the section of this workflow has no tools: it must extend `ToolsConfig`")
+            raise ConfigError("this workflow has no tools: its config must extend `ToolsConfig`")
         async with self._listing:
             if self._schemas is None:
                 listed = await self._ask("tools", AskTools(), ToolList)
@@ -73,37 +73,36 @@ class VerifierClient:
         return self._schemas
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """What a tool answers.
+        """Call a tool, and return its answer.
 
         Raises:
-            ConfigError: as of `tools`.
+            ConfigError: if the config of the workflow does not extend `ToolsConfig`.
         """
         await self.tools()
         message = RunTool(name, json.dumps(arguments).encode())
         return (await self._ask("tool", message, ToolDone)).answer
 
     async def feedback(self, offered: Mapping[str, Any]) -> Feedback:
-        """What the environment says.
+        """Call the environment, and return its feedback.
 
         Raises:
-            ConfigError: if the workflow's section has no environment.
-            RewardError: if it raised, took too long, or returned what none may.
+            ConfigError: if the config of the workflow does not extend `EnvironmentConfig`.
+            RewardError: if the environment raised, took too long, or returned a value that is not allowed.
         """
         if not isinstance(self._context.composed.config.workflow, EnvironmentConfig):
-            raise ConfigError(
-                "the section of this workflow has no environment: it must extend `EnvironmentConfig`"
-            )
+            raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
         message = TellEnvironment(msgspec.msgpack.encode(offered))
-        said = await self._ask("environment", message, EnvironmentSaid)
-        if said.error:
-            raise RewardError(said.error)
-        return said.feedback
+        answer = await self._ask("environment", message, EnvironmentSaid)
+        if answer.error:
+            raise RewardError(answer.error)
+        return answer.feedback
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:
-        """Ask whichever verifier is there. The ticket's own time limit is shorter than the deadline."""
+        """Send a request to any verifier. If it is lost, try another. The ticket's own time limit is shorter
+        than the deadline."""
         context = self._context
         while True:
-            async with self._pool.member() as verifier:
+            async with self._router.member() as verifier:
                 return await context.bus.request(
                     context.names.worker("verifier", verifier, verb),
                     message,

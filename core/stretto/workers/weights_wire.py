@@ -1,4 +1,4 @@
-"""A worker's end of the wire that weight transports ask and answer over; see `stretto.weights.Wire`."""
+"""A worker's end of the wire for questions and answers of weight transports; see `stretto.weights.Wire`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.workers.context import WorkerContext
 __all__ = ["BusWire"]
 
 _ENVELOPE = 64
-"""Bytes of a `WeightsAnswer` beside its data, at most."""
+"""Most bytes of a `WeightsAnswer` besides its data."""
 
 
 class BusWire:
@@ -23,27 +23,27 @@ class BusWire:
 
     @property
     def address(self) -> str:
-        """The worker, and which of its lives."""
+        """The worker's id, and the nonce of this process: a restarted worker has another address."""
         return f"{self._context.worker}/{self._context.nonce}"
 
     @property
     def limit(self) -> int:
-        """What one message carries."""
+        """Most bytes of data in one message."""
         return self._context.bus.limit - _ENVELOPE
 
     def answer(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Have `handler` answer."""
+        """Set the handler that answers questions."""
         self._handler = handler
 
     async def open(self) -> None:
-        """Listen for questions, if anything answers them. Called once, when the publisher is made."""
+        """Listen for questions if there is a handler. Called once, after the publisher is made."""
         if self._handler is not None:
             await self._context.bus.serve(
                 self._context.subject("weights"), AskWeights, self._answer, forget=True
             )
 
     async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
-        """Put a question to a trainer."""
+        """Send a question to a trainer, and return its answer."""
         worker, _, nonce = address.partition("/")
         answer = await self._context.bus.request(
             self._context.names.worker("trainer", worker, "weights"),
@@ -56,6 +56,6 @@ class BusWire:
 
     async def _answer(self, message: AskWeights) -> WeightsAnswer:
         if message.nonce != self._context.nonce:
-            raise Refused(self._context.worker, "was started again since it published what is asked for")
+            raise Refused(self._context.worker, "was restarted after it published the requested weights")
         assert self._handler is not None
         return WeightsAnswer(await self._handler(message.question))

@@ -1,7 +1,7 @@
-"""What every worker process does: get onto the bus, join, beat, obey the kernel, and leave.
+"""What every worker process does: connect to the bus, join the run, send heartbeats, and leave.
 
-A worker leaves when the kernel says the run is over, when it is asked to (SIGTERM), and by itself when
-it has heard nothing from the kernel for the grace time. What it does in between is its role's business.
+A worker leaves when the kernel's beacon says that the run is over, when it gets SIGTERM or SIGINT, and by
+itself when it got no beacon for the grace time. Between joining and leaving, the code of its role works.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _WORKERS: dict[Role, Callable[[WorkerContext], RoleWorker]] = {
     "verifier": VerifierWorker,
 }
 _FINAL = (ConfigError, ContractError)
-"""Errors that a worker started again would meet again."""
+"""Errors that a restarted worker would raise again."""
 BEAT_S = 1.0
 _LEAVE_S = 4.0
 
 
 def main(bootstrap_file: Path, worker: str) -> int:
-    """Body of `stretto worker`; returns the exit status."""
+    """Run `stretto worker`, and return the exit status."""
     bootstrap = Bootstrap.read(bootstrap_file)
     file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
     log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
@@ -80,14 +80,14 @@ async def _work(bootstrap: Bootstrap, worker: str) -> None:
             await _work_in(context)
         except Exception as error:
             first = leaves(error)[0]
-            await _say_leaving(context, context.explain(first), final=isinstance(first, _FINAL))
+            await _announce_leaving(context, context.explain(first), final=isinstance(first, _FINAL))
             raise
-        await _say_leaving(context, context.reason)
+        await _announce_leaving(context, context.reason)
 
 
 async def _work_in(context: WorkerContext) -> None:
-    """The role's work, until it is over."""
-    # Before any library reads them: a worker started by hand has its threads too.
+    """Do the role's work until the worker leaves."""
+    # Set these before any library reads them, so that they also hold for a worker started by hand.
     os.environ |= thread_variables(resources_of(context.composed.config, context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
     work = _WORKERS[context.role](context)
@@ -99,18 +99,18 @@ async def _work_in(context: WorkerContext) -> None:
         tasks.start_soon(work.run, ready.set)
         await context.leave.wait()
         log.info("leaving", reason=context.reason)
-        _leave_for_certain()
+        _start_exit_watchdog()
         tasks.cancel_scope.cancel()
 
 
-async def _say_leaving(context: WorkerContext, reason: str, *, final: bool = False) -> None:
+async def _announce_leaving(context: WorkerContext, reason: str, *, final: bool = False) -> None:
     leaving = Leaving(context.worker, context.nonce, reason, final)
     with anyio.move_on_after(1):
         await context.bus.publish(context.names.kernel(context.role, "leaving"), leaving)
 
 
-def _leave_for_certain() -> None:
-    """End the process even if something in it does not: a compute thread at a step of minutes, say."""
+def _start_exit_watchdog() -> None:
+    """End the process after `_LEAVE_S` even if a thread does not end, such as a train step of minutes."""
     watchdog = threading.Timer(_LEAVE_S, os._exit, (0,))
     watchdog.daemon = True
     watchdog.start()
@@ -123,18 +123,18 @@ async def _obey_signals(context: WorkerContext) -> None:
 
 
 async def _watch_kernel(context: WorkerContext) -> None:
-    """Leave by oneself when the kernel has been silent for the grace time."""
+    """Make the worker leave when it got no beacon for the grace time."""
     interval = min(0.5, context.grace_s / 4)
     while True:
         late = await sleep_and_measure_delay(interval)
-        context.beacon_at += late  # this process stood still, not the kernel
+        context.beacon_at += late  # this process was suspended, so it could not receive beacons
         silent = time.monotonic() - context.beacon_at
         if silent > context.grace_s:
-            context.request_shutdown(f"no word from the kernel for {silent:.1f} s")
+            context.request_shutdown(f"no beacon from the kernel for {silent:.1f} s")
 
 
 async def _send_heartbeats(context: WorkerContext, work: RoleWorker, ready: anyio.Event) -> None:
-    """A heartbeat every second, and one at once when the role is ready."""
+    """Send a heartbeat every second, and one at once when the role is ready."""
     while True:
         plain = Heartbeat(context.worker, context.nonce, ready=ready.is_set(), refused=context.bus.refused)
         await context.bus.publish(context.names.kernel(context.role, "heartbeat"), work.heartbeat(plain))
