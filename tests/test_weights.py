@@ -779,11 +779,11 @@ async def newest_in_the_log(run: Any) -> int:
     [
         (
             ["inference=honest", "weights=altering"],
-            r"inference-0: the engine does not serve version (\d+) as the trainer published it .*: 'steps' differ",
+            r"inference-0: the engine does not serve version (\d+) as the trainer .*: 'steps' differ",
         ),
         (
             ["inference=skipping"],
-            r"inference-0: the engine skipped the swap to version (\d+) .*: it serves version 1: 'steps' differ",
+            r"the engine skipped the swap to version (\d+) .*: it serves version 1: 'steps' differ",
         ),
         (
             ["inference=drifting", "inference.canary={on_drift: stop, bound: 0.05}"],
