@@ -179,8 +179,8 @@ async def test_the_limit_ends_a_conversation_and_is_named_where_nothing_fits() -
     [
         (3, "expected text, a chat message"),
         ([{"content": "x"}], "expected text, a chat message"),
-        ({"reward": float("nan")}, "'reward' of what the environment returned is nan"),
-        ({"feedback": "x", "done": "yes"}, "'done' of what the environment returned is 'yes'"),
+        ({"reward": float("nan")}, "the environment returned nan for 'reward'"),
+        ({"feedback": "x", "done": "yes"}, "the environment returned 'yes' for 'done'"),
     ],
 )
 def test_an_environment_is_told_what_it_may_return(returned: Any, fault: str) -> None:

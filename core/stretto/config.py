@@ -1,7 +1,7 @@
-"""The run file as structs: one section each, with every key's type, default and meaning.
+"""The run file as structs: one struct for each section, with the type, default and meaning of every key.
 
-`RunConfig` is the whole file. In a composed run, a section that names a component is the struct of that
-component.
+`RunConfig` is the whole file. In a composed run, a section that names a component is an instance of that
+component's own struct.
 """
 
 from __future__ import annotations
@@ -44,55 +44,59 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How far generation may run ahead of training."""
 
     batch_size: PositiveInt = 32
-    """Groups in each train step, B. A step trains on B × `algorithm.group_size` samples."""
+    """Number of groups in each train step, B. A step trains on B × `algorithm.group_size` samples."""
     max_staleness: NonNegativeInt = 2
-    """Train steps a token may be older than the weights it trains, η. 0 is synchronous training."""
+    """Maximum staleness η: number of train steps by which a token may be older than the weights that it
+    trains. 0 is synchronous training."""
     max_divergence: PositiveFloat | None = None
-    """Bound on how far batches may be off-policy, in nats a token: while KL(behaviour || current) is above
-    it, generation runs fewer than `max_staleness` steps ahead. Null leaves `max_staleness` as the only
-    bound."""
+    """Bound on how far batches may be off-policy, in nats per token. While KL(behaviour || current) is above
+    this bound, generation runs fewer than `max_staleness` steps ahead. With null, `max_staleness` is the
+    only bound."""
     on_late: Literal["wait", "drop"] = "wait"
-    """A group that is due but unfinished: wait for it, so that long answers are never lost; or expire
-    it and issue its prompt again."""
+    """What to do with a group that is due but unfinished. `wait` waits for it, so that long answers are never
+    lost. `drop` expires the group and issues its prompt again."""
     max_attempts: PositiveInt = 3
-    """How often a ticket is issued before it fails, when workers die or, with `drop`, when it is late."""
+    """Maximum number of times that a ticket is issued before it fails. A ticket is issued again when a worker
+    dies and, with `on_late: drop`, when it is late."""
     max_filtered: PositiveInt | None = None
-    """Groups that the algorithm may filter one after the other before the run stops. Rows that are left out,
-    such as by `max_prompt_tokens`, do not count. Default: 16 × `batch_size`."""
+    """Maximum number of consecutive groups that the algorithm filters; the run then stops. Rows that the
+    dataset leaves out, such as by `max_prompt_tokens`, do not count. Default: 16 × `batch_size`."""
     max_failures: PositiveInt | None = None
-    """Tickets that may fail one after the other before the run stops. Default: 2 × `batch_size`."""
+    """Maximum number of consecutive tickets that fail; the run then stops. Default: 2 × `batch_size`."""
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Held-out evaluation: at version 0, at every multiple of `every`, and at the last version.
-    Each is of exactly one version; training goes on beside those in between."""
+    """Held-out evaluation at version 0, at every multiple of `every`, and at the last version.
+
+    Each evaluation samples from exactly one version. Training goes on during the evaluations between the
+    first and the last."""
 
     dataset: DatasetConfig
-    """Held-out rows."""
+    """Dataset of held-out rows."""
     every: NonNegativeInt = 0
-    """Versions between two evaluations; 0 evaluates the first and the last only."""
+    """Number of versions between two evaluations. 0 evaluates the first and the last version only."""
     rows: PositiveInt | None = None
-    """Use the first so many rows; default all."""
+    """Number of rows to use, from the first row on; default all rows."""
     samples: PositiveInt = 1
-    """Answers to each row."""
+    """Number of answers to sample for each row."""
     sampling: Sampling | None = None
-    """How answers are drawn. What is not said here is as in training."""
+    """How to sample the answers. A key that is not set here has its value from training (`sampling`)."""
     keep_answers: bool = False
     """Write every answer, with its row's columns, version, prompt, reward and length, to
     `answers/step-000040.jsonl` in the run's folder."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checkpoints in the run's folder. One is always written when the run ends or is interrupted."""
+    """Checkpoints in the run's folder. The run always writes one when it ends or is interrupted."""
 
     every: NonNegativeInt = 50
-    """Train steps between two checkpoints. 0 writes the last only: a run that crashes is then repeated from
-    its beginning, for which its whole log is kept."""
+    """Number of train steps between two checkpoints. 0 writes only the last one: `resume` then repeats a
+    crashed run from its beginning, and the run keeps its whole log for that."""
     keep: PositiveInt = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints to keep, the newest ones."""
     keep_best: bool = False
-    """Keep the checkpoint of the version with the best held-out accuracy too, the first of equal ones. Every
-    version that is evaluated then gets a checkpoint. `summary.json` names it under `best`."""
+    """Also keep the checkpoint of the version with the best held-out accuracy; of equal versions, the first.
+    Every evaluated version then gets a checkpoint. `summary.json` names the best one under `best`."""
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,54 +109,57 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ]
         | None
     ) = None
-    """A server of one's own, `nats://host:4222` or `tls://…`. By default the run starts the bundled one,
-    on loopback, with its store in the run's folder."""
+    """Address of your own NATS server, `nats://host:4222` or `tls://…`. By default the run starts the bundled
+    server on loopback, with its store in the run's folder."""
     credentials: LocalPath | None = None
-    """With `url`: file with `user` and `password` as JSON, or a NATS credentials file (`.creds`)."""
+    """Credentials for `url`: a JSON file with `user` and `password`, or a NATS credentials file
+    (`.creds`)."""
     grace_s: PositiveFloat = 10.0
-    """Seconds that workers and the bundled server outlive a kernel that has gone."""
+    """Seconds that workers and the bundled server keep running after the kernel process is gone."""
     max_payload_mb: PositiveInt = 8
-    """Largest single message of the bundled server in MiB; larger ones travel in parts."""
+    """Largest single message of the bundled server, in MiB. Larger messages are sent in parts."""
 
 
 class RolloutConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The workers that run workflows."""
 
     processes: PositiveInt = 1
-    """Rollout workers."""
+    """Number of rollout workers."""
     concurrency: PositiveInt = 64
-    """Tickets that each works on at once, and as many of evaluations."""
+    """Number of training tickets that each worker runs at once. Each worker also runs up to this many
+    evaluation tickets at once."""
 
 
 class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The workers that run rewards."""
 
     processes: PositiveInt = 1
-    """Verifier workers."""
+    """Number of verifier workers."""
     children: PositiveInt = 1
-    """Scoring processes of each, and as many for an environment; a child that exceeds the time limit is
-    killed alone."""
+    """Number of scoring processes of each worker. A run with an environment has this many environment
+    processes in each worker too. A process that exceeds its time limit is killed; the others go on."""
     tool_children: PositiveInt = 4
-    """Tool processes of each. One is started at once, the others when calls wait for them."""
+    """Maximum number of tool processes of each worker. One starts with the worker; the others start when
+    calls wait."""
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Worker groups beside `training`, each under a name of its own."""
+    """Worker groups besides `training`, each under its own name."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one of the algorithm's models comes from, and where it lives."""
+    """The source of one of the algorithm's models, and the worker group that holds it."""
 
     group: str = "training"
-    """Name of its worker group: `training`, or a key below `groups`."""
+    """Name of the worker group that holds the model: `training`, or a key of `groups`."""
     path: ModelSource | None = None
-    """Folder or hub id that it starts from; default the run's `model`."""
+    """Folder or hub id of the initial weights; default the run's `model`."""
     lr: PositiveFloat | None = None
-    """Its peak learning rate; default that of its group."""
+    """Peak learning rate of the model; default the `lr` of its worker group."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole run. In a composed run each section is the struct of the component it chose."""
+    """A whole run. In a composed run, each section is the struct of the component that `use` names."""
 
     name: Annotated[
         str,
@@ -161,56 +168,58 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             description="letters, digits, `-` and `_`, the first a letter or a digit",
         ),
     ]
-    """Name of the run; letters, digits, `-` and `_`."""
+    """Name of the run: letters, digits, `-` and `_`."""
     steps: NonNegativeInt
-    """Train steps. 0 trains nothing: the initial policy is evaluated, and that is all."""
+    """Number of train steps. With 0 the run trains nothing and only evaluates the initial policy."""
     algorithm: AlgorithmConfig
-    """What is optimised."""
+    """The algorithm, which defines what the run optimises."""
     dataset: DatasetConfig
-    """Rows to train on."""
+    """Dataset of the rows to train on."""
     reward: RewardConfig | None = None
-    """What scores the answers; required where answers are sampled."""
+    """The reward that scores the answers. Required when the run samples answers."""
     model: ModelSource | None = None
     """The initial policy: a local folder in Hugging Face format, or a hub id."""
     seed: int = 1
-    """Seed of everything drawn at random."""
+    """Seed of all random numbers of the run."""
     out: str | None = None
     """The run's folder; default `runs/<name>-<time>-<seed>`."""
     plugins: tuple[str, ...] = ()
-    """Python files with plugins of one's own, looked up like all paths: from the working directory,
-    else beside the run file."""
+    """Python files with your own plugins. Like all paths, they are looked up first in the working directory,
+    then beside the run file."""
     training: TrainingConfig = TrainingConfig()
-    """The engine that trains: the worker group that every model is in unless it is placed elsewhere."""
+    """The training engine and its worker group. This group holds every model that `models` does not place in
+    another group."""
     groups: Groups = Groups()
-    """More worker groups, each `name: {use: engine, …}` like `training`, with a layout of its own."""
+    """More worker groups, each written `name: {use: engine, …}` like `training`, with its own layout."""
     models: dict[str, ModelConfig] = {}
-    """What becomes of the algorithm's models, by name, where it is not the default."""
+    """Settings of the algorithm's models, by model name. A model without an entry has the defaults."""
     inference: InferenceConfig = InferenceConfig()
-    """The engine that samples."""
+    """The inference engine, which samples the answers."""
     rollout: RolloutConfig = RolloutConfig()
     """Workers that run workflows."""
     verifier: VerifierConfig = VerifierConfig()
     """Workers that run rewards."""
     workflow: WorkflowConfig = WorkflowConfig()
-    """How a prompt becomes trajectories."""
+    """The workflow: how a prompt becomes trajectories."""
     sampling: Sampling = Sampling()
-    """How tokens are drawn in training."""
+    """How to sample tokens in training."""
     queue: QueueConfig = QueueConfig()
-    """How far generation may run ahead."""
+    """How far generation may run ahead of training."""
     evaluation: EvaluationConfig | None = None
     """Held-out evaluation; none by default."""
     on_collapse: Literal["warn", "stop"] = "warn"
-    """When the mean reward collapses (docs/advice.md): warn, or save and end the run as failed."""
+    """What to do when the mean reward collapses (see docs/advice.md): `warn` logs a warning; `stop` saves a
+    checkpoint and ends the run as failed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When to save."""
+    """When to write checkpoints, and which ones to keep."""
     weights: WeightsConfig = WeightsConfig()
-    """How new weights reach the engines."""
+    """The weight transport: how new weights reach the inference engines."""
     launcher: LauncherConfig = LauncherConfig()
-    """What starts the workers."""
+    """The launcher, which starts the workers."""
     bus: BusConfig = BusConfig()
     """The NATS server."""
     sandbox: SandboxMode = "bubblewrap"
-    """What tools, and commands of agents, run in. `unsafe`: in nothing, with the run's rights and a scrubbed
-    environment."""
+    """Sandbox for tools and for the commands of agents. `unsafe` uses no sandbox: they run with the rights of
+    the run and get none of its environment variables but PATH."""
     trackers: tuple[TrackerConfig, ...] = ()
-    """Where the figures go besides the run's folder."""
+    """Trackers that receive the metrics, besides the files in the run's folder."""

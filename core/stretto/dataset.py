@@ -1,7 +1,7 @@
-"""The contract of datasets: rows by index. Order, epochs and the cursor are the kernel's business.
+"""The contract of datasets: rows by index. The kernel keeps order, epochs and the cursor.
 
-A row is a dict. `prompt` is text, or chat messages (`[{"role": ..., "content": ...}]`) to which the
-tokenizer's template is applied once; `id` is optional; every other column reaches the reward by name.
+A row is a dict. `prompt` is text, or chat messages (`[{"role": ..., "content": ...}]`); stretto applies the
+tokenizer's chat template to messages once. `id` is optional. The reward receives every other column by name.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     use: str
     """Name of the dataset."""
     max_prompt_tokens: PositiveInt | None = None
-    """Rows with longer prompts are left out when their turn comes, and counted as `filtered`. A run stops if
-    all rows are left out."""
+    """Maximum length of a prompt, in tokens. The run leaves out rows with longer prompts when their turn
+    comes, and counts them as `filtered`. It stops if it leaves out all rows."""
     shuffle: bool = True
-    """Visit the rows of every epoch in an order drawn from the run's seed."""
+    """Visit the rows of every epoch in a random order, drawn with the run's seed."""
 
 
 class Dataset(Protocol):
-    """The same rows at every opening, in every process. Opened by the kernel and by rollout workers."""
+    """Must give the same rows in every process, each time it is made. The kernel and the rollout workers make
+    it."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row:
-        """The row at `index`, 0 <= index < len.
+        """Return the row at `index`, 0 <= index < len.
 
         Raises:
-            ConfigError: if the row cannot be read, naming the place.
+            ConfigError: if the row cannot be read; the message names the place in the file.
         """
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever a row does; workers compare theirs with the kernel's."""
+        """A text that changes whenever a row changes. Workers compare their own with the kernel's."""
         ...

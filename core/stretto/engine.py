@@ -1,7 +1,7 @@
-"""The contracts of engines: training engines hold a model over ranks, inference engines sample from it.
+"""The contracts of engines. A training engine holds a model over ranks; an inference engine samples from it.
 
-Logprobs are everywhere those of `log_softmax(logits / temperature)`; a column of logprobs stands at
-the token it is the probability of, so the first token of a sequence has none (0).
+Logprobs are always those of `log_softmax(logits / temperature)`. Each logprob is stored at the position of
+its own token, so the first token of a sequence has none (0).
 """
 
 from __future__ import annotations
@@ -44,30 +44,36 @@ __all__ = [
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    """Logits are divided by it; 0 takes the most likely token (evaluation only)."""
+    """Sampling temperature: the engine divides the logits by it. 0 takes the most likely token (evaluation
+    only)."""
     top_p: Share = 1.0
-    """Keep the smallest set of tokens with at least this probability; 1 keeps all."""
+    """Sample from the smallest set of most likely tokens whose total probability is at least this value. 1
+    keeps all tokens."""
     top_k: NonNegativeInt = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Sample from the k most likely tokens. 0 keeps all tokens."""
     min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    """Keep tokens at least so likely, as a part of the most likely one's probability; 0 keeps all."""
+    """Sample from the tokens whose probability is at least this fraction of the most likely token's. 0 keeps
+    all tokens."""
     logit_bias: dict[int, Annotated[float, msgspec.Meta(ge=-100, le=100)]] = {}
-    """Added to the logits of these token ids, before anything else; -100 as good as forbids a token."""
+    """Values added to the logits of these token ids, before all other options. -100 practically forbids a
+    token."""
     max_tokens: PositiveInt = 256
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer; the token that completes one is the answer's last."""
+    """Texts that end an answer. The token that completes a text is the last token of the answer."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Tokens that end an answer, beside the model's own; the answer's last token is the one met."""
+    """Ids of tokens that end an answer, besides the model's end-of-sequence tokens. Such a token is the last
+    token of the answer."""
     ignore_eos: bool = False
-    """Do not end at the model's end-of-sequence tokens: answers end by `stop`, `stop_token_ids` or length."""
+    """Do not end answers at the model's end-of-sequence tokens, only at `stop`, `stop_token_ids` or
+    `max_tokens`."""
 
     @property
     def reshapes(self) -> bool:
-        """Whether tokens are drawn from another distribution than `softmax(logits / temperature)`."""
+        """Whether tokens are sampled from a distribution other than `softmax(logits / temperature)`."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(self.logit_bias)
 
 
@@ -75,20 +81,22 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fixed text that trainer and engine score at every swap of weights: do both see the same model?
+    """A fixed text that trainer and engine both score at every weight swap, to check that both have the same
+    model.
 
-    The text is drawn at random, from the run's seed, over the whole vocabulary."""
+    The text is random: it is drawn with the run's seed from the whole vocabulary."""
 
     sequences: PositiveInt = 4
-    """Sequences of it."""
+    """Number of sequences in the text."""
     tokens: Annotated[int, msgspec.Meta(ge=2)] = 32
-    """Tokens of each; the engine's context must hold them."""
+    """Number of tokens in each sequence. A sequence must fit into the engine's context."""
     bound: PositiveFloat = 0.1
-    """Largest mean difference between both sides' logprobs of a token. In float32 it is about 1e-5; engines
-    that compute in bfloat16 drift by some hundredths."""
+    """Maximum allowed difference between the logprobs of trainer and engine, as the mean over tokens, in
+    nats. In float32 the difference is about 1e-5; engines that compute in bfloat16 differ by a few
+    hundredths."""
     on_drift: Literal["warn", "stop"] = "warn"
-    """Beyond the bound: say so, or end the run before a sample of that version trains. With `stop`, an engine
-    that cannot be compared is refused."""
+    """What to do when the difference exceeds `bound`. `warn` logs a warning. `stop` ends the run before a
+    sample of that version is trained on; it also refuses an engine that cannot be compared."""
 
 
 class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,36 +105,38 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     use: str = "torch"
     """Name of the inference engine."""
     replicas: PositiveInt = 1
-    """Inference workers, each with the whole model."""
+    """Number of inference workers. Each holds the whole model."""
     on_swap: Literal["keep_cache", "recompute"] = "keep_cache"
-    """What becomes of requests in flight at a weight swap: they go on over the KV cache they have,
-    or it is computed anew, so that every logprob is exactly its version's own."""
+    """What to do with requests in flight at a weight swap. `keep_cache` goes on with their existing KV cache.
+    `recompute` computes the KV cache again with the new weights, so that every logprob is exactly that of
+    its version."""
     deterministic: bool = False
-    """The same answers bit for bit, whatever else the engine is doing; costs some speed."""
+    """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed."""
     canary: CanaryConfig | None = CanaryConfig()
-    """Scored on both sides at every swap; null for none."""
+    """The fixed text that trainer and engine score at every weight swap; null for none."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One prompt and the samples wanted of it. Sent again with the same id, it is the same request."""
+    """One prompt and the samples to generate for it. A message with the same id is the same request again."""
 
     id: str
-    """Unique in the run and the same in every repetition: `ticket/attempt/turn`."""
+    """`ticket/attempt/turn`: unique in the run, and the same when the request is sent again."""
     prompt_ids: Array
     """(P,) int32, P >= 1."""
     seeds: tuple[int, ...]
-    """One 64-bit seed a sample; their number is the number of samples n."""
+    """One 64-bit seed for each sample. The number of seeds is the number of samples, n."""
     sampling: Sampling
     min_version: int
-    """No token may be sampled by older weights; an engine that is behind lets the request wait."""
+    """Oldest policy version that may sample a token. An engine with older weights lets the request wait."""
     begun: tuple[Array, ...] = ()
-    """For each sample, int32 tokens it already has from another engine: the answer goes on after
+    """For each sample, the int32 tokens that another engine has already sampled. The answer continues after
     them. Empty, or n arrays."""
     have: tuple[int, ...] = ()
-    """For each sample, how many tokens of the answer the asker holds (those of `begun` included):
-    the stream begins there. -1: all of it, nothing is wanted of this sample. Empty: none of any."""
+    """For each sample, the number of answer tokens that the client already has, including those in `begun`.
+    The stream starts after them. -1: the client has the whole sample; the engine sends nothing for it. Empty:
+    the client has no tokens."""
     deadline_s: float = 3600.0
-    """After so long without having finished, the engine ends it with `error`."""
+    """Seconds after which the engine ends the unfinished samples with `error`."""
 
 
 Finish = Literal["", "stop", "length", "abort", "error"]
@@ -134,74 +144,76 @@ Finish = Literal["", "stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class Chunk:
-    """New tokens of one sample. `finish` is empty until its last chunk."""
+    """New tokens of one sample. `finish` is empty in every chunk but the last."""
 
     request: str
     sample: int
     """Index of the sample in its request."""
     position: int
-    """Index in the answer of the first token here; the chunks of a sample leave no gap."""
+    """Index of the chunk's first token in the answer. The chunks of a sample leave no gap."""
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """Log-probability with which each token was really drawn."""
+    """Log-probability of each token in the distribution from which it was sampled."""
     versions: NDArray[np.int32]
-    """Policy version whose weights gave each token's logits."""
+    """Policy version whose weights computed the logits of each token."""
     finish: Finish = ""
     error: str = ""
-    """Why, where `finish` is `error`."""
+    """The reason when `finish` is `error`; otherwise empty."""
 
 
 Emit = Callable[[list[Chunk]], None]
 
 
 class SwapReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a swap of weights did."""
+    """The result of a weight swap."""
 
     version: int
     digest: str
-    """Digest of the weights now served, computed from the tensors that were loaded."""
+    """Digest of the weights that the engine now serves, computed from the loaded tensors."""
     pause_s: float
-    """How long no token could be sampled."""
+    """Seconds during which the engine could sample no token."""
     hashes: Mapping[str, str] = {}
-    """Tensor name -> SHA-256 in hex of the bytes that were really loaded, under the names of the update.
-    Empty where an engine cannot say; then the digest alone is compared."""
+    """Tensor name (as in the update) -> SHA-256 in hex of the loaded bytes. Empty when the engine cannot
+    compute them; the worker then compares the digest alone."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An engine's figures, for routing and for people. Totals count from its start."""
+    """Load figures of an engine, for routing and for display. Totals count from the start of the engine."""
 
     version: int
-    """Policy version served; -1 before the first swap."""
+    """Policy version that the engine serves; -1 before the first swap."""
     running: int
-    """Samples being decoded."""
+    """Number of samples that the engine is decoding."""
     waiting: int
-    """Samples not yet begun."""
+    """Number of samples that have not started."""
     slots: int
-    """Samples that can be decoded at once."""
+    """Number of samples that the engine can decode at once."""
     generated_tokens: int
     busy_s: float
-    """Seconds in which at least one sample was being decoded."""
+    """Seconds during which the engine decoded at least one sample."""
     swaps: int
     pause_s: float
-    """Seconds lost to swaps."""
+    """Total pause of all swaps, in seconds."""
     pause_max_s: float
+    """Longest pause of a swap, in seconds."""
     kv_used: float | None = None
-    """Share of the memory for keys and values that running samples hold; None where the engine cannot say."""
+    """Share of the KV cache memory that running samples use; None when the engine does not know it."""
 
 
 class InferenceEngine(Protocol):
-    """Samples from one model. Lives in one process; its methods are called from one event loop.
+    """Samples from one model. An engine lives in one process; its worker calls the methods from one event
+    loop.
 
-    Chunks of one sample are emitted in order, each once; different samples in any order. Compute
-    happens outside the event loop's thread.
+    The engine emits the chunks of one sample in order, each exactly once; chunks of different samples may
+    come in any order. It computes outside the thread of the event loop.
     """
 
     async def start(self, emit: Emit, tasks: TaskGroup) -> None:
-        """Load the model. From now on `emit` is called, on the event loop, with lists of new chunks,
-        at most every 20 ms or so. No request is served before the first `swap`.
+        """Load the model. From now on the engine calls `emit` on the event loop with lists of new chunks, at
+        most about every 20 ms. It serves no request before the first `swap`.
 
         Args:
-            tasks: for whatever the engine does in the background. An exception there ends the worker.
+            tasks: task group for the engine's background tasks. An exception in one of them ends the worker.
 
         Raises:
             EngineError: if the model cannot be loaded or served.
@@ -209,40 +221,43 @@ class InferenceEngine(Protocol):
         ...
 
     def generate(self, request: GenerateRequest) -> None:
-        """Take a request; returns at once. The last chunk of each sample carries its `finish`.
-        A request that no engine could serve is answered by `error` chunks, which fail its ticket. One that
-        this engine cannot go on with for reasons of its own is ended by `abort` chunks, as if asked for:
-        another engine then goes on after the tokens emitted."""
+        """Accept a request and return at once. The last chunk of each sample carries its `finish`.
+
+        The engine answers a request that no engine could serve with `error` chunks, which fail the ticket. It
+        ends a request that only this engine cannot continue with `abort` chunks, as if the client had aborted
+        it: another engine then continues after the emitted tokens.
+        """
         ...
 
     def abort(self, request: str) -> None:
-        """End what is left of a request, with `abort` chunks, within one decode step. Idempotent."""
+        """End the unfinished samples of a request with `abort` chunks, within one decode step. Idempotent."""
         ...
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """Serve these weights from the next token on, requests in flight included.
+        """Serve these weights from the next token on, also for requests in flight.
 
         Raises:
-            WeightsError: if they do not fit the model; the engine then still serves the old ones.
+            WeightsError: if the weights do not fit the model; the engine then goes on serving the old ones.
         """
         ...
 
     async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """What the weights served now say of given text, at temperature 1: for each sequence of L >= 2
-        tokens, (L - 1,) log-probabilities of its tokens after the first. For the comparison with the
-        trainer's.
+        """Return the logprobs of given sequences under the current weights, at temperature 1.
+
+        For each sequence of L >= 2 tokens, the result is an array (L - 1,) of the logprobs of all tokens but
+        the first. The worker compares them with the trainer's.
 
         Raises:
-            EngineError: if the engine cannot say.
+            EngineError: if the engine cannot compute them.
         """
         ...
 
     def load(self) -> Load:
-        """The figures at this moment."""
+        """Return the current load figures."""
         ...
 
     async def stop(self) -> None:
-        """Free everything. No chunk is emitted afterwards."""
+        """Free all resources. The engine emits no chunk afterwards."""
         ...
 
 
@@ -255,60 +270,65 @@ class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     use: str = "torch"
     """Name of the training engine."""
     processes: PositiveInt = 1
-    """Ranks of the worker group."""
+    """Number of ranks (processes) of the worker group."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
 
     @property
     def data_parallel(self) -> int:
-        """Parts that a batch is split into, D. Ranks are numbered so that those which share a part follow
-        each other: rank r works on part r // (processes // D)."""
+        """Number of parts D into which a batch is split. Ranks that share a part have consecutive numbers:
+        rank r works on part r // (processes // D)."""
         return self.processes
 
 
 class TrainingEngine(Protocol):
-    """Holds one model, in one rank of its worker group. Called from one thread, one call at a time.
+    """Holds one model in one rank of its worker group. The worker calls it from one thread, one call at a
+    time.
 
-    Every method but `stop` is called in all ranks of the group, in the same order, and may communicate.
-    A batch is the rank's own part of the data, at least one sequence; ranks that share a part are given the
-    same. Micro-batching and parallelism are the engine's business: the gradient must not depend on them.
+    The worker calls every method but `stop` in all ranks of the group, in the same order; these methods may
+    communicate between ranks. A batch is the rank's own part of the data, at least one sequence; ranks that
+    share a part receive the same batch. The engine decides about micro-batches and parallelism: the gradient
+    must not depend on them.
     """
 
     def load(self, folder: Path | None) -> None:
-        """Load the run's initial model (None), or all that `save` wrote into `folder`, with whatever
-        layout. Called first, and again to go back to a checkpoint.
+        """Load the run's initial model (None), or the state that `save` wrote into `folder` with any layout.
+        The worker calls it first, and again to go back to a checkpoint.
 
         Raises:
-            EngineError: if it cannot be loaded.
+            EngineError: if the model or the state cannot be loaded.
         """
         ...
 
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """What the model's head says of every token of the batch under the current weights: (T,) float32,
-        on CPU, no gradient. The temperature is for logprobs."""
+        """Return the output of the model's head for every token of the batch under the current weights: (T,)
+        float32, on CPU, without gradient. The temperature applies to logprobs."""
         ...
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
-        """One optimizer step on the parts of all ranks together. Returns the loss's statistics over all
-        their trained tokens (see `stretto.algorithm.LossFunction`), the same in every rank, and the
-        engine's own: `loss`, `grad_norm`, `lr`, `micro_batches`."""
+        """Do one optimizer step on the parts of all ranks together.
+
+        Return the loss's statistics over all trained tokens of all ranks (see
+        `stretto.algorithm.LossFunction`), the same in every rank, and the engine's own statistics: `loss`,
+        `grad_norm`, `lr`, `micro_batches`.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, on CPU, one after the other; or an adapter alone, in
-        the form of `stretto.models.lora_files`. Every rank goes through all of them; what rank 0 gets
-        counts."""
+        """Iterate over the full tensors with their Hugging Face names, on CPU; or over an adapter alone, in
+        the form of `stretto.models.lora_files`. Every rank iterates to the end; the tensors of rank 0 are
+        published."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write everything a repetition needs into an empty folder that all ranks see: `model/` in Hugging
-        Face format, optimizer, schedule and random states as safetensors and JSON.
+        """Write all state that a resumed run needs into an empty folder that all ranks see: `model/` in
+        Hugging Face format, and optimizer, schedule and random states as safetensors and JSON.
 
         Raises:
-            OSError: if it cannot be written; the caller removes the folder.
+            OSError: if the state cannot be written; the caller removes the folder.
         """
         ...
 
     def stop(self) -> None:
-        """Free everything."""
+        """Free all resources."""
         ...

@@ -2,22 +2,22 @@
 
     def environment(completion, **columns) -> None | str | message | messages | dict
 
-It is called after each answer, by name: a function without `**columns` gets what it names, of
+stretto calls it after each answer, with arguments by name. A function without `**columns` receives only the
+arguments that it names, out of
 
-    prompt       as the row has it
+    prompt       the prompt of the row, unchanged
     completion   the text of the answer
-    messages     all that was said, chat messages; where the prompt is text, that text with all that followed
-    turn         how many answers there are by now, from 1
-    state        a dict, empty at first, that the function may change; the next call gets it again
+    messages     the whole conversation as chat messages; as one text, including the prompt, if that is text
+    turn         number of answers so far, from 1
+    state        a dict, empty at first, that the function may change; the next call receives it again
 
-and of the row's other columns. It may be `async`. What it returns is said to the policy: text (in a chat it
-is a user's message), a chat message, or a list of messages. None ends the conversation. A dict can say more:
-`feedback`, one of the above; `reward`, a number, and those of all turns add up; other numbers are averaged
-and reported. Without `feedback` it ends the conversation.
+and the other columns of the row. It may be `async`. Its return value goes to the policy: text (in a chat, as
+a message of the user), a chat message, or a list of messages. None ends the conversation. A dict can carry
+more: `feedback`, one of the values above; `reward`, a number (stretto adds the rewards of all turns); and
+other numbers, which stretto averages and reports. A dict without `feedback` ends the conversation.
 
-The function runs in a process that can be killed, and not always in the same one: between two calls nothing
-but `state` is kept, which has to be plain data. An exception, or a call that takes too long, fails the
-ticket.
+The function runs in a process that stretto can kill, and not always in the same process. Only `state` is kept
+between two calls; it must be plain data. An exception, or a call that takes too long, fails the ticket.
 """
 
 from __future__ import annotations
@@ -41,45 +41,49 @@ class EnvironmentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknow
     """Base of the section of a workflow whose conversations have an environment."""
 
     environment: Importable
-    """`path.py:name` or `module:name`: a function, called after each answer (see `stretto.environment`)."""
+    """Function of the environment, `path.py:name` or `module:name`. stretto calls it after each answer (see
+    `stretto.environment`)."""
     environment_timeout_s: PositiveFloat = 30.0
-    """Seconds for one call; the process that takes longer is killed and the ticket fails."""
+    """Time limit of one call, in seconds. A process that takes longer is killed, and the ticket fails."""
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment said of one answer."""
+    """The feedback of an environment on one answer."""
 
     said: tuple[str | dict[str, Any], ...] = ()
-    """Text, or chat messages. Empty where the conversation is over."""
+    """Text, or chat messages, for the policy. Empty when the conversation is over."""
     reward: float | None = None
     metrics: dict[str, float] = {}
     state: dict[str, Any] = {}
-    """For the next call."""
+    """State for the next call."""
 
 
 def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
-    """What an environment meant.
+    """Convert the return value of an environment to feedback.
 
     Raises:
-        ValueError: if it returned what none may.
+        ValueError: if the value is not valid for an environment.
     """
     if isinstance(returned, Mapping) and "role" not in returned:
-        told = dict(cast("Mapping[str, Any]", returned))
-        said, reward = told.pop("feedback", None), told.pop("reward", None)
-        numbers = told if reward is None else {**told, "reward": reward}
+        others = dict(cast("Mapping[str, Any]", returned))
+        feedback, reward = others.pop("feedback", None), others.pop("reward", None)
+        numbers = others if reward is None else {**others, "reward": reward}
         for name, number in numbers.items():
             if not isinstance(number, (int, float)) or not is_number(number):
                 raise ValueError(
-                    f"{name!r} of what the environment returned is {number!r}, not a finite number"
+                    f"the environment returned {number!r} for {name!r}; expected a finite number"
                 )
-        metrics = {name: float(number) for name, number in told.items()}
+        metrics = {name: float(number) for name, number in others.items()}
         return Feedback(
-            said=_said(said), reward=None if reward is None else float(reward), metrics=metrics, state=state
+            said=_turns(feedback),
+            reward=None if reward is None else float(reward),
+            metrics=metrics,
+            state=state,
         )
-    return Feedback(said=_said(returned), state=state)
+    return Feedback(said=_turns(returned), state=state)
 
 
-def _said(returned: Any) -> tuple[str | dict[str, Any], ...]:
+def _turns(returned: Any) -> tuple[str | dict[str, Any], ...]:
     if returned is None:
         return ()
     if isinstance(returned, str):

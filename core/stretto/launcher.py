@@ -1,7 +1,7 @@
-"""The contract of launchers: something that starts `stretto worker` processes and looks after them.
+"""The contract of launchers: a launcher starts `stretto worker` processes and watches them.
 
-A launcher starts processes with resources; what they are to do they learn over the bus. So a
-launcher knows nothing of roles beyond a name, and a worker can also be started by hand.
+A launcher starts processes with resources. A process receives its work over the bus, so a launcher knows only
+the name of its role, and a user can also start a worker by hand.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What each process of a role gets. Base of the sections that describe roles."""
+    """The resources of each process of a role. Base of the sections that describe roles."""
 
     threads: PositiveInt = 1
-    """Compute threads of each process. More than there are cores is many times slower, not faster."""
+    """Number of compute threads of each process. More threads than cores make a run many times slower."""
     gpus: NonNegativeInt = 0
-    """GPUs of each process, made visible to it through CUDA_VISIBLE_DEVICES."""
+    """Number of GPUs of each process. The launcher passes them in CUDA_VISIBLE_DEVICES."""
     share: Share = 1.0
-    """Part of each GPU's memory that a process may take; roles whose shares add up to at most 1 can
-    live on one GPU."""
+    """Share of the memory of each GPU that a process may use. Roles whose shares add up to at most 1 can
+    share one GPU."""
     memory_gb: PositiveFloat | None = None
-    """Host memory of each process in GiB, asked from cluster launchers; the local one only adds it up."""
+    """Host memory of each process, in GiB. Cluster launchers request it; the local launcher only adds it
+    up."""
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,26 +40,28 @@ class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     use: str = "local"
     """Name of the launcher."""
     max_restarts: NonNegativeInt = 3
-    """How often each worker that ends unasked is started again before the run stops."""
+    """Number of times that a worker is started again after it ended unexpectedly; the run stops when it ends
+    once more. The count starts again after the worker has run for 10 minutes."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process to be started."""
+    """One worker process to start."""
 
     worker: str
     """Id of the worker, unique in the run, such as `rollout-0`."""
     role: Role
     command: tuple[str, ...]
-    """Arguments to run. They hold no secret: those are in the bootstrap file they name."""
+    """Program and arguments. They contain no secrets: the secrets are in the bootstrap file that they
+    name."""
     env: Mapping[str, str]
-    """Variables to set beside the inherited ones."""
+    """Environment variables to set in addition to the inherited ones."""
     resources: Resources
     log: str
-    """File that takes the process's stdout and stderr."""
+    """Path of the file for the stdout and stderr of the process."""
 
 
 class Handle(Protocol):
-    """A started worker, until it has ended."""
+    """A worker that the launcher has started."""
 
     @property
     def worker(self) -> str:
@@ -67,42 +70,44 @@ class Handle(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it runs, for people: `pid 4711`, `node3 pid 12`, `job 99.2`."""
+        """Where the worker runs, as text for users: `pid 4711`, `node3 pid 12`, `job 99.2`."""
         ...
 
     async def wait(self) -> int:
-        """The exit status, once the process has ended; negative for a signal. May be awaited often."""
+        """Wait until the process has ended and return its exit status; negative for a signal. May be called
+        more than once."""
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """End the process and what it started: ask, then kill after `grace_s`. Returns when it is gone."""
+        """End the process and all processes that it started: ask them to end, and kill them after `grace_s`
+        seconds. Return when the process is gone."""
         ...
 
     def tail(self, lines: int) -> str:
-        """The last lines it wrote, for an error message."""
+        """Return the last lines of its output, for an error message."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts workers. Made in the kernel; closed by stopping every handle."""
+    """Starts workers. The kernel makes the launcher, and closes it by stopping every handle."""
 
     def check(self, jobs: Sequence[Job]) -> Iterable[Problem]:
-        """What keeps these jobs from being placed together, found without starting anything."""
+        """Return the problems that prevent these jobs from running together, without starting anything."""
         ...
 
     async def launch(self, jobs: Sequence[Job]) -> Sequence[Handle]:
-        """Start the jobs, in order. A job whose worker id ran before takes over its place.
+        """Start the jobs in order. A job whose worker id ran before takes the place of that worker.
 
         Raises:
-            LaunchError: if one could not be started; those started before it are stopped first.
+            LaunchError: if a job cannot be started; the launcher first stops the jobs that it started before.
         """
         ...
 
 
 def thread_variables(resources: Resources) -> dict[str, str]:
-    """Environment that gives a process its compute threads, for every library that would otherwise take
-    all cores. Launchers set it; it must be there before those libraries are loaded."""
+    """Return the environment variables that limit the compute threads of a process, for every library that
+    would otherwise use all cores. Launchers set them before the process loads those libraries."""
     libraries = ("OMP", "MKL", "OPENBLAS")
     threads = {f"{library}_NUM_THREADS": str(resources.threads) for library in libraries}
-    # Idle OpenMP threads that spin slow their neighbours down by an order of magnitude.
+    # Idle OpenMP threads that spin would slow other processes down by a factor of about ten.
     return threads | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}

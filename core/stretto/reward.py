@@ -1,15 +1,16 @@
-"""The contract of rewards: plain functions that score answers, in a child process that can be killed.
+"""The contract of rewards: plain functions that score answers, in a child process that stretto can kill.
 
-Two forms, told apart by their first parameter's name:
+There are two forms; the name of the first parameter tells which one it is:
 
     def score(prompt, completion, **columns) -> float | dict          one answer
     def score(completions, **columns) -> list[float | None]           all answers of a group
 
-Both may be `async`. `columns` are the row's other columns; a function without `**columns` gets those
-it names. The second form is TRL's: it also receives `prompts`, and `completions` are lists of
-messages where the row's prompt is chat messages. In the first form `prompt` is as the row has it and
-`completion` is always text. A dict must hold `reward`; its other numbers are averaged and reported.
-None, NaN or an exception is a failure, and fails the ticket.
+Both may be `async`. `columns` are the other columns of the row; a function without `**columns` receives
+only the columns that it names. The second form is that of TRL: it also receives `prompts`, and
+`completions` are lists of messages when the row's prompt is a list of chat messages. In the first form,
+`prompt` is the prompt of the row unchanged and `completion` is always text. A dict must contain `reward`;
+stretto averages and reports its other numbers. None, NaN or an exception is a failure, and fails the
+ticket.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RewardValue = float | Mapping[str, float] | None
 
 
 def is_number(value: float) -> bool:
-    """Whether a reward or metric can be used: float32, in which trainers have it, holds it. NaN is none."""
+    """Whether a reward or metric is a number that fits into float32, the dtype of trainers. False for NaN."""
     return abs(value) <= 3.4e38
 
 
@@ -37,19 +38,19 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     use: str
     """Name of the reward."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds to score one group, and `answer_cpu_s` more for each answer where that is set; the process that
-    takes longer is killed and the ticket fails."""
+    """Time limit for scoring one group, in seconds. When `answer_cpu_s` is set, the limit grows by it for
+    each answer. A process that takes longer is killed, and the ticket fails."""
     answer_cpu_s: PositiveFloat | None = None
-    """Seconds of processor time to score one answer; one that needs more scores 0 and the others of its group
-    keep their scores. Needs a reward that scores one answer a call and starts no threads: a fork of its
-    process scores each group. None for no limit."""
+    """Limit of processor time for scoring one answer, in seconds. An answer that needs more scores 0; the
+    other answers of its group keep their scores. The reward must score one answer per call and start no
+    threads, because a fork of its process scores each group. None for no limit."""
     answer_memory_mb: PositiveInt | None = None
-    """MB of memory to score one answer, beyond what the scoring process has already; the same holds. Linux
-    only."""
+    """Limit of memory for scoring one answer, in MiB, in addition to the memory that the scoring process
+    already uses. The rules of `answer_cpu_s` apply. None for no limit. Linux only."""
 
 
 class Reward(Protocol):
-    """Either form; made once in each scoring process."""
+    """A reward of either form. Each scoring process makes it once."""
 
     def __call__(self, *args: Any, **columns: Any) -> RewardValue | list[RewardValue] | Awaitable[Any]:
         """Score one answer, or all answers of a group."""

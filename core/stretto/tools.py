@@ -1,12 +1,12 @@
-"""Tools: functions that the policy may call, and how calls are read out of its answers.
+"""Tools: functions that the policy may call, and the parsers that read the calls from its answers.
 
-A tool is a Python function with type hints, sync or async: its name, docstring and hints become the JSON
-schema that the chat template shows. A call's arguments are checked against the hints before the function sees
-them. What it returns becomes text: text as it is, anything else as JSON. Whatever goes wrong, a wrong
-argument, an exception, a call that takes too long, is told to the policy as the tool's answer.
+A tool is a Python function with type hints, sync or async. Its name, docstring and hints become the JSON
+schema that the chat template shows. stretto checks the arguments of a call against the hints before it calls
+the function. The result becomes text: a string stays as it is, any other value becomes JSON. The policy
+receives every error as the answer of the tool: a wrong argument, an exception, or a call that takes too long.
 
-Tools of MCP servers are offered beside them. All of them run in the sandbox, in processes of the verifier
-workers that can be killed; a call may be made twice, if a verifier is lost in between.
+The policy may also call tools of MCP servers. All tools run in the sandbox, in processes of the verifier
+workers that stretto can kill. stretto may make a call twice if a verifier worker is lost during the call.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ ParserName = Literal["hermes", "llama3", "mistral"]
 
 
 class MCPServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A server of tools, by the Model Context Protocol: one that is started, or one that runs."""
+    """A server of tools that speaks the Model Context Protocol. Either stretto starts it, or it already
+    runs."""
 
     command: tuple[str, ...] = ()
-    """Program and arguments of one that speaks over its standard pipes. It is started in the sandbox."""
+    """Program and arguments of a server that speaks over stdin and stdout. stretto starts it in the
+    sandbox."""
     url: str | None = None
-    """Address of one that speaks streamable HTTP, such as `http://host:8000/mcp`."""
+    """Address of a server that speaks streamable HTTP, such as `http://host:8000/mcp`."""
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -61,94 +63,98 @@ class ToolsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     tools: tuple[Importable, ...] = ()
     """Python functions, each `path.py:name` or `module:name`."""
     mcp: tuple[MCPServer, ...] = ()
-    """Servers whose tools are offered too; needs `stretto[mcp]`."""
+    """MCP servers whose tools the policy may call too; needs `stretto[mcp]`."""
     tool_timeout_s: PositiveFloat = 30.0
-    """Seconds for one call. The process that takes longer is killed, and the policy is told so."""
+    """Time limit of one call, in seconds. A process that takes longer is killed, and the answer of the tool
+    says so."""
     max_result_chars: PositiveInt = 8000
-    """Longer results are cut, with a note."""
+    """Maximum length of a result, in characters. Longer results are cut, with a note at the end."""
     network: bool = False
     """Let tools reach the network."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Environment variables that tools get, such as `{API_KEY: "${oc.env:API_KEY}"}`; of the run's own they
-    get none but PATH."""
+    """Environment variables for the tools, such as `{API_KEY: "${oc.env:API_KEY}"}`. Of the run's own
+    variables, tools receive only PATH."""
     tool_memory_mb: PositiveInt | None = None
-    """Address space of a tool's process in MiB; default no limit."""
+    """Limit of the address space of a tool's process, in MiB; default no limit."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool, with the function that is called."""
+    """One tool, with its function."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of its arguments, an object."""
+    """JSON schema of the arguments, an object."""
     run: Callable[[Mapping[str, Any]], Awaitable[Any]]
-    """Raises `msgspec.ValidationError` for arguments that do not fit, and whatever the function raises."""
+    """Calls the function. Raises `msgspec.ValidationError` for arguments that do not fit, and every exception
+    of the function."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As OpenAI's API and chat templates have it."""
+        """The tool in the format of OpenAI's API and of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 class ToolAnswer(msgspec.Struct, frozen=True):
-    """What the policy is told of a call."""
+    """The answer to a call that the policy receives."""
 
     text: str
     failed: bool = False
-    """The call was refused, raised, or took too long; `text` says so."""
+    """Whether the call was refused, raised, or took too long; `text` then says so."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool in an answer of the policy."""
+    """A tool call in an answer of the policy."""
 
     name: str
     arguments: dict[str, Any]
     fault: str = ""
-    """Why it cannot be made, for the policy to read."""
+    """Why the call cannot be made, as text for the policy; empty if it can."""
     id: str = ""
-    """If the policy gave it one."""
+    """Id of the call, if the policy wrote one; otherwise empty."""
 
 
 def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
-    """A function as a tool. The docstring up to `Args:` describes it, and the lines below that its
-    parameters; so does `Annotated[..., msgspec.Meta(description=...)]`.
+    """Make a tool from a function. The docstring up to `Args:` becomes the description of the tool, and the
+    lines below `Args:` those of the parameters. `Annotated[..., msgspec.Meta(description=...)]` also
+    describes a parameter.
 
     Args:
-        name: default the function's own.
+        name: name of the tool; default the name of the function.
 
     Raises:
-        TypeError: if it has a parameter without a name of its own (`*args`, `**kwargs`), or a hint that no
-            JSON schema can say.
+        TypeError: if a parameter cannot be passed by name (such as `*args`, `**kwargs`), or a hint has no
+            JSON schema.
     """
     name = name or function.__name__
-    described, of_parameters = _docstring(inspect.getdoc(function) or "")
+    description, parameter_descriptions = _docstring(inspect.getdoc(function) or "")
     arguments = _struct_of(name, function)
     schema = msgspec.json.schema(arguments)
     definitions: dict[str, Any] = schema["$defs"]
     parameters: dict[str, Any] = definitions.pop(schema["$ref"].rpartition("/")[2])
     del parameters["title"]
-    for parameter, text in of_parameters.items():
+    for parameter, text in parameter_descriptions.items():
         if parameter in parameters["properties"]:
             parameters["properties"][parameter].setdefault("description", text)
     if definitions:
         parameters["$defs"] = definitions
 
-    async def run(given: Mapping[str, Any]) -> Any:
-        fitting = msgspec.convert(given, arguments)
-        result = function(**{field: getattr(fitting, field) for field in arguments.__struct_fields__})
+    async def run(values: Mapping[str, Any]) -> Any:
+        checked = msgspec.convert(values, arguments)
+        result = function(**{field: getattr(checked, field) for field in arguments.__struct_fields__})
         return await result if inspect.isawaitable(result) else result
 
-    return Tool(name, described, parameters, run)
+    return Tool(name, description, parameters, run)
 
 
 def text_of(result: Any, most: int) -> str:
-    """A tool's result as the policy reads it, of at most so many characters and a note.
+    """Convert the result of a tool to text for the policy: at most `most` characters, and a note if it is
+    cut.
 
     Raises:
-        TypeError: if it is no plain data.
+        TypeError: if the result is not plain data.
     """
     text = result if isinstance(result, str) else msgspec.json.encode(result).decode()
     if len(text) <= most:
@@ -160,27 +166,27 @@ def text_of(result: Any, most: int) -> str:
 
 
 def parse_calls(text: str, parser: ParserName) -> list[ToolCall]:
-    """The calls in an answer, in their order; none in its reasoning (up to `</think>`).
+    """Return the calls in an answer, in their order. Calls in its reasoning (up to `</think>`) do not count.
 
-    A call that cannot be read is one with a `fault`.
+    A call that cannot be parsed is returned with a `fault`.
 
     Args:
-        text: of the answer, special tokens included.
+        text: text of the answer, including special tokens.
     """
     if "<think>" in text and "</think>" not in text:
-        return []  # it never stopped to think
+        return []  # the reasoning never ended
     return PARSERS[parser](text.rpartition("</think>")[2])
 
 
 def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserName) -> Message:
-    """An answer with calls as the chat template has to see it in the history.
+    """Make the message of an answer with calls, for the chat template to show in the history.
 
-    Templates of `hermes` and `llama3` write the content as it was sampled. Mistral's refuse two answers in a
-    row unless the first is said to have called a tool; they write the calls anew.
+    Templates of `hermes` and `llama3` write the content as the policy sampled it. Mistral's templates refuse
+    two consecutive answers unless the first has `tool_calls`; they write the calls again from these.
     """
     if parser != "mistral" or not calls:
         return {"role": "assistant", "content": content}
-    made = [
+    tool_calls = [
         {
             "id": call.id,
             "type": "function",
@@ -188,7 +194,7 @@ def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserNam
         }
         for call in calls
     ]
-    return {"role": "assistant", "content": "", "tool_calls": made}
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
 def _hermes(text: str) -> list[ToolCall]:
@@ -213,8 +219,8 @@ def _llama3(text: str) -> list[ToolCall]:
 
 
 def _mistral(text: str) -> list[ToolCall]:
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or of newer models `[TOOL_CALLS]name[ARGS]{…}`, once
-    for each."""
+    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or from newer models one `[TOOL_CALLS]name[ARGS]{…}`
+    for each call."""
     calls: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         part = part.removesuffix("</s>").strip()
@@ -248,10 +254,10 @@ def _call_in(text: str) -> ToolCall:
 
 
 def _json(text: str) -> tuple[Any, str]:
-    """The JSON value that a text begins with, and the rest.
+    """Return the JSON value at the start of a text, and the rest of the text.
 
     Raises:
-        ValueError: if there is none, or it could not be written as UTF-8.
+        ValueError: if there is no JSON value, or it cannot be encoded as UTF-8.
     """
     try:
         value, end = json.JSONDecoder().raw_decode(text)
@@ -262,7 +268,7 @@ def _json(text: str) -> tuple[Any, str]:
 
 
 def _call_of(value: Any) -> ToolCall:
-    """A call, of a JSON value."""
+    """Make a call from a JSON value."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _faulty('a call is a JSON object with "name" and "arguments"')
     call = cast("dict[str, Any]", value)
@@ -285,20 +291,21 @@ def _faulty(fault: str, name: str = "") -> ToolCall:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter below `Args:`."""
-    described, *sections = re.split(r"^(?=(?:Args|Returns|Raises|Examples?):\s*$)", text, flags=re.MULTILINE)
+    """Return the description of the function in a docstring, and that of each parameter below `Args:`."""
+    parts = re.split(r"^(?=(?:Args|Returns|Raises|Examples?):\s*$)", text, flags=re.MULTILINE)
+    description, *sections = parts
     parameters: dict[str, str] = {}
     last = ""
     for line in next((part for part in sections if part.startswith("Args:")), "").splitlines()[1:]:
-        if begun := re.match(r" {1,4}(\w+)(?:\s*\(.*?\))?:\s*(.*)", line):
-            last, parameters[begun[1]] = begun[1], begun[2]
+        if entry := re.match(r" {1,4}(\w+)(?:\s*\(.*?\))?:\s*(.*)", line):
+            last, parameters[entry[1]] = entry[1], entry[2]
         elif last and line.strip():
             parameters[last] += " " + line.strip()
-    return described.strip(), parameters
+    return description.strip(), parameters
 
 
 def _struct_of(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
-    """The function's parameters as a struct."""
+    """Make a struct type from the parameters of a function."""
     hints = get_type_hints(function, include_extras=True)
     fields: list[Any] = []
     for parameter in inspect.signature(function).parameters.values():
@@ -313,7 +320,7 @@ def _struct_of(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
 
 
 def _default(value: Any) -> Any:
-    """A default as msgspec takes it: one that can change is made anew for each call."""
+    """Convert a default for msgspec: a mutable default is copied for each call."""
     if isinstance(value, (list, dict, set)):
         return msgspec.field(default_factory=lambda: cast("Any", value).copy())
     return value

@@ -1,7 +1,8 @@
 """The contract of workflows: how one prompt becomes trajectories.
 
-A workflow runs inside a ticket, in a rollout worker's event loop, hundreds at once: it must not block
-and holds no state between prompts. It reaches the engines and the rewards through its session only.
+A workflow runs inside a ticket, in the event loop of a rollout worker, where hundreds of tickets run at once.
+It must not block, and it keeps no state between prompts. It reaches engines and rewards only through its
+session.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# The index of a sample, and tokens (int32) of it that are new.
+# Receives the index of a sample, and its new tokens (int32).
 OnTokens = Callable[[int, "NDArray[np.int32]"], None]
 
 
@@ -53,18 +54,18 @@ class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     use: str = "single_turn"
     """Name of the workflow."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds for one ticket, scoring included; the ticket then fails. Time in which all engines are lent to
-    others, to an evaluation or to training, does not count."""
+    """Time limit of one ticket, in seconds, including scoring. A ticket that takes longer fails. Time during
+    which all engines are lent to others, to an evaluation or to training, does not count."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the dataset, ready to be answered."""
+    """One row of the dataset, with its prompt as tokens."""
 
     row: Mapping[str, Any]
-    """The row as the dataset has it."""
+    """The row, as the dataset returns it."""
     ids: NDArray[np.int32]
-    """(P,) its prompt, template applied."""
+    """(P,) ids of the prompt, with the chat template applied."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Answer:
     """One finished sample of the policy."""
 
     tokens: NDArray[np.int32]
-    """(A,) sampled tokens, the end-of-sequence token included."""
+    """(A,) sampled tokens, including the end-of-sequence token."""
     logprobs: NDArray[np.float32]
     """(A,) behaviour logprobs."""
     versions: NDArray[np.int32]
@@ -82,12 +83,12 @@ class Answer:
     text: str
     """The tokens as text, without special tokens."""
     engine: str
-    """Id of the inference worker that gave the last token."""
+    """Id of the inference worker that sampled the last token."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A reward and whatever else the scorer reported."""
+    """A reward, and the other metrics that the scorer reported."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -95,7 +96,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample to train on: L tokens, of which `loss_mask` marks those the policy wrote."""
+    """One sample to train on: L tokens. `loss_mask` marks the tokens that the policy sampled."""
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
@@ -106,13 +107,14 @@ class Trajectory:
     score: Score
     finish: Finish
     engine: str
-    """Who made it."""
+    """Id of the inference worker that sampled the last token."""
     part: bool = False
-    """Whether it is of the same sample as the trajectory before it: evaluations count the sample once."""
+    """Whether this trajectory belongs to the same sample as the one before it. Evaluations count a sample
+    once."""
 
     @classmethod
     def of(cls, prompt_ids: NDArray[np.int32], answer: Answer, score: Score) -> Trajectory:
-        """The trajectory of one prompt and one answer."""
+        """Make the trajectory of one prompt and one answer."""
         blank = len(prompt_ids)
         return cls(
             tokens=np.concatenate([prompt_ids, answer.tokens]),
@@ -126,31 +128,31 @@ class Trajectory:
 
 
 def parts_of_sample(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The trajectories that one sample became, marked as such."""
+    """Mark trajectories as parts of one sample: set `part` in all but the first."""
     return [replace(trajectory, part=index > 0) for index, trajectory in enumerate(trajectories)]
 
 
 def sample_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
-    """Of each of a group's trajectories the sample, from 0, that it is, or is a part of."""
+    """Return, for each trajectory of a group, the number of its sample, from 0."""
     return list(itertools.accumulate((not each.part for each in trajectories), initial=-1))[1:]
 
 
 class Session(Protocol):
-    """A ticket's access to the run. Valid until the workflow returns."""
+    """The access of one ticket to the run. Valid until the workflow returns."""
 
     @property
     def group_size(self) -> int:
-        """Trajectories wanted of this prompt."""
+        """Number of samples to make for this prompt."""
         ...
 
     @property
     def sampling(self) -> Sampling:
-        """How the run samples, unless `generate` is told otherwise."""
+        """The sampling options of the run; `generate` uses them by default."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The policy's."""
+        """The tokenizer of the policy."""
         ...
 
     async def generate(
@@ -165,10 +167,11 @@ class Session(Protocol):
         """Sample n answers to a prompt.
 
         Args:
-            conversation_id: names one of several conversations that a workflow holds at once. Seeds are
-                numbered within each, so that they do not depend on who asks first, and its requests go to
-                the replica that has their prefix.
-            on_tokens: called with (sample, new tokens) as they arrive, each position of an answer once.
+            conversation_id: name of the conversation, when a workflow has several at once. Each conversation
+                numbers its own seeds, so seeds do not depend on which conversation calls first. Its requests
+                go to the replica that has their prefix in its cache.
+            on_tokens: called with (sample index, new tokens) when tokens arrive; each position of an answer
+                comes once.
 
         Raises:
             EngineError: if the engine cannot serve the request at all.
@@ -183,13 +186,13 @@ class Session(Protocol):
         limit: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Conversation:
-        """Begin a chat (see `stretto.agents.conversation`), a conversation of its own.
+        """Begin a new chat (see `stretto.agents.conversation`). It is a separate conversation.
 
         Args:
             prompt: messages, or plain text.
-            tools: JSON schemas of functions for the chat template to show.
-            limit: most tokens of the whole.
-            on_tokens: as of `generate`.
+            tools: JSON schemas of the functions that the chat template shows to the policy.
+            limit: maximum number of tokens of the whole chat.
+            on_tokens: as in `generate`.
         """
         ...
 
@@ -200,10 +203,11 @@ class Session(Protocol):
         *,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Score]:
-        """Score answers to one prompt, or texts, with the run's reward.
+        """Score answers (or texts) to one prompt with the run's reward.
 
         Args:
-            columns: more that the reward gets by name, one value (plain data) for each answer.
+            columns: additional columns that the reward receives by name, with one value (plain data) for each
+                answer.
 
         Raises:
             RewardError: if the reward raised, took too long, or gave no number.
@@ -211,57 +215,60 @@ class Session(Protocol):
         ...
 
     async def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools there are, for a workflow whose section is a `stretto.tools.ToolsConfig`.
+        """Return the JSON schemas of the tools, for a workflow whose section is a
+        `stretto.tools.ToolsConfig`.
 
         Raises:
-            ConfigError: if it is not.
+            ConfigError: if the section of the workflow is not a `ToolsConfig`.
         """
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call a tool, in the sandbox. Whatever goes wrong in it stands in the answer.
+        """Call a tool in the sandbox. Errors of the call are reported in the answer, not raised.
 
         Args:
-            arguments: as the policy gave them.
+            arguments: the arguments, as the policy wrote them.
 
         Raises:
-            ConfigError: as of `tools`.
+            ConfigError: as for `tools`.
         """
         ...
 
     async def feedback(
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
     ) -> Feedback:
-        """What the environment says of a conversation's last answer, for a workflow whose section is a
-        `stretto.environment.EnvironmentConfig`.
+        """Return the environment's feedback on the last answer of a conversation, for a workflow whose
+        section is a `stretto.environment.EnvironmentConfig`.
 
         Args:
-            state: what the feedback before had; at first, nothing.
+            state: the `state` of the feedback before; empty at first.
 
         Raises:
-            ConfigError: if it is not.
-            RewardError: if the environment raised, took too long, or returned what none may.
+            ConfigError: if the section of the workflow is not an `EnvironmentConfig`.
+            RewardError: if the environment raised, took too long, or returned an invalid value.
         """
         ...
 
 
 class Workflow(Protocol):
-    """Made once in each rollout worker."""
+    """A workflow. Each rollout worker makes it once."""
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """Answer one prompt. Any exception fails the ticket, with its text as the reason."""
+        """Answer one prompt and return its trajectories. Any exception fails the ticket; its text is the
+        reason."""
         ...
 
 
 async def group_of(session: Session, sample: Callable[[], Awaitable[T]]) -> list[T]:
-    """One group: `sample` is called `session.group_size` times, all at once. An error ends them all."""
-    made: list[T] = []
+    """Make one group: call `sample` `session.group_size` times concurrently. An error in one call ends
+    all."""
+    samples: list[T] = []
 
     async def one() -> None:
-        made.append(await sample())
+        samples.append(await sample())
 
     with one_error():
         async with anyio.create_task_group() as tasks:
             for _ in range(session.group_size):
                 tasks.start_soon(one)
-    return made
+    return samples
