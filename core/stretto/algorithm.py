@@ -1,9 +1,9 @@
-"""The contract of algorithms: the models they need and their dataflow of calls.
+"""The contract of algorithms: the models that they need, and their dataflow of calls.
 
-A call is one model function call (or a pure function) with the keys it reads and writes; the edges
-of the graph follow from the keys. The kernel orders and dispatches calls by name and never runs
-their code, so an algorithm's module must not import torch at import time: import it where the
-arithmetic is. Worker groups run the code, with a `stretto.rl.batch.Batch` that holds the keys read.
+A call is one model function call (or a pure function) with the keys that it reads and writes; the keys define
+the edges of the graph. The kernel orders and dispatches calls by name and never runs their code, so the
+module of an algorithm must not import torch at import time: import it in the functions that compute. Worker
+groups run the code with a `stretto.rl.batch.Batch` that holds the keys that the call reads.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ __all__ = [
     "train",
 ]
 
-# What a rollout leaves behind; every later call may read these keys.
+# The columns that a rollout writes; every later call may read these keys.
 #   tokens              (T,) int64    prompt and answer
-#   loss_mask           (T,) bool     tokens the policy sampled, to be trained on
-#   behaviour_logprobs  (T,) float32  as the engine reported them; 0 where loss_mask is False
+#   loss_mask           (T,) bool     tokens that the policy sampled and that are trained on
+#   behaviour_logprobs  (T,) float32  logprobs that the engine reported; 0 where loss_mask is False
 #   versions            (T,) int64    policy version that sampled the token; -1 where not sampled
 #   truncated           (S,) bool     the answer ended at its token limit
 #   group               (S,) int64    sequences of one prompt share a number
@@ -55,33 +55,34 @@ __all__ = [
 GENERATED = ("tokens", "loss_mask", "behaviour_logprobs", "versions", "truncated", "group", "sample")
 #   rewards             (S,) float32
 SCORED = ("rewards",)
-# What `read` makes of rows of the dataset, instead of a rollout: the loss mask is what `encode` says.
+# The columns that `read` makes from rows of the dataset, without a rollout. `encode` sets the loss mask.
 READ = ("tokens", "loss_mask", "group")
 
 Reduction = Literal["token", "sequence", "sequence_sum"]
-"""What a loss is the mean of, always over the whole batch of one optimizer step:
-`token`: all trained tokens, each alike; `sequence`: sequences, each the mean of its tokens;
-`sequence_sum`: sequences, each the sum of its tokens."""
+"""How a loss is averaged over the whole batch of one optimizer step:
+`token`: mean over all trained tokens, with equal weights; `sequence`: mean over sequences of the mean over
+their tokens; `sequence_sum`: mean over sequences of the sum over their tokens."""
 
-# (T,) what the model's head says now, with gradient, and the batch -> (T,) loss of each token, and (T,)
-# statistics to be averaged over the trained tokens; of one whose name ends in `_max`, the largest is taken.
+# (T,) current output of the model's head, with gradient, and the batch -> (T,) loss of each token, and (T,)
+# statistics. The engine averages each statistic over the trained tokens; of a statistic whose name ends in
+# `_max` it takes the maximum.
 LossFunction = Callable[["Tensor", "Batch"], "tuple[Tensor, Mapping[str, Tensor]]"]
-# Statistics of the batch of an optimizer step, before that step -> factor of its learning rate, >= 0.
+# Statistics of the batch of an optimizer step, before the step -> factor of the step's learning rate, >= 0.
 LearningRateScale = Callable[[Mapping[str, float]], float]
-# The batch -> the columns written.
+# The batch -> the columns that the call writes.
 Function = Callable[["Batch"], "Mapping[str, Tensor]"]
 
 
 class Encoded(NamedTuple):
-    """One sequence made of a row of the dataset."""
+    """One sequence made from a row of the dataset."""
 
     tokens: Sequence[int]
-    """Ids, at least one."""
+    """Token ids, at least one."""
     loss_mask: Sequence[bool]
-    """Which of them are trained on; as many."""
+    """Whether each token is trained on; as long as `tokens`."""
 
 
-# A row, the number of the sequence wanted of it (0 .. samples - 1), and the tokenizer -> that sequence.
+# A row, the number of the sequence to make from it (0 .. samples - 1), and the tokenizer -> that sequence.
 Encode = Callable[["Row", int, "Tokenizer"], Encoded]
 
 
@@ -102,22 +103,24 @@ class Model:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, unreduced: the engine reduces it, so that no split of the batch can change the gradient."""
+    """A loss per token. The engine reduces it, so that no split of the batch can change the gradient."""
 
     function: LossFunction
     reduction: Reduction
     unit: Literal["sequence", "group"] = "sequence"
-    """What the function has to see whole: sequences of one group are split up, or not."""
+    """What the function must receive as a whole. With `sequence`, the engine may split the sequences of a
+    group over several calls; with `group` it keeps them together."""
     entropy_coef: float = 0.0
-    """Weight of an entropy bonus: the engine subtracts this times the entropy, in nats, of the policy's whole
-    distribution at each trained token. Only of a `policy` head."""
+    """Weight of an entropy bonus: at each trained token, the engine subtracts this weight times the entropy,
+    in nats, of the policy's whole distribution. Only for a `policy` head."""
     lr_scale: LearningRateScale | None = None
-    """What the learning rate of an optimizer step is multiplied by; None leaves it as it is."""
+    """Returns the factor of the learning rate of an optimizer step; None leaves the learning rate
+    unchanged."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One node of the dataflow. Made by the functions below."""
+    """One node of the dataflow. The functions below make calls."""
 
     name: str
     op: Literal["generate", "score", "read", "forward", "function", "train"]
@@ -128,11 +131,11 @@ class Call:
     loss: Loss | None = None
     encode: Encode | None = None
     samples: int = 0
-    """Sequences of each row that `generate` or `read` makes."""
+    """Number of sequences that `generate` or `read` makes from each row."""
     minibatches: int = 1
-    """Optimizer steps a pass over the batch is split into; must divide the batch's groups."""
+    """Number of optimizer steps in one pass over the batch; must divide the number of groups in the batch."""
     epochs: int = 1
-    """Passes over the batch."""
+    """Number of passes over the batch."""
 
 
 def generate(model: str = "actor", *, samples: int) -> Call:
@@ -141,8 +144,8 @@ def generate(model: str = "actor", *, samples: int) -> Call:
 
 
 def read(encode: Encode, *, samples: int = 1) -> Call:
-    """Take the sequences from the rows of the dataset, with nothing sampled: `samples` of each row, which
-    are a group. Writes the keys of `READ`; `keep` is asked as of any group, its rewards all 0."""
+    """Make the sequences from the rows of the dataset, without sampling: `samples` sequences of each row form
+    a group. Writes the keys of `READ`. The kernel calls `keep` for these groups too, with all rewards 0."""
     return Call("read", "read", ("prompt",), READ, encode=encode, samples=samples)
 
 
@@ -152,18 +155,19 @@ def score() -> Call:
 
 
 def forward(model: str, *, writes: str) -> Call:
-    """What a model's head says of the batch, with its weights at the start of the step: (T,) float32."""
+    """Compute the output of a model's head for the batch, with the weights at the start of the step: (T,)
+    float32."""
     return Call(f"forward({model})", "forward", ("tokens",), (writes,), model)
 
 
 def function(run: Function, *, reads: Sequence[str], writes: Sequence[str], name: str = "") -> Call:
-    """A pure function of columns of the whole batch."""
+    """Call a pure function of columns of the whole batch."""
     name = name or getattr(run, "__name__", "function")
     return Call(name, "function", tuple(reads), tuple(writes), function=run)
 
 
 def train(model: str, loss: Loss, *, reads: Sequence[str], minibatches: int = 1, epochs: int = 1) -> Call:
-    """Optimizer steps on a model: `epochs` passes, each in `minibatches` steps."""
+    """Train a model: `epochs` passes over the batch, each with `minibatches` optimizer steps."""
     reads = ("tokens", "loss_mask", *reads)
     return Call(
         f"train({model})", "train", reads, (), model, loss=loss, minibatches=minibatches, epochs=epochs
@@ -172,40 +176,41 @@ def train(model: str, loss: Loss, *, reads: Sequence[str], minibatches: int = 1,
 
 @dataclass(frozen=True)
 class Group:
-    """What the kernel knows of a finished group: one entry a sample."""
+    """The facts that the kernel knows about a finished group: one entry for each sample."""
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
-    """Tokens sampled."""
+    """Number of sampled tokens of each sample."""
 
 
 class Algorithm(Protocol):
-    """Made in the kernel, where only its graph is read, and in every trainer, where it is run."""
+    """An algorithm. The kernel makes it and only reads its graph; every trainer makes it and runs its
+    calls."""
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """The models by name; the one that samples is `actor`."""
+        """The models by name. The model that samples is `actor`."""
         ...
 
     def calls(self) -> Sequence[Call]:
-        """The dataflow, in any order."""
+        """Return the calls of the dataflow, in any order."""
         ...
 
     def keep(self, group: Group) -> bool:
-        """Whether to train on a finished group; False retires it as `filtered`. Asked in the kernel,
-        once for each group, before any batch is made of it."""
+        """Whether to train on a finished group; False retires it as `filtered`. The kernel calls this once
+        for each group, before it puts the group into a batch."""
         ...
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An algorithm that learns numbers of its own, such as a controller's coefficient, is one of these too.
-    Its functions run in one process, and that one is asked."""
+    """Second contract of an algorithm that changes its own numbers during a run, such as the coefficient of a
+    controller. Its functions run in one process, and stretto calls these methods there."""
 
     def state(self) -> Mapping[str, float]:
-        """What is written into a checkpoint."""
+        """Return the numbers to write into a checkpoint."""
         ...
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave; from the beginning, if it is empty."""
+        """Continue from the result of `state`; from the beginning if it is empty."""
         ...

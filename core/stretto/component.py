@@ -1,4 +1,4 @@
-"""What a plugin offers: components. And what the framework tells a component when it makes one."""
+"""Components, which plugins offer, and the context that stretto passes to a component's factory."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ Kind = Literal[
 ]
 
 Head = Literal["policy", "value", "reward"]
-"""What a model says of each token, (T,) float32, to `forward` and to a loss:
-`policy`: its logprob, 0 at the first token of a sequence;
-`value`: the value of the state in which it was chosen, that is, after the tokens before it; 0 at the first;
-`reward`: the score of the text up to and including it."""
+"""The output of a model for each token, (T,) float32, in `forward` and in a loss:
+`policy`: the logprob of the token; 0 at the first token of a sequence;
+`value`: the value of the state before the token, that is, after all earlier tokens; 0 at the first token;
+`reward`: the score of the text up to and including the token."""
 SandboxMode = Literal["bubblewrap", "unsafe"]
-"""What commands that are not stretto's own run in."""
+"""How commands of users and agents run: in bubblewrap, or without a sandbox."""
 
-# Field types for config structs, so that their bounds reach the JSON schema and the error messages.
+# Field types for config structs. Their bounds appear in the JSON schema and in error messages.
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-# A file or folder that must exist. Looked up from the working directory, else beside the run file;
-# the config that a component receives holds it absolute.
+# A file or folder that must exist. stretto looks it up in the working directory, then beside the run file.
+# The config that a component receives contains the absolute path.
 LocalPath = Annotated[str, msgspec.Meta(extra={"stretto": "local_path"})]
-# A model: a folder, looked up in the same way, or a hub id.
+# A model: a folder, which is looked up in the same way, or a hub id.
 ModelSource = Annotated[str, msgspec.Meta(extra={"stretto": "model"})]
-# `path.py:name` or `module:name`. A path is found and made absolute like a `LocalPath`.
+# `path.py:name` or `module:name`. A path is looked up and made absolute like a `LocalPath`.
 Importable = Annotated[
     str,
     msgspec.Meta(
@@ -74,7 +74,7 @@ ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """The run a component is made for, as far as components need to know it."""
+    """The facts about the run that a component may need."""
 
     run: str
     """Id of the run, unique on its bus."""
@@ -83,69 +83,71 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """The run's seed."""
     model: str | None = None
-    """Local folder or hub id of the initial model; None where the engines need none. A training engine is
-    given that of the model it holds."""
+    """Local folder or hub id of the initial model; None when the engines need none. A training engine
+    receives that of the model that it holds."""
     head: Head = "policy"
-    """Of a training engine: what its model says of a token."""
+    """For a training engine: the output of its model for each token."""
     trainable: bool = True
-    """Of a training engine: whether its model is to be trained, or only asked."""
+    """For a training engine: whether the run trains its model, or only calls `forward`."""
     rank: int = 0
-    """Of a training engine: its process's number in the worker group, below `config.processes`."""
+    """For a training engine: rank of its process in the worker group, below `config.processes`."""
     rendezvous: str = ""
-    """Of a training engine in a group of several processes: a file for all of them to meet by, fresh for
-    every start of the group. Engines of one process share its process group."""
+    """For a training engine in a group of several processes: path of the file through which the processes
+    find each other. Each start of the group has a new file. The engines in one process share its process
+    group."""
     folder: str = ""
-    """The run's folder; empty in a process that cannot see it."""
+    """The run's folder; empty in a process that has no access to it."""
     sandbox: SandboxMode = "bubblewrap"
-    """Where commands are to run that are not stretto's own (`stretto.user_code.sandbox`)."""
+    """How to run commands of users and agents (see `stretto.user_code.sandbox`)."""
     worker: str = "kernel"
-    """Id of the process the component lives in."""
+    """Id of the worker that the component lives in, or `kernel`."""
 
     def path(self, *parts: str) -> Path:
-        """A path inside the run's folder."""
+        """Return a path inside the run's folder."""
         return Path(self.folder, *parts)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a composed run. A warning is printed; an error refuses the run; `environment` is
-    an error of this machine rather than of the file: `check` only warns, so that a file can be checked
-    anywhere."""
+    """One problem of a composed run.
+
+    A `warning` is printed. An `error` refuses the run. `environment` is an error of this machine, not of the
+    run file: `stretto check` only warns about it, so that a user can check a file on any machine."""
 
     path: str
     """Dotted path of the key in the run file."""
     message: str
-    """What is wrong, what was expected, and what to do."""
+    """What is wrong, what stretto expected, and what to do."""
     severity: Literal["error", "environment", "warning"] = "error"
 
 
 @dataclass(frozen=True)
 class Component(Generic[ConfigT]):
-    """One named thing a plugin offers for one kind of task."""
+    """One named implementation of a kind, such as a reward, that a plugin offers."""
 
     name: str
-    """What stands after `use:`; equal to the entry point's name."""
+    """The name that users write after `use:`; equal to the name of the entry point."""
     factory: Callable[[ConfigT, Context], Any]
-    """Makes the object that keeps the kind's contract. Heavy imports belong in here. `stretto check` makes
-    the object too, in a process of its own and with an empty `Context.folder`: side effects, such as opening
-    a connection or a file, belong in the object's methods."""
+    """Makes the object that implements the contract of the kind. Import large libraries here. `stretto check`
+    makes the object too, in a separate process and with an empty `Context.folder`, so side effects, such as
+    opening a connection or a file, belong in the object's methods."""
     config: type[ConfigT]
     """Struct of the component's section: a subclass of the kind's base, such as `RewardConfig`."""
     summary: str
     """One line for `stretto plugins`."""
     check: Callable[[ConfigT, RunConfig], Iterable[Problem]] | None = None
-    """What can be wrong beyond types, found before any process starts. May read other sections."""
+    """Finds problems that types cannot express, before any process starts. May read other sections."""
     check_row: Callable[[ConfigT, Mapping[str, Any]], str] | None = None
-    """Of a reward: what is wrong with a row's columns (all but `prompt`), empty if nothing. `check` calls it
-    for rows of the dataset, in a process of its own that has not made the reward."""
+    """For a reward: returns what is wrong with the columns of a row (all but `prompt`), or an empty text.
+    `stretto check` calls it for rows of the dataset, in a separate process that has not made the reward."""
     requires: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Modules that the factory imports, each with what to install for it: `{"torch": "stretto[torch]"}`."""
+    """Modules that the factory imports, each with the package to install: `{"torch": "stretto[torch]"}`."""
     needs_model: bool = True
-    """Whether an engine needs the run's `model`; read for the kinds training and inference only."""
+    """Whether an engine needs the run's `model`. Used for the kinds training and inference only."""
     reads_images: bool = False
-    """Whether an inference engine takes vision-language models, and prompts in which image tokens stand for
-    the images of a row; read for that kind only."""
+    """Whether an inference engine supports vision-language models, and prompts in which image tokens
+    represent the images of a row. Used for inference engines only."""
     reward_columns: tuple[str, ...] | None = None
-    """Of a workflow: the columns that it gives to the reward besides the row's. With none, `check` scores the
-    first row; with some, it sees whether the reward can be called. None, the default: not known, and the
-    reward is only made."""
+    """For a workflow: the columns that it passes to the reward in addition to those of the row. If this is
+    empty, `stretto check` scores the first row. If it names columns, `check` tests whether the reward accepts
+    the call. None, the default, means unknown: `check` only makes the reward."""

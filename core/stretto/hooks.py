@@ -1,6 +1,6 @@
-"""The hook specifications: the one page a plugin author reads first.
+"""The hook specifications: the page that a plugin author reads first.
 
-A plugin is an importable module with functions marked `@hookimpl`. It is found
+A plugin is an importable module with functions marked `@hookimpl`. stretto finds it
 
 - by entry point, in a group named after the kind of component it offers, under the component's name:
 
@@ -9,9 +9,10 @@ A plugin is an importable module with functions marked `@hookimpl`. It is found
 
 - or by path: `plugins: [./my_reward.py]` in the run file.
 
-There is one hook a kind, which returns components, and a few that follow a run's life. The hooks of a
-kind are called when a component of that plugin is first wanted: in the kernel to check a run, and in
-each worker that uses it. They must be quick and import nothing heavy: that belongs in the factory.
+Each kind of component has one hook, which returns components. A few more hooks follow the life of a run.
+stretto calls the hook of a kind when it first needs a component of that plugin: in the kernel to check a
+run, and in each worker that uses the component. These hooks must be quick and must not import large
+libraries: import those in the factory.
 
     from stretto import Component, RewardConfig, hookimpl
 
@@ -41,84 +42,85 @@ __all__ = ["hookimpl", "hookspec"]
 hookspec = pluggy.HookspecMarker("stretto")
 hookimpl = pluggy.HookimplMarker("stretto")
 
-# ---------------------------------------------------------------------- components, one hook a kind
+# ------------------------------------------------------------------ components, one hook for each kind
 #
-# Each is called at most once a process, with no arguments. It returns all components of its kind that
-# the plugin offers, in any order. An exception makes the plugin unusable: `stretto plugins` says why,
-# and a run that names one of its components is refused.
+# stretto calls each hook at most once per process, without arguments. The hook returns all components of its
+# kind that the plugin offers, in any order. An exception makes the plugin unusable: `stretto plugins` shows
+# the reason, and stretto refuses a run that names one of its components.
 
 
 @hookspec
 def stretto_algorithm() -> Iterable[Component[Any]]:
-    """Algorithms (`stretto.algorithm.Algorithm`); made in the kernel and in every trainer."""
+    """Return algorithms (`stretto.algorithm.Algorithm`). The kernel and every trainer make them."""
     ...
 
 
 @hookspec
 def stretto_training() -> Iterable[Component[Any]]:
-    """Training engines (`stretto.engine.TrainingEngine`); made in every rank of a worker group."""
+    """Return training engines (`stretto.engine.TrainingEngine`). Every rank of a worker group makes one."""
     ...
 
 
 @hookspec
 def stretto_inference() -> Iterable[Component[Any]]:
-    """Inference engines (`stretto.engine.InferenceEngine`); made in every inference worker."""
+    """Return inference engines (`stretto.engine.InferenceEngine`). Every inference worker makes one."""
     ...
 
 
 @hookspec
 def stretto_workflow() -> Iterable[Component[Any]]:
-    """Workflows (`stretto.workflow.Workflow`); made in every rollout worker."""
+    """Return workflows (`stretto.workflow.Workflow`). Every rollout worker makes one."""
     ...
 
 
 @hookspec
 def stretto_reward() -> Iterable[Component[Any]]:
-    """Rewards (`stretto.reward`); made in every scoring process of the verifier workers."""
+    """Return rewards (`stretto.reward`). Every scoring process of the verifier workers makes one."""
     ...
 
 
 @hookspec
 def stretto_dataset() -> Iterable[Component[Any]]:
-    """Datasets (`stretto.dataset.Dataset`); made in the kernel and in every rollout worker."""
+    """Return datasets (`stretto.dataset.Dataset`). The kernel and every rollout worker make them."""
     ...
 
 
 @hookspec
 def stretto_launcher() -> Iterable[Component[Any]]:
-    """Launchers (`stretto.launcher.Launcher`); made in the kernel."""
+    """Return launchers (`stretto.launcher.Launcher`). The kernel makes one."""
     ...
 
 
 @hookspec
 def stretto_weights() -> Iterable[Component[Any]]:
-    """Weight transports (`stretto.weights.WeightsTransport`); made in trainers and inference workers."""
+    """Return weight transports (`stretto.weights.WeightsTransport`). Trainers and inference workers make
+    one."""
     ...
 
 
 @hookspec
 def stretto_tracker() -> Iterable[Component[Any]]:
-    """Trackers (`stretto.tracker.Tracker`); made in the kernel."""
+    """Return trackers (`stretto.tracker.Tracker`). The kernel makes them."""
     ...
 
 
 # ------------------------------------------------------------------------------------ a run's life
 #
-# Called in the kernel, on its event loop, for every plugin that the run uses, in this order:
-# configured, started, (step_finished | checkpoint_saved)*, then finished or failed, once. They must
-# not block. All implementations are called. An exception in `configured` refuses the run; in any
-# other it is logged with the plugin's name and the run goes on.
+# The kernel calls these hooks on its event loop for every plugin that the run uses, in this order:
+# configured, started, (step_finished | checkpoint_saved)*, then finished or failed, once. They must not
+# block. The kernel calls all implementations. An exception in `configured` refuses the run. The kernel logs
+# an exception in any other hook with the plugin's name, and the run goes on.
 
 
 @hookspec
 def stretto_run_configured(config: RunConfig) -> None:
-    """The run file is composed and valid; nothing was started. Raise `ConfigError` to refuse it.
-    Also called by `stretto check`."""
+    """The run file is composed and valid, and no process has started. Raise `ConfigError` to refuse the run.
+    `stretto check` calls this hook too."""
 
 
 @hookspec
 def stretto_run_started(config: RunConfig, context: Context) -> None:
-    """Bus and workers are up, and the first ticket is about to be issued."""
+    """Bus and workers are running; the kernel is about to issue the first ticket."""
 
 
 @hookspec
@@ -133,9 +135,10 @@ def stretto_checkpoint_saved(context: Context, folder: Path) -> None:
 
 @hookspec
 def stretto_run_finished(context: Context, summary: Mapping[str, Any]) -> None:
-    """The run has ended as planned or by request; `summary` is what `summary.json` holds."""
+    """The run has ended as planned or by request. `summary` is the content of `summary.json`."""
 
 
 @hookspec
 def stretto_run_failed(context: Context, summary: Mapping[str, Any], error: BaseException) -> None:
-    """The run has ended by an error, after its workers were stopped."""
+    """The run has ended with `error`, and its workers have stopped. `summary` is the content of
+    `summary.json`."""

@@ -1,6 +1,6 @@
-"""The contract of trackers: they receive each step's figures and the end of the run, in the kernel.
+"""The contract of trackers: in the kernel, a tracker receives the metrics of each step and the run's summary.
 
-`metrics.jsonl` and `summary.json` in the run's folder are written whether or not there is a tracker.
+The run writes `metrics.jsonl` and `summary.json` into its folder with or without a tracker.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Tracker(Protocol):
-    """Made once in the kernel. An exception is logged with the tracker's name; the run goes on."""
+    """A tracker. The kernel makes it once. It logs an exception with the tracker's name, and the run goes
+    on."""
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """One train step: the object that is also a line of `metrics.jsonl`. Must not block."""
+        """Record the metrics of one train step, the same object as in `metrics.jsonl`. Must not block."""
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run has ended; `summary` is what `summary.json` holds."""
+        """Record the end of the run; `summary` is the content of `summary.json`."""
         ...

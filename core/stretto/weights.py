@@ -1,11 +1,11 @@
 """The contract of weight transports: a publisher beside the trainer, a subscriber beside each engine.
 
-A publisher never waits for a subscriber. Versions are announced by the kernel; a subscriber that is
-late asks for the newest one only, and old ones may be gone by then, except those that evaluations need.
-Versions that lie in a folder are the business of `stretto.models.version_files`.
+A publisher never waits for a subscriber. The kernel announces versions. A subscriber that is late asks for
+the newest version only; older versions may be gone by then, except those that evaluations need.
+`stretto.models.version_files` reads and writes versions in a folder.
 
-What an engine serves is compared with what was announced, tensor by tensor, before anything that it samples
-leaves its worker; that is the worker's business, not the transport's.
+The inference worker, not the transport, compares the weights that its engine serves with the announced ones,
+tensor by tensor, before a sample leaves the worker.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Canary(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the trainer's model says of a fixed text, for engines to be compared with. S sequences of L."""
+    """The trainer's logprobs of a fixed text, with which engines are compared. S sequences of L tokens."""
 
     tokens: Array
     """(S, L) int32, L >= 2."""
     logprobs: Array
-    """(S, L - 1) float32, of every token but the first of a sequence, at temperature 1."""
+    """(S, L - 1) float32, the logprob of every token but the first of each sequence, at temperature 1."""
 
 
 class WeightsNote(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,25 +54,25 @@ class WeightsNote(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     version: int
     address: str
-    """Where it lies, in the transport's own words."""
+    """Where the version is stored, in the transport's own format."""
     digest: str
-    """`digest_of` its tensors."""
+    """`digest_of` the tensors of the version."""
     canary: Canary | str = ""
-    """Added by the trainer: what the version says of the run's canary, or why it has none; empty where none
-    is wanted."""
+    """Added by the trainer: the canary under this version, or a text that says why there is none; empty when
+    the run uses no canary."""
 
 
 class WeightUpdate(Protocol):
-    """One version, ready to be loaded: on this machine, complete and checked against its digest."""
+    """One version that is ready to load: on this machine, complete, and checked against its digest."""
 
     @property
     def note(self) -> WeightsNote:
-        """What was announced of it."""
+        """The announcement of this version."""
         ...
 
     def hashes(self) -> Mapping[str, str]:
-        """Tensor name -> SHA-256 in hex of its little-endian bytes, as published: `digest_of` them is the
-        digest of the note."""
+        """Return tensor name -> SHA-256 in hex of the published little-endian bytes. `digest_of` these hashes
+        is the digest of the note."""
         ...
 
     @property
@@ -81,34 +81,34 @@ class WeightUpdate(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors by Hugging Face name, mapped rather than read where that is possible. Not to be
-        written to, and valid until `close`."""
+        """Return the tensors by Hugging Face name, memory-mapped when that is possible. They are read-only,
+        and valid until `close`."""
         ...
 
     def close(self) -> None:
-        """Nobody uses the tensors any more."""
+        """Free the tensors. The caller must not use them afterwards."""
         ...
 
 
 class Publisher(Protocol):
-    """Publishes versions of one model. Lives in rank 0 of its worker group."""
+    """Publishes the versions of one model. Lives in rank 0 of the model's worker group."""
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
-        """Make a version available, complete or not at all. Returns without waiting for readers.
+        """Make a version available, completely or not at all. Return without waiting for readers.
 
         Args:
-            needed: published versions that must stay available, beside the newest.
+            needed: published versions that must stay available, besides the newest.
 
         Raises:
-            WeightsError: if it cannot be written, saying why.
+            WeightsError: if the version cannot be written; the message says why.
         """
         ...
 
     def copy(self, version: int, folder: Path) -> None:
-        """Write a version that is available into a folder that is not there yet, for
-        `stretto.models.version_files.open_version`.
+        """Write an available version into a new folder, in the form that
+        `stretto.models.version_files.open_version` reads.
 
         Raises:
             WeightsError: if the version is not available.
@@ -117,7 +117,7 @@ class Publisher(Protocol):
         ...
 
     def close(self) -> None:
-        """Remove everything published."""
+        """Remove all published versions."""
         ...
 
 
@@ -128,40 +128,43 @@ class Subscriber(Protocol):
         """Fetch and check one version.
 
         Raises:
-            WeightsError: if it is gone, damaged, or not the announced one.
+            WeightsError: if the version is gone, damaged, or not the announced one.
         """
         ...
 
     def close(self) -> None:
-        """Nothing more will be received; give back what is held."""
+        """Free all resources. The caller receives no version afterwards."""
         ...
 
 
 class Wire(Protocol):
-    """The run's bus, as far as a weight transport may use it: subscribers ask, the publisher answers, in
-    bytes of the transport's own. Used on the event loop only."""
+    """The part of the run's bus that a weight transport may use: subscribers send questions and the publisher
+    answers. The transport chooses the format of the bytes. Use it on the event loop only."""
 
     @property
     def address(self) -> str:
-        """Of this end: what `ask` wants to be given of a publisher. A process started again has another."""
+        """The address of this end. A subscriber passes the publisher's address to `ask`. A restarted process
+        has a new address."""
         ...
 
     @property
     def limit(self) -> int:
-        """Bytes of the longest answer that travels in one message; a longer one travels in parts."""
+        """Size in bytes of the largest answer that fits into one message. Larger answers are sent in
+        parts."""
         ...
 
     def answer(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Publisher's end: have `handler` answer every question, several at once, from now on. It may be
-        asked the same again, where an answer was lost. A `StrettoError` that it raises goes to the asker."""
+        """Publisher: from now on, answer every question with `handler`. Several calls of `handler` may run at
+        once, and a question may come again when its answer was lost. A `StrettoError` that `handler` raises
+        goes to the subscriber."""
         ...
 
     async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
-        """Subscriber's end: put a question to a publisher, again and again until there is an answer.
+        """Subscriber: send a question to a publisher, and repeat it until an answer comes.
 
         Raises:
-            NoAnswer: after `deadline_s`.
-            Refused: with the reason of the handler; or if the publisher there is another one by now.
+            NoAnswer: if no answer comes within `deadline_s` seconds.
+            Refused: if the handler raised, with its reason; or if another publisher has replaced this one.
         """
         ...
 
@@ -178,5 +181,6 @@ class WeightsTransport(Protocol):
         ...
 
     def clean(self) -> None:
-        """Remove what publishers of this run left behind. Called in the kernel when none is running."""
+        """Remove the files that publishers of this run left behind. The kernel calls it when no publisher
+        runs."""
         ...
