@@ -123,7 +123,7 @@ def quickstart(
     with copy_quickstart(Path(folder)) as file:
         composed = _accepted(compose(file, overrides or ()), starting=True)
     typer.echo(f"the quickstart is in {folder}; to run it again: stretto run {file}", err=True)
-    from stretto.kernel.kernel import run_to_end
+    from stretto.kernel.life import run_to_end
 
     raise typer.Exit(run_to_end(composed))
 
