@@ -1,5 +1,6 @@
 # make quickstart   set everything up and train the tiny model of examples/quickstart
 # make test         set everything up and run the tests
+# make coverage     the same tests, and which lines they run in all processes; fails below the floor in pyproject.toml
 # make lint         ruff, pyright (strict), import rules, spelling
 # make format       what ruff can mend
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
@@ -9,7 +10,7 @@
 # PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 #                         handed to pip, here for builds of torch without CUDA
 # SGLANG_PYTHON, VLLM_PYTHON   interpreters with these servers, for `make test-integration` to install none
-# ARGS="seed=2"           handed to stretto run by `make quickstart`, and to pytest by `make test`
+# ARGS="seed=2"           handed to stretto run by `make quickstart`, and to pytest by `make test` and the like
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +23,7 @@ ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart test test-slow test-integration lint format bench clean
+.PHONY: quickstart test test-slow test-integration coverage lint format bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -38,6 +39,13 @@ test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLL
 	SGLANG_PYTHON=$(or $(SGLANG_PYTHON),$(CURDIR)/$(ENGINES)/sglang/bin/python) \
 	VLLM_PYTHON=$(or $(VLLM_PYTHON),$(CURDIR)/$(ENGINES)/vllm/bin/python) \
 	$(BIN)/python -m pytest -q -m integration --timeout=600 $(ARGS)
+
+coverage: $(VENV)/installed
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(BIN)/python -m coverage run -m pytest -q -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
