@@ -1,22 +1,29 @@
-"""Every exception that stretto raises on purpose, and what each one carries.
+"""The exceptions that stretto raises on purpose, and the facts that each one carries.
+
+The tree contains every exception of core. The module is in brackets if it is not this one.
 
     StrettoError
-    ├── ConfigError       a run file or an override that is refused: `path`, `value`
-    ├── PluginError       a component that is unknown, ambiguous or broken: `kind`, `name`
-    │   └── ContractError a component that lacks what the contract of its kind promises
-    ├── BusError
-    │   ├── NoAnswer      another process did not answer in time: `who`, `subject`, `waited_s`
-    │   ├── Refused       another process answered with a refusal: `who`, `reason`
-    │   └── Malformed     bytes that are not the message they should be: `subject`, `expected`
-    ├── EngineError       an engine that cannot do what it was asked
-    ├── RewardError       a reward, or an environment, that raised, took too long, or gave no number
-    ├── WeightsError      weights that are missing, damaged or not the announced ones: `version`
-    ├── LaunchError       a worker that could not be started: `worker`
-    └── RunError          a run that cannot go on: `reason`
+    ├── ConfigError          a run file or an override that stretto refuses: `path`, `value`
+    ├── PluginError          a component that is unknown, ambiguous or broken: `kind`, `name`
+    │   └── ContractError    a component that lacks a part of the contract of its kind
+    ├── BusError             a failure of communication between processes
+    │   ├── NoAnswer         another process did not answer in time: `who`, `subject`, `waited_s`
+    │   ├── Refused          another process answered with a refusal: `who`, `reason`
+    │   └── Malformed        bytes that are not the expected message: `subject`, `expected`
+    ├── EngineError          an engine that cannot do what a worker asked
+    │   ├── ServerRefused    (stretto.serving.server) an engine's server refused a request: `status`, `reason`
+    │   └── ServerLost       (stretto.serving.server) an engine's server did not answer, or broke off
+    ├── RequestError         a request that an inference engine cannot serve
+    ├── RewardError          a reward or an environment that raised, took too long, or gave an invalid value
+    ├── WeightsError         weights that are missing, damaged or not the announced ones: `version`
+    ├── LaunchError          a worker that could not be started, or ends again and again: `worker`
+    ├── RunError             a run that cannot go on: `reason`
+    ├── ApiError             (stretto.agents.openai_api) an agent's refused HTTP request: `status`, `data`
+    └── OverLimit            (stretto.agents.recorder) an agent's call beyond the limits of its run: `code`
 
-Whatever a user or another process can cause is one of these; a bug in stretto is an
-`AssertionError`. Exit status of the command line: 2 for `ConfigError` and `PluginError` (nothing was
-started), 1 for the others.
+An error that a user or another process can cause is one of these, or a subclass that a plugin defines. A bug
+in stretto is an `AssertionError`. The command line exits with status 2 for `ConfigError` and `PluginError`
+(no process of a run was started), and with status 1 for the others.
 """
 
 from __future__ import annotations
@@ -61,11 +68,11 @@ class StrettoError(Exception):
 
 
 class ConfigError(StrettoError):
-    """A run file or an override is refused; nothing was started.
+    """stretto refuses a run file or an override; no process of the run was started.
 
     Args:
-        path: dotted path of the key at fault, such as `training.lr`.
-        value: what stands there.
+        path: dotted path of the key with the error, such as `training.lr`.
+        value: the value of that key.
     """
 
     def __init__(self, message: str, *, path: str = "", value: Any = None) -> None:
@@ -75,7 +82,7 @@ class ConfigError(StrettoError):
 
 
 class PluginError(StrettoError):
-    """A component cannot be had: unknown, ambiguous, or its plugin does not load or raised."""
+    """A component is unknown or ambiguous, or its plugin does not load or raised an exception."""
 
     def __init__(self, message: str, *, kind: str = "", name: str = "") -> None:
         super().__init__(message)
@@ -84,15 +91,15 @@ class PluginError(StrettoError):
 
 
 class ContractError(PluginError):
-    """A component lacks what the contract of its kind promises. Starting it again cannot help."""
+    """A component lacks a part of the contract of its kind. Starting it again does not help."""
 
 
 class BusError(StrettoError):
-    """Something went wrong between processes."""
+    """Communication between processes failed."""
 
 
 class NoAnswer(BusError):
-    """A peer did not answer before the deadline."""
+    """Another process did not answer before the deadline."""
 
     def __init__(self, who: str, subject: str, waited_s: float) -> None:
         super().__init__(f"{who} did not answer on {subject!r} within {waited_s:.1f} s")
@@ -102,7 +109,7 @@ class NoAnswer(BusError):
 
 
 class Refused(BusError):
-    """A peer answered that it cannot or will not."""
+    """Another process answered with a refusal."""
 
     def __init__(self, who: str, reason: str) -> None:
         super().__init__(f"{who} refused: {reason}")
@@ -111,7 +118,7 @@ class Refused(BusError):
 
 
 class Malformed(BusError):
-    """Bytes on a subject are not the message that belongs there."""
+    """The bytes on a subject are not the expected message."""
 
     def __init__(self, subject: str, expected: str, why: str) -> None:
         super().__init__(f"malformed message on {subject!r}, expected {expected}: {why}")
@@ -120,19 +127,19 @@ class Malformed(BusError):
 
 
 class EngineError(StrettoError):
-    """A training or inference engine cannot do what it was asked."""
+    """A training or inference engine cannot do what a worker asked."""
 
 
 class RequestError(StrettoError):
-    """A request that an inference engine cannot serve; the message says why."""
+    """An inference engine cannot serve a request; the message says why."""
 
 
 class RewardError(StrettoError):
-    """A reward, or an environment, raised, took too long, or gave no number."""
+    """A reward or an environment raised an exception, took too long, or gave an invalid value."""
 
 
 class WeightsError(StrettoError):
-    """Published weights are missing, damaged, or not those that were announced."""
+    """Published weights are missing, damaged, or not the announced ones."""
 
     def __init__(self, message: str, *, version: int) -> None:
         super().__init__(message)
@@ -156,10 +163,11 @@ class RunError(StrettoError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'grpo'?"` for the known word nearest to `word`, or an empty string."""
+    """Return `"; did you mean 'grpo'?"` with the known word nearest to `word`, or an empty string."""
 
     def likeness(candidate: str) -> float:
-        swapped = sorted(candidate) == sorted(word)  # two letters in the wrong order: the commonest slip
+        # Two letters in the wrong order are the most common typing error.
+        swapped = sorted(candidate) == sorted(word)
         return SequenceMatcher(None, word, candidate).ratio() + 0.1 * swapped
 
     best = max(known, key=likeness, default="")
@@ -167,17 +175,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def offer(word: str, known: Iterable[str], label: str) -> str:
-    """`"; did you mean 'lr'? accepted here: lr, betas"`, or without the guess where nothing is near."""
+    """Return `"; did you mean 'lr'? accepted here: lr, betas"`, without the guess when no known word is
+    near."""
     known = list(known)
     return f"{nearest(word, known) or ';'} {label}: {', '.join(known) or 'none'}"
 
 
 def place_of(error: BaseException, files: str = "") -> str:
-    """`"ZeroDivisionError: … (rewards.py:12)"`: what was raised, and the last line of the user's own code on
-    the way there, or of a library's where there is none of the user's.
+    """Return the error and its place, such as `"ZeroDivisionError: … (rewards.py:12)"`.
+
+    The place is the last line of the user's own code in the traceback, or of a library if the traceback has
+    no code of the user.
 
     Args:
-        files: a file or a folder that counts as the user's own wherever it is, such as an installed plugin's.
+        files: a file or a folder that counts as the user's own code, such as that of an installed plugin.
     """
     libraries = tuple(sysconfig.get_paths().values())
     foreign = foreign_frames(error)
@@ -191,28 +202,29 @@ def place_of(error: BaseException, files: str = "") -> str:
 
 
 def foreign_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The lines outside stretto's core on the way to an error, outermost first."""
+    """Return the frames of an error's traceback that are outside stretto's core, outermost first."""
     core = f"{Path(__file__).parent}{os.sep}"
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.startswith((core, "<"))]
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions in a tree of exception groups; what only reports a cancellation is left out."""
+    """Return all exceptions in a tree of exception groups, cancellations included, in their order."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in leaves(part)]
     return [error]
 
 
 def column_error(row: Mapping[str, Any], column: str, message: str) -> ConfigError:
-    """What is wrong with a column of one row of the dataset."""
+    """Make the error for a column of one row of the dataset."""
     name = f" of row {row['id']!r}" if "id" in row else ""
     return ConfigError(f"column {column!r}{name}: {message}", path="dataset", value=row.get(column))
 
 
 @contextmanager
 def one_error() -> Generator[None]:
-    """Raise the first error of a task group in the block, rather than the group: its tasks do one thing."""
+    """Raise the first error of a task group in the block, not the exception group. For tasks that share one
+    job."""
     try:
         yield
     except ExceptionGroup as group:

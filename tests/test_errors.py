@@ -1,0 +1,86 @@
+"""The tree of exceptions in the docstring of `stretto.errors` is that of the code, and complete."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import stretto
+from stretto import errors
+
+CORE = Path(stretto.__file__).parent
+_LINE = re.compile(
+    r"    (?P<branch>[│├└─ ]*)(?P<name>\w+)(?: +\((?P<module>stretto[\w.]*)\))?(?: {2,}\S.*| \S.*)?"
+)
+
+Entry = tuple[str, str, str]
+"""Name, name of the parent, and module of an exception."""
+
+
+def drawn_tree() -> set[Entry]:
+    """The exceptions below `StrettoError` in the docstring."""
+    entries: set[Entry] = set()
+    parents = ["StrettoError"]
+    for line in inspect.getdoc(errors).splitlines():  # pyright: ignore[reportOptionalMemberAccess]
+        if not re.match(r"    [│├└]", line):
+            continue
+        match = _LINE.fullmatch(line)
+        assert match, line
+        depth = len(match["branch"]) // 4
+        entries.add((match["name"], parents[depth - 1], match["module"] or "stretto.errors"))
+        parents[depth:] = [match["name"]]
+    return entries
+
+
+def defined_classes() -> dict[str, tuple[list[str], str]]:
+    """Name of every class in core -> the names of its bases, and its module."""
+    classes: dict[str, tuple[list[str], str]] = {}
+    for path in CORE.rglob("*.py"):
+        parts = path.relative_to(CORE.parent).with_suffix("").parts
+        module = ".".join(parts).removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+                classes[node.name] = (bases, module)
+    return classes
+
+
+def defined_tree() -> set[Entry]:
+    """The exceptions below `StrettoError` in the code of core."""
+    classes = defined_classes()
+    family, entries = {"StrettoError"}, set[Entry]()
+    while True:
+        more = {
+            (name, base, module)
+            for name, (bases, module) in classes.items()
+            for base in bases
+            if base in family and name not in family
+        }
+        if not more:
+            return entries
+        entries |= more
+        family |= {name for name, _, _ in more}
+
+
+def test_the_docstring_draws_every_exception_of_core_below_its_parent() -> None:
+    assert drawn_tree() == defined_tree()
+
+
+def test_every_class_of_the_module_is_in_the_tree_and_public() -> None:
+    classes = {
+        name: kind
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and kind.__module__ == "stretto.errors"
+    }
+    drawn = {name: parent for name, parent, module in drawn_tree() if module == "stretto.errors"}
+    assert {n: c.__base__.__name__ for n, c in classes.items() if n != "StrettoError"} == drawn
+    assert classes.keys() <= {*errors.__all__}
+
+
+def test_leaves_are_all_exceptions_in_their_order() -> None:
+    first, second, third = ValueError("1"), KeyboardInterrupt(), ValueError("3")
+    tree = BaseExceptionGroup("outer", [first, BaseExceptionGroup("inner", [second, third])])
+    assert errors.leaves(tree) == [first, second, third]
+    assert errors.leaves(first) == [first]
