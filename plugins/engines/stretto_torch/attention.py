@@ -1,8 +1,8 @@
 """Attention of the hand-written decoder, over a prompt and over slots.
 
 N: tokens computed at once, R: rows, T: positions attended to, P: columns of a prefill, K: key-value
-heads, G: query heads of each, D: head dimension. `qkv` is always (N, (K * G + 2 * K) * D): queries, keys,
-values of a token one after the other, queries and keys already rotated.
+heads, G: query heads per key-value head, D: head dimension. `qkv` is always (N, (K * G + 2 * K) * D): the
+queries, keys and values of a token one after the other, queries and keys already rotated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Attend = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a model's attention is cut."""
+    """Number and dimension of a model's attention heads."""
 
     query: int
     """K * G."""
@@ -34,34 +34,35 @@ class Heads:
     """D."""
 
     def stored(self, qkv: Tensor) -> Tensor:
-        """What the cache keeps of each token: (N * 2 * K, D)."""
+        """Return the keys and values of each token, which the cache keeps: (N * 2 * K, D)."""
         return qkv[:, self.query * self.dim :].reshape(-1, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Texts that are computed at once, each padded to P columns for attention. n: texts."""
+    """Texts that are computed at once, each padded to P columns for attention. n: number of texts."""
 
     rows: Tensor
-    """(n,) the slot of each."""
+    """(n,) the slot of each text."""
     positions: Tensor
-    """(n, P) int64, of each column in its slot."""
+    """(n, P) int64, the position of each column in its slot."""
     real: Tensor
-    """(N,) where each token stands among the n * P columns."""
+    """(N,) index of each token among the n * P columns."""
 
     def padded(self, x: Tensor) -> Tensor:
-        """(n, P, width) of x (N, width); padding is zero."""
+        """Return x (N, width) as (n, P, width), with zeros for the padding."""
         columns = self.positions.numel()
         return x.new_zeros(columns, x.shape[1]).index_copy_(0, self.real, x).view(*self.positions.shape, -1)
 
     def written(self, cache: SlotCache) -> Tensor:
-        """Where each token's keys and values go: (N * 2 * K,)."""
+        """Return the indices in the cache of each token's keys and values: (N * 2 * K,)."""
         rows = self.rows[self.real // self.positions.shape[1]]
         return cache.where(0, rows, self.positions.flatten()[self.real]).flatten()
 
 
 def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Attend:
-    """Causal attention within each prompt, whose keys and values go to its slot, if there is a cache."""
+    """Return causal attention within each prompt. If there is a cache, it stores keys and values in the
+    prompt's slot."""
     written = None if cache is None else prompts.written(cache)
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -78,17 +79,17 @@ def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Att
 
 
 def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor) -> Attend:
-    """Causal attention of texts that go on after what their slots hold.
+    """Return causal attention for texts that continue after the tokens in their slots.
 
     Args:
         cache: the slots.
-        heads: how attention is cut.
+        heads: the model's attention heads.
         prompts: the new part of each text.
-        ends: (n,) length of each text with what is held of it.
+        ends: (n,) length of each whole text, including the part in its slot.
     """
     written = prompts.written(cache)
     columns = torch.arange(int(ends.max()), device=cache.device)  # (T,)
-    held = torch.minimum(columns, (ends - 1).unsqueeze(1)).flatten()  # beyond its end a text has no block
+    held = torch.minimum(columns, (ends - 1).unsqueeze(1)).flatten()  # a text has no block beyond its end
     read = cache.where(0, prompts.rows.repeat_interleave(len(columns)), held)
     read = read.view(len(ends), len(columns), -1).transpose(1, 2).flatten()
     seen = columns <= prompts.positions.view(len(ends), 1, -1, 1)  # (n, 1, P, T)
@@ -109,10 +110,10 @@ def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor
 
 
 class SlotAttention:
-    """Attention of one new token a row to its slot.
+    """Attention of one new token per row to its slot.
 
-    The G query heads of a key-value head stand where one would expect several query positions, so that
-    keys and values are read once and need not be repeated.
+    The G query heads of a key-value head take the place of G query positions, so that keys and values are
+    read once and need not be repeated.
     """
 
     def __init__(self, cache: SlotCache, heads: Heads, length: int) -> None:
@@ -122,8 +123,8 @@ class SlotAttention:
         self._columns = torch.arange(length, device=cache.device)
 
     def at(self, positions: Tensor, spans: Sequence[TokenSpan]) -> Attend:
-        """Attention of a step whose new tokens stand at `positions` (R,). Rows beyond the last span get
-        zeros."""
+        """Return the attention of a step whose new tokens are at `positions` (R,). Rows after the last span
+        get zeros."""
         cache, heads, width = self._cache, self._heads, self._heads.query * self._heads.dim
         written = cache.where(0, slice(len(positions)), positions).flatten()
         masks = [self._mask(positions, span) for span in spans]
@@ -142,7 +143,7 @@ class SlotAttention:
         return attend
 
     def _mask(self, positions: Tensor, span: TokenSpan) -> Tensor:
-        """What to add to the scores of a span: (its rows * K, 1, T), 0 or -inf."""
+        """Return the additive mask for the scores of a span: (its rows * K, 1, T), 0 or -inf."""
         unseen = self._columns[: span.length] > positions[span.start : span.stop].unsqueeze(1)
         if self._heads.kv > 1:
             unseen = unseen.repeat_interleave(self._heads.kv, dim=0)
@@ -150,7 +151,7 @@ class SlotAttention:
         return zeros.masked_fill_(unseen, -inf).unsqueeze(1)
 
     def _attend(self, layer: int, queries: Tensor, span: TokenSpan, mask: Tensor) -> Tensor:
-        """(its rows * K, G, D) for one span."""
+        """Return the attention output of one span: (its rows * K, G, D)."""
         queries = queries[span.start * self._heads.kv : span.stop * self._heads.kv]
         keys, values = self._cache.span(layer, span.start, span.stop, span.length)
         if queries.dtype != torch.float32:

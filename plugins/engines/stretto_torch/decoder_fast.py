@@ -1,9 +1,10 @@
 """A decoder written by hand for models built like Llama, Mistral, Qwen2 and Qwen3.
 
-A decode step of a small model is mostly the cost of starting kernels, so this one has as few as
-possible: query, key and value in one product, gate and up in one, residuals added by the product before
-them, rotary embedding as one complex multiplication. For that, rows of the query and key weights are
-reordered when they are loaded: what Hugging Face pairs as (i, i + D/2) stands at (2i, 2i + 1).
+In a small model a decode step mostly consists of the cost of starting kernels, so this decoder uses as few
+kernels as possible: query, key and value in one product, gate and up in one product, residuals added by the
+preceding product, and the rotary embedding as one complex multiplication. For the latter, rows of the query
+and key weights are reordered when they are loaded: the pair (i, i + D/2) of Hugging Face becomes the pair
+(2i, 2i + 1).
 
 N: tokens computed at once, D: head dimension.
 """
@@ -28,7 +29,7 @@ from stretto_torch.swap import Target, Targets, tied_names
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary variants whose frequencies follow from the config alone. Others change with the length.
 _ROPES = ("default", "linear", "llama3", "yarn")
-# Tokens whose logits are held at once when a text is scored; bounds their memory.
+# Number of tokens whose logits are in memory at once when a text is scored; bounds their memory.
 _SCORED = 512
 
 
@@ -41,18 +42,18 @@ class FastDecoder:
 
     Args:
         model: a causal language model of transformers; not kept.
-        rows: rows of the largest step.
-        length: the most tokens of a slot.
-        tokens: of all slots together.
-        onednn: whether large products go to oneDNN.
+        rows: number of rows of the largest step.
+        length: largest number of tokens of a slot.
+        tokens: number of tokens of all slots together.
+        onednn: use oneDNN for large products.
 
     Raises:
-        UnsuitableError: if the model is built otherwise. Whether what was accepted computes the same as
-            transformers is for `model.py` to test.
+        UnsuitableError: if the model has another architecture. `model.py` tests whether an accepted model
+            computes the same as transformers.
     """
 
     one_size_class = False
-    cheap_padding = 512  # only attention computes it
+    cheap_padding = 512  # only attention computes padding
 
     def __init__(self, model: Any, rows: int, length: int, tokens: int, *, onednn: bool) -> None:
         config = model.config
@@ -80,8 +81,9 @@ class FastDecoder:
         """See `Decoder`."""
         count, columns = tokens.shape
         positions = self._positions[:columns].expand(count, columns)
-        real = (positions < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)  # all but attention skips
-        if begins is None:  # the padding
+        # Everything except attention skips the padding.
+        real = (positions < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        if begins is None:
             prompts = Prompts(rows, positions, real)
             attend = over_prompts(self.cache, self._heads, prompts)
         else:
@@ -89,7 +91,7 @@ class FastDecoder:
             attend = over_prefixes(self.cache, self._heads, prompts, begins + lengths)
         hidden = self._forward(tokens.flatten()[real], prompts.positions.flatten()[real], attend)
         last = lengths.cumsum(0) - 1
-        # Padded like the rows of a step: a product of fewer gives other bits.
+        # Padded like the rows of a step: a product with fewer rows gives different bits.
         return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]
 
     def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
@@ -105,32 +107,32 @@ class FastDecoder:
         return torch.cat([logprobs_of(self._logits(part), its_tokens) for part, its_tokens in parts])
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (N, hidden) of tokens (N,) at positions (N,), before the last norm."""
+        """Return the hidden states (N, hidden) of tokens (N,) at positions (N,), before the last norm."""
         hidden = F.embedding(tokens, self._embedding)
         rotations = self._rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normed(hidden, layer.attention_norm))
+            qkv = layer.qkv(self._normalise(hidden, layer.attention_norm))
             self._rotate(layer, qkv, rotations)
             hidden = layer.out.added_to(hidden, attend(index, qkv))
-            gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(self._normalise(hidden, layer.mlp_norm)).chunk(2, dim=-1)
             hidden = layer.down.added_to(hidden, F.silu(gate).mul_(up))
         return hidden
 
     def _rotate(self, layer: _Layer, qkv: Tensor, rotations: Tensor) -> None:
-        """Norm (where the model does) and rotate queries and keys in place. `rotations`: (N, 1, D / 2)."""
+        """Normalise (if the model does) and rotate queries and keys in place. `rotations`: (N, 1, D / 2)."""
         queries, both, dim = self._heads.query, self._heads.query + self._heads.kv, self._heads.dim
         heads = qkv[:, : both * dim].view(len(qkv), both, dim)
         if layer.query_norm is not None and layer.key_norm is not None:
-            heads[:, :queries] = self._normed(heads[:, :queries], layer.query_norm)
-            heads[:, queries:] = self._normed(heads[:, queries:], layer.key_norm)
+            heads[:, :queries] = self._normalise(heads[:, :queries], layer.query_norm)
+            heads[:, queries:] = self._normalise(heads[:, queries:], layer.key_norm)
         pairs = torch.view_as_complex(heads.float().view(len(qkv), both, dim // 2, 2)).mul_(rotations)
         if heads.dtype != torch.float32:  # then `pairs` is no view of `qkv`
             heads.copy_(torch.view_as_real(pairs).flatten(2))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head(self._normed(hidden, self._norm)).float()
+        return self._head(self._normalise(hidden, self._norm)).float()
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)
 
 
@@ -161,7 +163,7 @@ def _layer(weights: _DecoderWeights, prefix: str) -> _Layer:
 
 
 class _DecoderWeights:
-    """Allocates the decoder's weights and notes where each tensor of a checkpoint goes in them."""
+    """Allocates the decoder's weights and records where each tensor of a checkpoint goes in them."""
 
     def __init__(self, state: Mapping[str, Tensor], head_dim: int, *, onednn: bool) -> None:
         self._state = state
@@ -171,7 +173,7 @@ class _DecoderWeights:
         self._onednn = onednn
 
     def find(self, *names: str) -> Tensor | None:
-        """Room for these tensors, one above the other; None if the model has not all of them."""
+        """Allocate one tensor for these tensors, stacked by rows; None if the model lacks one of them."""
         if any(name not in self._state for name in names):
             return None
         tensors = [self._state[name] for name in names]
@@ -182,20 +184,20 @@ class _DecoderWeights:
         return whole
 
     def take(self, *names: str) -> Tensor:
-        """The same, where the decoder cannot do without."""
+        """Like `find`, for tensors that the decoder needs; raise `UnsuitableError` if one is missing."""
         whole = self.find(*names)
         if whole is None:
             raise UnsuitableError(f"it lacks one of the tensors {', '.join(names)}")
         return whole
 
     def linear(self, *names: str, tied_to: Tensor | None = None) -> Linear:
-        """The product with several weights at once."""
+        """Return the product with several weights at once."""
         weights = [f"{name}.weight" for name in names]
         weight = tied_to if tied_to is not None and self._tied.issuperset(weights) else self.take(*weights)
         return Linear(weight, self.find(*(f"{name}.bias" for name in names)), onednn=self._onednn)
 
     def load(self) -> Targets:
-        """Fill everything from the model itself."""
+        """Copy all weights from the model, and return the targets for later swaps."""
         unknown = sorted(self._state.keys() - self._targets.keys() - self._tied)
         if unknown:
             raise UnsuitableError(f"it has tensors this decoder does not know, such as {unknown[0]!r}")
@@ -204,14 +206,15 @@ class _DecoderWeights:
         return targets
 
     def _order(self, name: str, height: int) -> Tensor | None:
-        """Row 2i of a head takes row i, row 2i + 1 takes row i + D/2, in what gets rotated."""
+        """Return the row order of tensors that get rotated: row 2i of a head takes row i, row 2i + 1 takes
+        row i + D/2. None for all others."""
         if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm"):
             return None
         return torch.arange(height).view(-1, 2, self._head_dim // 2).transpose(1, 2).flatten()
 
 
 def check_suitable(model: Any) -> None:
-    """Raise `UnsuitableError` for what can be told from the config."""
+    """Raise `UnsuitableError` if the config shows that this decoder cannot run the model."""
     config = model.config
     if config.model_type not in _FAMILIES:
         raise UnsuitableError(f"its architecture is not one of {', '.join(_FAMILIES)}")
@@ -232,6 +235,6 @@ def _head_dim(config: Any) -> int:
 
 
 def _rotations(rope: Any, positions: Tensor) -> Tensor:
-    """(length, D / 2) complex: what a pair at each position is multiplied by."""
+    """Return the complex factor of each pair at each position: (length, D / 2)."""
     angles = positions.float().unsqueeze(1) * rope.inv_freq.float()
     return torch.polar(torch.full_like(angles, rope.attention_scaling), angles)

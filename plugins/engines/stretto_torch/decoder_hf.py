@@ -1,8 +1,8 @@
 """A decoder that runs any causal language model of transformers, through its own forward.
 
-The model is handed a cache object that writes each row's keys and values at that row's own position of
-its slot, and an attention mask that hides the rest of the slot. N: prompts, P: columns, R: rows, T: positions
-attended to.
+The model gets a cache object that writes each row's keys and values at the row's own position in its slot,
+and an attention mask that hides the rest of the slot. N: prompts, P: columns, R: rows, T: positions attended
+to.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class HFDecoder:
     """Keeps `stretto_torch.decoder.Decoder` with a model of transformers.
 
     Args:
-        model: the model; used as it is.
-        rows: rows of the largest step.
-        length: the most tokens of a slot.
-        tokens: of all slots together.
+        model: the model; used unchanged.
+        rows: number of rows of the largest step.
+        length: largest number of tokens of a slot.
+        tokens: number of tokens of all slots together.
 
     Raises:
-        EngineError: if the model keeps something else of its past than keys and values.
+        EngineError: if the model keeps other state than keys and values.
     """
 
     one_size_class = True
@@ -50,8 +50,8 @@ class HFDecoder:
         self._masks = _Masks(config, length, model.device, model.dtype)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
-        """See `Decoder`. The model makes its own causal masks of whole texts, as in its plain forward."""
-        # Padding stays at the last position: learned embeddings may have none beyond.
+        """See `Decoder`. For whole texts the model makes its own causal masks, as in its plain forward."""
+        # Padding stays at the last position: learned embeddings may have no position after it.
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         positions = torch.minimum(columns, (lengths - 1).unsqueeze(1))
         real = (columns < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
@@ -60,8 +60,8 @@ class HFDecoder:
             positions = positions + begins.unsqueeze(1)
             cache = _PrefixCache(self.cache, rows, positions, real)
             mask = self._masks.at(positions, cache.length)
-        wanted, column = torch.unique(lengths - 1, return_inverse=True)
-        logits = self._run(tokens, positions, cache, mask, wanted)
+        last, column = torch.unique(lengths - 1, return_inverse=True)
+        logits = self._run(tokens, positions, cache, mask, last)
         return logits[torch.arange(len(tokens), device=tokens.device), column].float()
 
     def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
@@ -88,13 +88,13 @@ class HFDecoder:
 
 
 class _PromptCache(Cache):
-    """An empty cache to the model, whose contents go to the slots of given rows.
+    """A cache that looks empty to the model and stores keys and values in the slots of given rows.
 
     Args:
         slots: the slots.
         rows: (N,) the slot of each text.
-        positions: (N, P) of each column in its slot.
-        real: columns that are no padding, among the N * P.
+        positions: (N, P) the position of each column in its slot.
+        real: indices of the columns that are not padding, among the N * P.
     """
 
     def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, real: Tensor) -> None:
@@ -122,14 +122,14 @@ class _PromptCache(Cache):
 
 
 class _PrefixCache(_PromptCache):
-    """The same for texts that go on after what their slots hold, which the model sees with them."""
+    """Like `_PromptCache`, for texts that continue after the tokens in their slots; the model sees both."""
 
     def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, real: Tensor) -> None:
         super().__init__(slots, rows, positions, real)
         last = positions.max(dim=1, keepdim=True).values
         self.length = int(last.max()) + 1
         columns = torch.arange(self.length, device=positions.device)
-        self._held = torch.minimum(columns, last).flatten()  # beyond its end a text has no block
+        self._held = torch.minimum(columns, last).flatten()  # a text has no block beyond its end
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -145,7 +145,7 @@ class _PrefixCache(_PromptCache):
 
 
 class _StepCache(Cache):
-    """The slots of rows 0..R-1 as far as `length`, with one new token a row at its own position."""
+    """The first `length` positions of rows 0..R-1, with one new token per row at the row's own position."""
 
     def __init__(self, slots: SlotCache, positions: Tensor, length: int) -> None:
         super().__init__(layers=[])
@@ -172,7 +172,7 @@ class _StepCache(Cache):
 
 
 class _Masks:
-    """Additive attention masks over slots, in the form the model wants: one, or one a layer type."""
+    """Additive attention masks over slots, in the form the model expects: one, or one per layer type."""
 
     def __init__(self, config: Any, length: int, device: torch.device, dtype: torch.dtype) -> None:
         self._columns = torch.arange(length, device=device)
@@ -191,7 +191,8 @@ class _Masks:
             self._kinds = ["full_attention"]
 
     def at(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-        """(N, 1, P, T) for new tokens at `positions` (N, P) of their slots, by layer type if need be."""
+        """Return masks (N, 1, P, T) for new tokens at `positions` (N, P) of their slots, by layer type if the
+        model has layer types."""
         masks = {kind: self._mask(kind, positions.unsqueeze(2), length) for kind in self._kinds}
         return masks if self._by_layer_type else masks[self._kinds[0]]
 
@@ -209,15 +210,15 @@ class _Masks:
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:
-    """What each layer keeps, seen from a cache that the model fills itself."""
+    """Find the shape that each layer keeps per token, from a cache that the model fills itself."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=tokens, use_cache=True), "past_key_values", None)
     shapes: list[LayerShape] = []
     for layer in getattr(cache, "layers", [None]):
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             raise EngineError(
-                f"the torch engine serves models that keep keys and values of every layer,"
-                f" which {model.config.model_type!r} does not"
+                f"the torch engine serves only models that keep keys and values of every layer;"
+                f" {model.config.model_type!r} does not"
             )
         widest = max(layer.keys.shape[3], layer.values.shape[3])
         shapes.append(LayerShape(layer.keys.shape[1], widest))

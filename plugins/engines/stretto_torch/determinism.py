@@ -1,6 +1,6 @@
-"""The test, at the start of a deterministic engine, that a row's bits do not depend on its company.
+"""The test, at the start of a deterministic engine, that a row's bits do not depend on the other rows.
 
-No library promises that; on the machines seen so far it holds for shapes padded as `shapes.py` does.
+No library promises this; on the machines tested so far it holds for shapes padded as in `shapes.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _STEPS = 3
 
 
 def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
-    """Shapes with which a row gives the same bits alone, in company, and in another place.
+    """Return shapes with which a row gives the same bits alone, among other rows, and at another position.
 
     Raises:
-        EngineError: if not even fixed shapes do.
+        EngineError: if fixed shapes do not give the same bits either.
     """
     if _same_bits(decoder, shapes):
         return shapes
@@ -64,20 +64,20 @@ def _same_bits(decoder: Decoder, shapes: Shapes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Company:
-    """One sample among others."""
+    """One sample among others, for the test."""
 
     live: int
-    """Rows of the step."""
+    """Number of rows of the step."""
     row: int
-    """Where the sample stands."""
+    """Row of the sample."""
     prompt: int
-    """Its length before the first step."""
+    """Tokens of the sample before the first step."""
     others: int
-    """Theirs."""
+    """Tokens of each other row before the first step."""
 
 
 def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | None:
-    """(steps, V) of the sample; None where the cache has no room for such company."""
+    """Return the logprobs of the sample, (steps, V); None if the cache has no room for all rows."""
     device = decoder.cache.device
     texts = torch.arange(company.live * shapes.context).mul(7919).remainder(decoder.vocabulary)
     texts = texts.view(company.live, shapes.context)

@@ -1,7 +1,7 @@
-"""The `torch` inference engine, as its worker sees it: an event loop's face on a compute thread.
+"""The `torch` inference engine: methods for the worker's event loop, and the compute thread behind them.
 
-The thread owns the model and does everything that touches it; the loop hands it commands through a
-queue, which it reads between two decode steps, and gets chunks handed back at most every 20 ms.
+The thread owns the model, and only the thread uses it. The event loop sends it commands through a queue,
+which it reads between two decode steps; the thread returns chunks at most every 20 ms.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _AbortCommand:
 @dataclass(frozen=True, slots=True)
 class _SwapCommand:
     order: int
-    """Rises with each call of `swap`; of several that are due, the last called is the one that counts."""
+    """Number of the `swap` call; if several swaps are due, the one with the highest number is loaded."""
     version: int
     hashes: Mapping[str, str]
     tensors: Mapping[str, Tensor]
@@ -85,8 +85,8 @@ _Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _St
 class TorchInferenceEngine:
     """Keeps `stretto.engine.InferenceEngine`.
 
-    An exception in the compute thread breaks the engine for good: it is raised in the task group given to
-    `start`, what is unfinished and whatever is asked later is answered by `abort` chunks, and `swap` raises.
+    An exception in the compute thread breaks the engine permanently: it is raised in the task group given to
+    `start`, unfinished and later requests get `abort` chunks, and `swap` raises.
     """
 
     def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
@@ -95,7 +95,7 @@ class TorchInferenceEngine:
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="torch-inference", daemon=True)
         self._loaded: Future[Batcher] = Future()
-        # Touched by the event loop only.
+        # Used by the event loop only.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._emit: Emit | None = None
         self._batcher: Batcher | None = None
@@ -103,7 +103,7 @@ class TorchInferenceEngine:
         self._failure: EngineError | None = None
         self._samples_posted = 0
         self._swaps_called = 0
-        # Touched by the compute thread only (`_samples_taken` is read by both).
+        # Used by the compute thread only (`_samples_taken` is read by both).
         self._samples_taken = 0
         self._swaps_due: list[_SwapCommand] = []
         self._newest_swap = 0
@@ -132,8 +132,8 @@ class TorchInferenceEngine:
         self._commands.put(_AbortCommand(request))
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """See `InferenceEngine`. Of several at once only the last called is loaded; all are answered
-        by what is served then.
+        """See `InferenceEngine`. If several swaps are due, only the last one is loaded; all calls return the
+        version served then.
 
         Raises:
             WeightsError: if the weights do not fit the model; the engine then still serves the old ones.
@@ -153,7 +153,7 @@ class TorchInferenceEngine:
         return report.result()
 
     async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """See `InferenceEngine`. All of them between two decode steps, by the same weights.
+        """See `InferenceEngine`. All sequences are scored between two decode steps, with the same weights.
 
         Raises:
             EngineError: if a sequence cannot be scored, no weights are served yet, or the engine broke or was
@@ -194,13 +194,13 @@ class TorchInferenceEngine:
         self._ended.set()
 
     async def _watch(self) -> None:
-        """Return once the engine is stopped; raise as soon as it broke."""
+        """Return when the engine is stopped; raise as soon as it breaks."""
         await self._ended.wait()
         if self._failure is not None:
             raise self._failure
 
     def _inspect(self, update: WeightUpdate) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
-        """Check and hash an update, in a thread of its own."""
+        """Check and hash an update; runs in a separate thread."""
         tensors = update.tensors()
         self._loaded.result().targets.check(tensors, update.note.version)
         return tensors, hashes_of(tensors)
@@ -210,14 +210,14 @@ class TorchInferenceEngine:
             self._emit(chunks)
 
     def _break(self, failure: EngineError, chunks: list[Chunk]) -> None:
-        """The compute thread has ended by an exception."""
+        """Record that an exception ended the compute thread, and answer everything that is open."""
         self._failure = failure
         self._deliver(chunks)
         self._turn_down(failure)
         self._ended.set()
 
     def _turn_down(self, why: EngineError) -> None:
-        """Answer the commands that the compute thread did not take before it ended."""
+        """Answer the commands that the compute thread did not process before it ended."""
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, _GenerateCommand):
@@ -230,14 +230,14 @@ class TorchInferenceEngine:
     # ---------------------------------------------------------------------- in the compute thread
 
     def _run(self) -> None:
-        self._loaded.set_running_or_notify_cancel()  # a start that is cancelled leaves it to this thread
+        self._loaded.set_running_or_notify_cancel()  # a cancelled `start` must not cancel this future
         with torch.inference_mode():
             try:
                 batcher = self._load()
             except EngineError as error:
                 self._loaded.set_exception(error)
                 return
-            except Exception as error:  # noqa: BLE001 - whatever keeps a model from loading, start says it
+            except Exception as error:  # noqa: BLE001 - `start` raises every error of loading
                 failure = EngineError(f"cannot serve the model {self._folder!r}: {error!r}")
                 failure.__cause__ = error
                 self._loaded.set_exception(failure)
@@ -301,7 +301,7 @@ class TorchInferenceEngine:
                 self._post(self._deliver, batcher.collect())
 
     def _take_commands(self, batcher: Batcher) -> list[_Command]:
-        """All that came since, none after a stop; waits for one where there is nothing to compute."""
+        """Return the new commands, none after a stop; wait for one if there is nothing to compute."""
         commands: list[_Command] = []
         if not batcher.busy:
             patience = min(batcher.next_deadline - monotonic(), threading.TIMEOUT_MAX)
@@ -316,13 +316,13 @@ class TorchInferenceEngine:
             return
         try:
             command.found.set_result([batcher.logprobs(sequence) for sequence in command.sequences])
-        except Exception as error:  # noqa: BLE001 - the asker is told; nothing that is served was touched
+        except Exception as error:  # noqa: BLE001 - the caller gets the error; serving is not affected
             failure = EngineError(f"the torch inference engine cannot score: {error}")
             failure.__cause__ = error
             command.found.set_exception(failure)
 
     def _swap(self, batcher: Batcher) -> None:
-        """Load the newest of the swaps that are due, and answer all."""
+        """Load the newest of the due swaps, and answer all of them."""
         newest = max(self._swaps_due, key=lambda swap: swap.order)
         if newest.order > self._newest_swap:
             pause_s = batcher.swap(newest.tensors, newest.version)
@@ -341,9 +341,9 @@ class TorchInferenceEngine:
         self._swaps_due.clear()
 
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Have the event loop call something."""
+        """Let the event loop call a function."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed, and with it whoever would have listened
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits for the call
             self._loop.call_soon_threadsafe(call, *arguments)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps of a token. Where values are narrower than keys, the rest stays unused."""
+    """The keys and values that one layer keeps per token. If values are narrower than keys, the rest is
+    unused."""
 
     kv_heads: int
     head_dim: int
@@ -23,13 +24,13 @@ class Block(NamedTuple):
     """A part of the pool, filled from its first token on."""
 
     start: int
-    """Its first token in the pool."""
+    """Index of its first token in the pool."""
     capacity: int
-    """Tokens it has room for."""
+    """Number of tokens it has room for."""
 
 
 class Move(NamedTuple):
-    """The first `length` tokens of one block, to be copied to the beginning of another."""
+    """A copy of the first `length` tokens of one block to the beginning of another."""
 
     source: Block
     target: Block
@@ -40,12 +41,12 @@ class SlotCache:
     """Keys and values of every slot. Never holds NaN: masked positions are multiplied by 0, not skipped.
 
     `layers[i]` is (2 * (tokens + 1) * kv_heads, head_dim): all keys, then all values. Within a block the key
-    of head k at position p stands at `start * kv_heads + k * capacity + p`. The one token more is where rows
-    without a block write.
+    of head k at position p is at `start * kv_heads + k * capacity + p`. Rows without a block write to the one
+    additional token.
 
     Args:
         shapes: what each layer keeps.
-        rows: rows of the largest step.
+        rows: number of rows of the largest step.
         tokens: size of the pool.
     """
 
@@ -61,8 +62,8 @@ class SlotCache:
         ]
         self._rows = rows
         self._heads = [shape.kv_heads for shape in shapes]
-        self._heads_there_are = sorted(set(self._heads))
-        # By number of heads: where position 0 of each row's keys, then values, stands: (rows, 2 * kv_heads).
+        self._head_counts = sorted(set(self._heads))
+        # By number of heads: the index of position 0 of each row's keys, then values: (rows, 2 * kv_heads).
         self._starts: dict[int, Tensor] = {}
         self.place([])
 
@@ -70,20 +71,20 @@ class SlotCache:
         """Give rows 0, 1, ... these blocks, and none to the rows beyond. Moves nothing."""
         self.blocks = list(blocks)
         none = (self.tokens, 1) * (self._rows - len(blocks))
-        for heads in self._heads_there_are:
+        for heads in self._head_counts:
             starts = self._beginnings([*chain.from_iterable(blocks), *none], heads)
             self._starts[heads] = torch.from_numpy(starts.reshape(self._rows, 2 * heads)).to(self.device)
 
     def place_evenly(self, capacity: int, rows: int) -> None:
-        """Give so many rows blocks of one capacity, side by side."""
+        """Give this number of rows adjacent blocks of one capacity."""
         self.place([Block(row * capacity, capacity) for row in range(rows)])
 
     def copy(self, moves: Sequence[Move]) -> None:
-        """Copy parts of the pool, all at once: a move reads what was there before any of them."""
+        """Copy parts of the pool, all at once: every move reads the contents from before all moves."""
         ends = [*(move.source for move in moves), *(move.target for move in moves)]
         blocks = [*chain.from_iterable(ends)]
         lengths = [move.length for move in moves]
-        for heads in self._heads_there_are:
+        for heads in self._head_counts:
             sources, targets = self._tokens_of(blocks, lengths * 2, heads).chunk(2)
             for layer, its_heads in zip(self.layers, self._heads, strict=True):
                 if its_heads == heads:
@@ -98,7 +99,7 @@ class SlotCache:
     # --------------------------------------------------------------------------------- for decoders
 
     def where(self, layer: int, rows: Tensor | slice, positions: Tensor) -> Tensor:
-        """Where keys, then values, of tokens stand in a layer: (tokens, 2 * kv_heads).
+        """Return the indices of the keys, then values, of tokens in a layer: (tokens, 2 * kv_heads).
 
         Args:
             layer: index of the layer.
@@ -108,8 +109,8 @@ class SlotCache:
         return self._starts[self._heads[layer]][rows] + positions.unsqueeze(1)
 
     def span(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows `start..stop-1` as far as `length`, each (rows * kv_heads, length,
-        head_dim), without a copy. The rows' blocks must lie side by side and be of one capacity."""
+        """Return the first `length` keys and values of rows `start..stop-1`, each (rows * kv_heads, length,
+        head_dim), without a copy. The rows' blocks must be adjacent and have one capacity."""
         flat, heads, first = self.layers[layer], self._heads[layer], self.blocks[start]
         dim = flat.shape[1]
         shape, stride = ((stop - start) * heads, length, dim), (first.capacity * dim, dim, 1)
@@ -119,16 +120,20 @@ class SlotCache:
     # ------------------------------------------------------------------------------------ private
 
     def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
-        """(blocks, 2 * heads): where the keys of each head, then its values, begin; of start and capacity of
-        one block after the other."""
+        """Return the index where the keys, then the values, of each head begin: (blocks, 2 * heads).
+
+        Args:
+            blocks: start and capacity of each block, flattened.
+        """
         each = np.array(blocks).reshape(-1, 2, 1)
         keys = each[:, 0] * heads + each[:, 1] * np.arange(heads)
         return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)
 
     def _tokens_of(self, blocks: Sequence[int], lengths: Sequence[int], heads: int) -> Tensor:
-        """Where everything stands that is kept of the first tokens of each block, written as above."""
+        """Return the indices of all keys and values of the first tokens of each block; `blocks` as in
+        `_beginnings`."""
         counts = np.repeat(lengths, 2 * heads)
         ends = counts.cumsum()
-        # A head's tokens follow its beginning: what that adds to the running number of all of them.
+        # A head's tokens follow its beginning: the difference to the running number of all tokens.
         offsets = self._beginnings(blocks, heads).ravel() - (ends - counts)
         return torch.from_numpy(np.repeat(offsets, counts) + np.arange(ends[-1])).to(self.device)

@@ -1,7 +1,7 @@
-"""The product with a weight matrix, by whichever kernel is fast for its size.
+"""The product with a weight matrix, by the kernel that is fast for its size.
 
-On a CPU, float32 products go to MKL by default. On AMD, oneDNN has twice its speed for large weights; it
-is reached through an operator that torch keeps private, costs some 8 us more a call, and generates code
+On a CPU, torch computes float32 products with MKL by default. On AMD, oneDNN has twice its speed for large
+weights. It is called through a private operator of torch, costs about 8 us more per call, and generates code
 for each new number of rows.
 """
 
@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements of a weight from which oneDNN makes up for its dearer call at 8 rows, the fewest there are
-# (measured on Zen 5). The choice is by weight alone: another kernel for other rows would give other bits.
+# Elements of a weight from which oneDNN makes up for its more expensive call at 8 rows, the smallest number
+# (measured on Zen 5). The choice depends on the weight alone: another kernel for other rows would give other
+# bits.
 _WORTHWHILE = 160_000
 
 
@@ -32,26 +33,26 @@ class Linear:
         self._onednn = onednn and weight.numel() >= _WORTHWHILE
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x @ weight.T + bias` (rows, out_features) of x (rows, in_features)."""
+        """Return `x @ weight.T + bias` (rows, out_features) for x (rows, in_features)."""
         if self._onednn:
             return _onednn(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual + self(x)`, in one kernel where there is one."""
+        """Return `residual + self(x)`, in one kernel if possible."""
         if self._onednn or self._bias is not None:
             return self(x).add_(residual)
         return torch.addmm(residual, x, self._transposed)
 
 
 def prefers_onednn(
-    wanted: Literal["auto", "torch", "onednn"], rows: int, device: torch.device, dtype: torch.dtype
+    choice: Literal["auto", "torch", "onednn"], rows: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether large products of so many rows should go to oneDNN; `auto` measures."""
+    """Whether to use oneDNN for large products with this number of rows; `auto` measures."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
-    if wanted != "auto":
-        return wanted == "onednn"
+    if choice != "auto":
+        return choice == "onednn"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     x, weight = torch.randn(rows, 1024), torch.randn(1024, 1024)
@@ -64,7 +65,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:
-    """The least of several runs: what else the machine does only ever adds."""
+    """Return the shortest time of several runs: other load on the machine only adds time."""
     call()
     times: list[float] = []
     for _ in range(5):

@@ -1,7 +1,7 @@
-"""Loading a model and choosing its decoder.
+"""Load a model and choose its decoder.
 
-The decoder is tested against the plain forward of transformers before anything is served: a decoder
-that would be wrong is never used.
+Before serving, the decoder is tested against the plain forward of transformers, so that a decoder with wrong
+results is never used.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Longest slot that is allocated without being asked for.
+# Longest slot if the config does not set `context_length`.
 _LONGEST = 4096
-# Root mean square of the difference of logits, as a part of their own standard deviation, that rounding
-# may explain; some 1e-6 and 1e-2 are usual. A wrong decoder is off by tenths, or by 1e-3 on a model that
-# was never trained.
+# Root mean square of the difference of logits, relative to their standard deviation, that rounding can
+# explain; about 1e-6 and 1e-2 are usual. A wrong decoder differs by tenths, or by 1e-3 on an untrained model.
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
@@ -69,9 +68,9 @@ def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
 
 
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
-    # Bits must not hang on a measurement.
-    wanted = "torch" if config.deterministic and config.linear == "auto" else config.linear
-    onednn = prefers_onednn(wanted, shapes.most_rows, model.device, model.dtype)
+    # The bits must not depend on a measurement.
+    choice = "torch" if config.deterministic and config.linear == "auto" else config.linear
+    onednn = prefers_onednn(choice, shapes.most_rows, model.device, model.dtype)
     rows, length = shapes.most_rows, shapes.length
     try:
         check_suitable(model)
@@ -82,10 +81,10 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
         why = f"its logits differ by {off:.1e} of their deviation"
     except UnsuitableError as reason:
         why = str(reason)
-    log.info("model is run by transformers, not by the hand-written decoder", why=why)
+    log.info("transformers runs the model, not the hand-written decoder", why=why)
     decoder = HFDecoder(model, rows, length, _cache_tokens(model, shapes, config, padded_rows(1)))
     off = difference(decoder, model)
-    if not off <= _ROUNDING[model.dtype]:  # NaN is no agreement either
+    if not off <= _ROUNDING[model.dtype]:  # also refuses NaN
         raise EngineError(
             f"{decoder.name} does not compute over slots what it computes over a whole text (logits differ"
             f" by {off:.1e} of their deviation); the torch engine cannot serve it"
@@ -94,25 +93,26 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
 
 
 def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows: int) -> int:
-    """Tokens of all slots together: as many as can be used, unless the budget is smaller. It has to hold the
-    longest sample in as many rows as the decoder computes for one."""
+    """Return the number of tokens of all slots together: as many as can be used, or what the budget allows.
+    The budget must hold the longest sample in as many rows as the decoder computes for one sample."""
     most = shapes.most_rows * shapes.length
     if config.cache_gb is None:
         return most
     size = sum(2 * shape.kv_heads * shape.head_dim for shape in layer_shapes(model)) * model.dtype.itemsize
     tokens = int(config.cache_gb * 2**30 / size)
-    least = max(rows * shapes.length, 64)  # so many takes the decoder's test
+    least = max(rows * shapes.length, 64)  # the decoder's test needs 64
     if tokens < least:
         raise EngineError(
             f"inference.cache_gb is {config.cache_gb:g}, {tokens} tokens of {size} bytes; it must hold"
-            f" {least}, by inference.context_length {shapes.context}: raise the one or lower the other"
+            f" {least}, because inference.context_length is {shapes.context}: raise cache_gb or lower"
+            " context_length"
         )
     return min(most, tokens)
 
 
 def difference(decoder: Decoder, model: Any) -> float:
-    """How far a decoder's logits are from the model's own: prompts of several lengths, more tokens, and
-    texts that go on after what their slots hold."""
+    """Return the difference between a decoder's logits and the model's own, for prompts of several lengths,
+    further tokens, and texts that continue after the tokens in their slots."""
     prompts, held, more = (9, 20), (5, 13), 4
     length = max(prompts) + more
     tokens = torch.arange(7, 7 + length * len(prompts)).mul(7919).remainder(decoder.vocabulary)
@@ -149,16 +149,16 @@ def _device(config: TorchInferenceConfig) -> torch.device:
     return torch.device("cuda")
 
 
-def _context(config: Any, wanted: int | None) -> int:
-    """Tokens a sample may have."""
+def _context(config: Any, length: int | None) -> int:
+    """Return the number of tokens a sample may have."""
     most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if wanted is not None and most is not None and wanted > most:
-        raise EngineError(f"inference.context_length is {wanted}; the model has {most} positions")
-    return wanted or min(most or _LONGEST, _LONGEST)
+    if length is not None and most is not None and length > most:
+        raise EngineError(f"inference.context_length is {length}; the model has {most} positions")
+    return length or min(most or _LONGEST, _LONGEST)
 
 
 def _eos(model: Any) -> tuple[int, ...]:
-    """End-of-text tokens; those of the generation config go first, as in transformers."""
+    """Return the end-of-text tokens; those of the generation config take precedence, as in transformers."""
     for config in (model.generation_config, model.config.get_text_config()):
         ids: int | Iterable[int] | None = getattr(config, "eos_token_id", None)
         if ids is not None:

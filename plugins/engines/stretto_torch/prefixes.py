@@ -1,8 +1,8 @@
-"""Texts whose keys and values are in the pool, for new ones that begin alike.
+"""The prefix cache: texts whose keys and values are in the pool, for new texts with the same prefix.
 
-All of them were computed wholly with the weights served now: at a swap everything is forgotten. A running
-sample's text is in its own block. When it leaves, the text goes to what the rows leave free of the pool,
-where the oldest make room for the newest.
+Every text was computed completely with the current weights: a swap clears the cache. A running sample's text
+is in its own block. When the sample leaves, its text is copied to the part of the pool that no row uses,
+where new texts replace the oldest.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from numpy.typing import NDArray
 from stretto_torch.kv import Block, Move
 from stretto_torch.requests import SlotSample
 
-# Texts are found by whole pieces of so many tokens.
+# Texts are found by whole pieces of this many tokens.
 _PIECE = 32
-# Copying fewer costs more than computing them.
+# Copying fewer tokens costs more than computing them.
 _SHORTEST = 64
 
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """One text."""
+    """One text of the prefix cache."""
 
     ids: NDArray[np.int32]
     where: SlotSample | Block
-    """The running sample whose row has it, or a block of its own."""
+    """The running sample whose row holds the text, or a separate block."""
     keys: tuple[int, ...]
 
 
 class Prefixes:
-    """The texts of one pool of so many tokens."""
+    """The texts of one pool with `tokens` tokens."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -46,15 +46,15 @@ class Prefixes:
         """Forget everything."""
         self._by_key.clear()
         self._running.clear()
-        # Texts without a row, oldest first. They fill the bounds from their beginning to their end, over and
-        # over: first come those from the cursor on, which the last round left, then those before it.
+        # Texts without a row, oldest first, in a ring buffer over the bounds: the texts from the cursor on
+        # are from the last round and come first, then those before the cursor.
         self._left: deque[tuple[Block, Held]] = deque()
         self._bounds = self._free = (0, self._tokens)
         self._cursor = 0
 
     def find(self, ids: NDArray[np.int32]) -> tuple[SlotSample | Block, int] | None:
-        """Where the text is that shares most whole pieces with the beginning of this one, and how many tokens
-        they share. At least one is left over, as something has to be computed for the logits."""
+        """Find the text that shares the most leading pieces with this one; return where it is and how many
+        tokens they share. At least one token is not shared, because the logits need one computed token."""
         for key in reversed([*_keys(ids[:-1])]):
             held = self._by_key.get(key)
             if held is not None:
@@ -66,18 +66,19 @@ class Prefixes:
         return None
 
     def hold(self, sample: SlotSample, ids: NDArray[np.int32]) -> None:
-        """A running sample's slot begins with this text."""
+        """Record that a running sample's slot begins with this text."""
         if len(ids) >= _SHORTEST:
             self._running[sample] = self._add(ids, sample)
 
     def release(self, sample: SlotSample) -> None:
-        """A sample leaves its slot."""
+        """Forget the text of a sample that leaves its slot."""
         held = self._running.pop(sample, None)
         if held is not None:
             self._forget(held)
 
     def free(self, free: tuple[int, int]) -> None:
-        """Tokens start..stop-1 of the pool are in no row's block from now on, all others are."""
+        """Set the free part of the pool, tokens start..stop-1; rows have blocks in all other parts from now
+        on."""
         self._free = free
         start, stop = max(free[0], self._bounds[0]), min(free[1], self._bounds[1])
         if (start, stop) != self._bounds:
@@ -88,8 +89,8 @@ class Prefixes:
                     self._forget(held)
 
     def keep(self, left: Sequence[tuple[Block, NDArray[np.int32]]]) -> list[Move]:
-        """Take in texts of samples that have left, from the blocks they had. Returns what is to be copied for
-        that, before anything else happens."""
+        """Keep texts of samples that have left, from their former blocks. Return the moves for this; the
+        caller must copy them before anything else happens."""
         kept: list[tuple[Held, Move]] = []
         for block, ids in left:
             if _SHORTEST <= len(ids) <= self._free[1] - self._free[0]:
@@ -97,13 +98,13 @@ class Prefixes:
                 held = self._add(ids, room)
                 self._left.append((room, held))
                 kept.append((held, Move(block, room, len(ids))))
-        # One may have had to make room for another.
+        # A kept text may already have been replaced by another one.
         return [move for held, move in kept if self._by_key.get(held.keys[-1]) is held]
 
     # ------------------------------------------------------------------------------------ private
 
     def _room(self, length: int) -> int:
-        """Make room after the newest text, or else from the beginning."""
+        """Make room for a text after the newest one, or else at the beginning, and return its start."""
         start = max(self._cursor, self._bounds[0])
         if start + length > self._bounds[1]:
             self._forget_oldest(start, self._tokens)
@@ -114,7 +115,7 @@ class Prefixes:
         return start
 
     def _forget_oldest(self, start: int, stop: int) -> None:
-        """Forget the oldest as long as they begin there."""
+        """Forget the oldest texts while they begin in start..stop-1."""
         while self._left and start <= self._left[0][0].start < stop:
             self._forget(self._left.popleft()[1])
 
@@ -130,7 +131,7 @@ class Prefixes:
 
 
 def _keys(ids: NDArray[np.int32]) -> Iterator[int]:
-    """A key of each beginning in whole pieces, from the shortest that is of use on."""
+    """Yield a key for each prefix of whole pieces, from the shortest useful one on."""
     key = 0
     for stop in range(_PIECE, len(ids) + 1, _PIECE):
         key = hash((key, ids[stop - _PIECE : stop].tobytes()))

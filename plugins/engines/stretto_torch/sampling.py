@@ -1,6 +1,6 @@
-"""Drawing tokens: logits and one uniform number a row become a token and its logprob.
+"""Draw tokens: turn logits and one uniform number per row into a token and its logprob.
 
-Everything here works on each row by itself, so a row's token never depends on its neighbours.
+Everything here works on each row separately, so a row's token never depends on other rows.
 R: rows, V: vocabulary.
 """
 
@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Most answers under top_p need far fewer tokens than the vocabulary has, and topk of a few is some ten
-# times cheaper than sorting it.
+# Under top_p, most answers need far fewer tokens than the vocabulary has, and topk of a few tokens is about
+# ten times cheaper than sorting the vocabulary.
 _LIKELIEST = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How each row is drawn: `temperature`, `top_k`, `top_p` and `min_p`, each (R,)."""
+    """Sampling settings of each row: `temperature`, `top_k`, `top_p` and `min_p`, each (R,)."""
 
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
@@ -33,7 +33,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """What is added to which logits: `rows`, `tokens` and `values`, each (entries,), no entry twice."""
+    """Values to add to single logits: `rows`, `tokens` and `values`, each (entries,), no entry twice."""
 
     rows: NDArray[np.int64]
     tokens: NDArray[np.int64]
@@ -41,10 +41,10 @@ class Bias:
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float32]:
-    """The first `count` numbers in [0, 1) of a sample: a function of seed and position only.
+    """Return the first `count` numbers in [0, 1) of a sample; they depend only on seed and position.
 
-    They are multiples of 2^-23: the largest times a sum near 1 then stays below that sum in float32,
-    so that the search in `draw` never runs past the last token that has a probability.
+    They are multiples of 2^-23: the largest of them times a sum near 1 then stays below that sum in float32,
+    so that the search in `draw` never passes the last token that has a probability.
     """
     raw = np.random.Philox(key=seed % 2**64).random_raw((count + 1) // 2)
     return (raw.view(np.uint32)[:count] >> 9).astype(np.float32) * np.float32(2**-23)
@@ -58,7 +58,7 @@ def draw(
     Args:
         logits: (R, V) float32; may be overwritten.
         uniform: (R,) in [0, 1).
-        settings: None where every row has temperature 1 and keeps every token.
+        settings: None if every row has temperature 1 and keeps every token.
 
     Returns:
         Tokens (R,) and the logprobs (R,) of the distribution they were drawn from. A row whose logits
@@ -67,7 +67,7 @@ def draw(
     if settings is not None:
         logits = _shape(logits, settings)
     logprobs = logits.log_softmax(-1)
-    # A GPU sums in parallel; in float32 the rounding could give an impossible token a sliver.
+    # A GPU sums in parallel; in float32, rounding could give an impossible token a tiny probability.
     cumulative = logprobs.exp().cumsum(-1, dtype=None if logits.device.type == "cpu" else torch.float64)
     threshold = torch.from_numpy(uniform).to(logits.device).unsqueeze(1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold.to(cumulative.dtype), right=True)
@@ -84,9 +84,9 @@ def _host(column: Tensor) -> NDArray[Any]:
 
 
 def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Add the bias, divide by the temperature, and take out what min_p, then top_k and top_p of what that
-    leaves, do not keep. In a greedy row it ends with the bias: its logprobs are those of the plain
-    distribution."""
+    """Add the bias, divide by the temperature, and mask the tokens that min_p removes, then those that top_k
+    and top_p remove from the rest. In a greedy row only the bias is applied: its logprobs are those of the
+    plain distribution."""
     device = logits.device
     if settings.bias is not None:
         index = (torch.from_numpy(settings.bias.rows), torch.from_numpy(settings.bias.tokens))
@@ -108,8 +108,9 @@ def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def _keep_likeliest(logits: Tensor, top_k: int, top_p: float, width: int = _LIKELIEST) -> Tensor:
-    """(R, V) with -inf outside the `top_k` likeliest tokens (0: all) and, of what these leave, outside
-    the smallest set with at least `top_p` of the probability. `width`: tokens looked at if top_k is 0."""
+    """Return (R, V) with -inf outside the `top_k` likeliest tokens (0: all) and, among these, outside the
+    smallest set with at least `top_p` of the probability. `width`: number of likeliest tokens to try first if
+    top_k is 0."""
     width = min(top_k or width, logits.shape[1])
     values, tokens = logits.topk(width)  # (R, width), descending
     whole = (values if top_k else logits).logsumexp(-1, keepdim=True)
@@ -118,7 +119,7 @@ def _keep_likeliest(logits: Tensor, top_k: int, top_p: float, width: int = _LIKE
     kept = values.masked_fill(cumulative - probabilities >= top_p, -inf)
     result = torch.full_like(logits, -inf).scatter_(1, tokens, kept)
     if not top_k and width < logits.shape[1]:
-        flat = cumulative[:, -1] < top_p  # rows whose set is larger than what was looked at
+        flat = cumulative[:, -1] < top_p  # rows whose set is larger than `width`
         if bool(flat.any()):
             result[flat] = _keep_likeliest(logits[flat], top_k, top_p, logits.shape[1])
     return result

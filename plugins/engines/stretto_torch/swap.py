@@ -1,6 +1,6 @@
-"""What a swap of weights does with them: check, hash, and copy into place.
+"""The steps of a weight swap: check, hash, and copy the tensors into place.
 
-The first two need no pause of the engine and run outside its compute thread.
+Checking and hashing need no pause of the engine and run outside its compute thread.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from stretto.models.digest import tensor_hash
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a decoder keeps one tensor of the checkpoint."""
+    """The place where a decoder keeps one tensor of the checkpoint."""
 
     into: Tensor
     """A view of the decoder's own weights, shaped like the tensor."""
     order: Tensor | None = None
-    """Rows of the tensor in the order in which `into` wants them; None leaves them as they are."""
+    """Order of the tensor's rows in `into`; None keeps the order."""
 
     def load(self, tensor: Tensor) -> None:
         """Copy, converting dtype and device."""
@@ -30,17 +30,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Every tensor a decoder serves, by Hugging Face name."""
+    """The targets of all tensors that a decoder serves, by Hugging Face name."""
 
     by_name: Mapping[str, Target]
     tied: frozenset[str] = frozenset()
-    """Names that a checkpoint may hold besides, for tensors that are the same as one of the above."""
+    """Additional names that a checkpoint may hold, for tensors that share memory with one of `by_name`."""
 
     def check(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """See that the tensors are the model's: its names, shapes and kind of numbers.
+        """Check that the tensors are the model's, by name, shape and kind of number.
 
         Raises:
-            WeightsError: naming the first that is not.
+            WeightsError: for the first tensor that is missing, unknown or different.
         """
         for name, target in self.by_name.items():
             if name not in tensors:
@@ -60,7 +60,7 @@ class Targets:
         for name in tensors:
             if name not in self.by_name and name not in self.tied:
                 raise WeightsError(
-                    f"version {version} has a tensor {name!r} that the model has not"
+                    f"version {version} has a tensor {name!r} that the model lacks"
                     f"{nearest(name, self.by_name)}",
                     version=version,
                 )
@@ -72,7 +72,7 @@ class Targets:
 
 
 def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names whose tensor is the very memory of one named earlier. Checkpoints leave them out."""
+    """Return the names of tensors that share their memory with an earlier one. Checkpoints omit them."""
     seen: set[int] = set()
     tied: set[str] = set()
     for name, tensor in state.items():
@@ -83,5 +83,5 @@ def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """SHA-256 of each tensor's own bytes, by name."""
+    """Return the SHA-256 of each tensor's bytes, by name."""
     return {name: tensor_hash(tensor.cpu()) for name, tensor in tensors.items()}

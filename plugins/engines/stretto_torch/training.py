@@ -15,7 +15,7 @@ __all__ = ["TorchTraining"]
 
 
 class TorchTraining(HFTraining):
-    """The frame as it is."""
+    """`HFTraining` with the layout of one process."""
 
     def __init__(self, config: TorchTrainingConfig, context: Context) -> None:
         super().__init__(config, context, Layout(config, context))
