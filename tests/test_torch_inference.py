@@ -1157,7 +1157,7 @@ async def test_weights_that_are_not_finite_end_answers_and_leave_no_trace(
         ("mamba", {}, "keep keys and values of every layer"),
         ("qwen2", {"context_length": 513}, "the model has 512 positions"),
         ("qwen2", {"cache_gb": 0.0003}, "419 tokens of 768 bytes; it must hold 512"),
-        ("gpt2", {"cache_gb": 0.0003}, "must hold 4096, by inference.context_length 512"),
+        ("gpt2", {"cache_gb": 0.0003}, "must hold 4096, because inference.context_length is 512"),
     ],
 )
 async def test_start_fails_with_the_reason(

@@ -1,4 +1,4 @@
-"""(torch) The training engine that only passes a model on."""
+"""(torch) The training engine `frozen`, which publishes a model unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["FrozenTraining"]
 
 
 class FrozenTraining:
-    """Keeps as much of `stretto.engine.TrainingEngine` as a run without a step asks for."""
+    """Implements the part of `stretto.engine.TrainingEngine` that a run without steps needs."""
 
     def __init__(self, config: FrozenConfig, context: Context) -> None:
         self._dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -36,34 +36,34 @@ class FrozenTraining:
     def load(self, folder: Path | None) -> None:
         """Load the run's model, on the CPU."""
         if folder is not None:
-            raise EngineError(f"the frozen engine goes back to no checkpoint: {folder}")
+            raise EngineError(f"the frozen engine cannot load a checkpoint: {folder}")
         if self._source is None:
             raise EngineError("the frozen engine needs a model: give `model` in the run file")
         self._model = load_policy(self._source).eval()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters, tied ones once, and the buffers that its files hold."""
+        """Yield the model's parameters, tied ones once, and the buffers that its files hold."""
         for name, tensor in published_tensors(self._model):
             yield name, (tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """(T,) float32 logprobs of text, one sequence after the other: for what engines are compared with."""
+        """Return (T,) float32 logprobs of text, computed one sequence at a time, to compare engines with."""
         if any(batch.media):
-            raise EngineError("the frozen engine looks at no images")
-        said: list[Tensor] = []
+            raise EngineError("the frozen engine does not support images")
+        logprobs: list[Tensor] = []
         for tokens in batch["tokens"].split(batch.lengths):
             logits = self._model(input_ids=tokens[None]).logits[0, :-1].float()
-            said += [torch.zeros(1), logprobs_of(logits, tokens[1:], temperature)]
-        return torch.cat(said)
+            logprobs += [torch.zeros(1), logprobs_of(logits, tokens[1:], temperature)]
+        return torch.cat(logprobs)
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
-        """Not in a run without a step."""
+        """Raise EngineError: this engine cannot train."""
         raise EngineError("the frozen engine trains nothing; use another for `training`")
 
     def save(self, folder: Path) -> None:
-        """There is nothing that was not there before."""
+        """Raise EngineError: this engine has no state of its own."""
         raise EngineError("the frozen engine has nothing to save")
 
     def stop(self) -> None:
-        """The model goes with the process."""
+        """Do nothing: the model's memory is freed with the process."""

@@ -1,7 +1,7 @@
-"""The layout of `fsdp2`: data-parallel ranks that shard the model or copy it, each perhaps split by tensor.
+"""The layout of `fsdp2`: data-parallel ranks that shard or copy the model, optionally split by tensor.
 
-On a mesh (dp, tp): parameters are split by tensor first, then sharded over dp. FSDP2 takes the mean of the
-ranks' gradients, so each rank's loss, already its part of the whole, is multiplied by their number.
+On a mesh (dp, tp), parameters are split by tensor first, then sharded over dp. FSDP2 averages the ranks'
+gradients, so each rank's loss, which is already its part of the whole, is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ShardedLayout(RankLayout):
     # ------------------------------------------------------------------------------- the model
 
     def distribute(self, model: PreTrainedModel) -> None:
-        """Split by tensor, then shard, or move to the device whole."""
+        """Split the model by tensor, then shard it or move a full copy to the device."""
         if self.width > 1:
             split_by_tensor(model, self.mesh["tp"])
         if not self._shards:
@@ -52,7 +52,7 @@ class ShardedLayout(RankLayout):
             return
         low = torch.bfloat16 if self._low else None
         root = MixedPrecisionPolicy(low, self._reduce_dtype, torch.float32 if low else None)
-        # Only the root's output: the next layer expects what this one computes in.
+        # Only the root casts its output: the next layer expects the dtype that this one computes in.
         inner = MixedPrecisionPolicy(low, self._reduce_dtype)
         offload = (
             CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self._offloads else OffloadPolicy()
@@ -61,7 +61,7 @@ class ShardedLayout(RankLayout):
             fully_shard(
                 module,
                 mesh=self.mesh["dp"],
-                # The root too: by default its parameters stay whole after a forward, and a later forward
+                # The root too: by default its parameters stay gathered after a forward, and a later forward
                 # would not see that a step or a load has changed their shards.
                 reshard_after_forward=True,
                 mp_policy=root if module is model else inner,
@@ -72,25 +72,25 @@ class ShardedLayout(RankLayout):
             _return_freed_memory()
 
     def _move_buffers(self, model: nn.Module) -> None:
-        """FSDP2 moves parameters; buffers are ours to move."""
+        """Move the buffers to the device; FSDP2 moves only parameters."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor gathered in its turn."""
+        """Gather and yield one tensor after the other."""
         for name, tensor in tensors:
             if isinstance(tensor, DTensor):
-                # What is offloaded is gathered on the device, where the mesh is.
+                # Offloaded tensors are gathered on the device, because the mesh is there.
                 tensor = cast("DTensor", tensor.detach().to(self.device)).full_tensor()
             yield name, tensor
 
     def take(self, into: Tensor, full: Tensor) -> None:
-        """This rank's shard: split by tensor first, then over dp, each time as torch.chunk does."""
+        """Copy this rank's shard of a full tensor: split by tensor, then over dp, as torch.chunk does."""
         if isinstance(into, DTensor):
             mesh, placements = into.device_mesh, into.placements
             for dimension in reversed(range(mesh.ndim)):
-                # Not "is it a Shard": what is split twice along one dimension is of another class.
+                # Do not test for class Shard: a tensor split twice along one dimension has another class.
                 placement: Any = placements[dimension]
                 if not placement.is_replicate():
                     full = _piece(full, placement.dim, mesh.size(dimension), mesh.get_local_rank(dimension))
@@ -101,7 +101,7 @@ class ShardedLayout(RankLayout):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """The first of the ranks that hold the same."""
+        """Whether this rank is the first of those that hold the same data."""
         del name
         sharded: set[str] = set()
         if isinstance(parameter, DTensor):
@@ -116,7 +116,8 @@ class ShardedLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """FSDP2 reduces each micro-batch's gradient, so none is ever whole; copies reduce theirs once."""
+        """Run all micro-batches. FSDP2 reduces the gradient of each, so no rank ever holds a full gradient;
+        without sharding the copies reduce theirs once at the end."""
         if self._shards:
             super().backward(model, rows, lambda index, output: loss_of(index, output) * self.parts)
             return
@@ -126,7 +127,8 @@ class ShardedLayout(RankLayout):
             self.add_up(gradients, self.mesh.get_group("dp"), self._reduce_dtype)
 
     def _own_gradient(self, parameter: Tensor) -> Tensor:
-        """A parameter's gradient where this rank holds it: autograd may leave it split another way."""
+        """Return this rank's part of a parameter's gradient. Autograd may leave the gradient split in another
+        way than the parameter, so redistribute it first."""
         if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         assert parameter.grad is not None
@@ -134,15 +136,15 @@ class ShardedLayout(RankLayout):
 
 
 def _return_freed_memory() -> None:
-    """Have glibc hand back what is freed. By itself it soon keeps blocks of up to 32 MiB, and the layers that
-    are gathered and freed in turn leave so many holes that sharding saves nothing."""
+    """Make glibc return freed memory to the system. By default it keeps blocks of up to 32 MiB, and layers
+    that are gathered and freed in turn fragment the heap so much that sharding saves nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def _piece(full: Tensor, dim: int, count: int, index: int) -> Tensor:
-    """The piece of torch.chunk, empty where there is nothing left."""
+    """Return the piece that torch.chunk would give, empty if there are fewer pieces."""
     size = -(-full.shape[dim] // count)
     start = min(index * size, full.shape[dim])
     return full.narrow(dim, start, min(size, full.shape[dim] - start))

@@ -1,7 +1,8 @@
-"""Tensor parallelism for decoders of the Llama type: which module is split which way.
+"""Tensor parallelism for decoders of the Llama type: how each module is split.
 
-Queries, keys, values and the way into the feed-forward part are split by output, the ways back by input, and
-embedding and head by vocabulary. Logits and all hidden states between modules are whole in every rank.
+The projections of queries, keys and values and the input projections of the feed-forward part are split by
+output, the output projections by input, and embedding and head by vocabulary. Every rank holds the full
+logits and the full hidden states between modules.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def split_by_tensor(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split a model over a mesh of one dimension, in place.
 
     Raises:
-        EngineError: if the model is not of that type, or does not divide.
+        EngineError: if the model is not of the Llama type, or its sizes are not divisible by the ranks.
     """
     check_splits(model, mesh.size())
     layer_plan: dict[str, Any] = {name: ColwiseParallel() for name in _BY_OUTPUT}
@@ -41,29 +42,29 @@ def split_by_tensor(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
     if isinstance(head, nn.Module):
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
-        if tied:  # parallelize_module gives each its own
+        if tied:  # parallelize_module gives embedding and head separate weights
             head.weight = embedding.weight
 
 
 def check_splits(model: PreTrainedModel, ranks: int) -> None:
-    """Raise EngineError if a model cannot be split over so many ranks."""
+    """Raise EngineError if a model cannot be split over this number of ranks."""
     kind = type(model).__name__
     layers = layers_of(model)
     if not layers:
         raise EngineError(f"training.tensor_parallel: the layers of {kind} are not known")
     for layer in layers:
         found = {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
-        wanted = {*_BY_OUTPUT, *_BY_INPUT}
-        if found != wanted:
+        expected = {*_BY_OUTPUT, *_BY_INPUT}
+        if found != expected:
             raise EngineError(
                 f"training.tensor_parallel does not know how to split {kind}: its layers have the linear "
-                f"modules {', '.join(sorted(found))}; expected {', '.join(sorted(wanted))}"
+                f"modules {', '.join(sorted(found))}; expected {', '.join(sorted(expected))}"
             )
         within = {name.rpartition(".")[2] for name, _ in layer.named_modules()}
         if strange := sorted(within & {"q_norm", "k_norm"}):
             raise EngineError(
                 f"training.tensor_parallel does not know how to split {kind}: its attention has "
-                f"{' and '.join(strange)}, whose gradients no rank would have whole"
+                f"{' and '.join(strange)}, whose full gradients no rank would have"
             )
     config: Any = model.config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

@@ -1,4 +1,4 @@
-"""The training engine that only takes its time."""
+"""The training engine `mock`, which sleeps instead of training."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ class MockTraining:
         self._steps = 0
 
     def load(self, folder: Path | None) -> None:
-        """Start at 0, or where a checkpoint stands."""
+        """Start at step 0, or at the step of a checkpoint."""
         self._steps = 0 if folder is None else json.loads((folder / "mock.json").read_text())["steps"]
 
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """The behaviour policy's own logprobs, as if nothing were learned since; 0 where there are none."""
+        """Return the behaviour policy's own logprobs, as if nothing had been learned since; 0 if the batch
+        has none."""
         del temperature
         time.sleep(self._config.seconds_per_forward)
         known = "behaviour_logprobs" in batch
         return batch["behaviour_logprobs"] if known else torch.zeros(batch.num_tokens)
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
-        """Sleep as long as a step is said to take."""
+        """Sleep for the configured time of a step."""
         del temperature
         if self._config.calls_loss:
             loss.function(torch.zeros(batch.num_tokens), batch)
@@ -52,12 +53,12 @@ class MockTraining:
         return {"loss": 0.0, "grad_norm": 0.0, "lr": self._config.lr, "micro_batches": 1.0}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The count."""
+        """Yield the number of steps."""
         yield "steps", torch.tensor([self._steps])
 
     def save(self, folder: Path) -> None:
-        """The count, as JSON."""
+        """Write the number of steps, as JSON."""
         (folder / "mock.json").write_text(json.dumps({"steps": self._steps}))
 
     def stop(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the engine holds no resources."""

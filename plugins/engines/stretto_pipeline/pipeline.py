@@ -1,8 +1,8 @@
-"""The layout of `pipeline`: lines of stages, run by a 1F1B schedule of its own.
+"""The layout of `pipeline`: pipelines of stages, run by stretto's own 1F1B schedule.
 
-Micro-batches may be of any shape: every stage has the batch, and so knows the shape of what comes. Only
-hidden states and their gradients travel. Each data-parallel part has a line of its own; equal stages add up
-their gradients at the end.
+Micro-batches may have any shape: every stage has the batch and therefore knows the shape of the tensors it
+receives. Stages exchange only hidden states and their gradients. Each data-parallel part has its own pipeline
+(a "line" of ranks); the ranks with the same stage add up their gradients at the end.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class PipelineLayout(RankLayout):
         self._aliases: dict[str, str] = {}
 
     def connect(self) -> None:
-        """Besides the mesh: a group of each line for what goes forwards and one for what goes backwards, as
-        neither may wait for the other; and one of its ends."""
+        """Make the mesh and three groups for each pipeline: one for hidden states and one for gradients,
+        since neither may wait for the other, and one for its first and last stage."""
         if self._mesh is not None:
             return
         super().connect()
@@ -63,17 +63,18 @@ class PipelineLayout(RankLayout):
         cast("nn.Module", model).to(self.device)
 
     def name(self, own: str) -> str:
-        """The last stage's copy of a tied embedding goes by the embedding's name."""
+        """Return a tensor's published name: the last stage's copy of a tied embedding has the embedding's."""
         return self._aliases.get(own, own)
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The first stage's tensors, then the second's: each broadcast along the line."""
+        """Broadcast each tensor to the whole pipeline and yield it: the first stage's tensors, then the
+        second's, and so on."""
         own = {name: tensor.detach() for name, tensor in tensors}
         listed = {name: (list(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in own.items()}
         sent: set[str] = set()
         for stage, names in enumerate(self.everyone(listed)[: self.width]):
             for name, (shape, dtype) in names.items():
-                if name in sent:  # the copy of a tied one
+                if name in sent:  # the copy of a tied embedding
                     continue
                 sent.add(name)
                 if stage == self._index:
@@ -88,28 +89,29 @@ class PipelineLayout(RankLayout):
         return tensor
 
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """On the first line, and not the copy of a tied parameter."""
+        """Whether this rank is in the first pipeline, and the parameter is not the copy of a tied one."""
         del parameter
         return self.rank < self.width and self.name(name) == name
 
     # --------------------------------------------------------------------------------- computing
 
     def share(self, output: Tensor) -> Tensor:
-        """From the last stage to the others."""
+        """Broadcast the output from the last stage to the others."""
         dist.broadcast(output, self._line[-1], group=self._group)
         return output
 
     def forward(
         self, model: nn.Module, rows: Sequence[ModelInputs], take: Callable[[int, Tensor], object]
     ) -> None:
-        """Through this stage."""
+        """Run all micro-batches through this stage, without gradients."""
         del model
         run_forward(self._neighbours, self._shapes(rows), self.device, self._computing(rows), take)
 
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """1F1B; then equal stages add up their gradients, and the ends those of a tied embedding."""
+        """Run 1F1B. Then the ranks with the same stage add up their gradients, and the first and last stage
+        those of a tied embedding."""
         run_backward(self._neighbours, self._shapes(rows), self.device, self._computing(rows), loss_of)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if self.parts > 1 and gradients:

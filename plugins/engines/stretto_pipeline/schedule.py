@@ -1,7 +1,8 @@
-"""1F1B: what a stage computes, receives and sends, in which order, for any number of micro-batches.
+"""1F1B: the order in which a stage computes, receives and sends, for any number of micro-batches.
 
-A stage goes as many micro-batches ahead as there are stages after it; then each forward is followed by the
-backward of the oldest, so that no stage holds more than `stages` micro-batches' activations.
+A stage first computes the forward of as many micro-batches as there are stages after it. Then each forward is
+followed by the backward of the oldest micro-batch, so that no stage holds the activations of more than
+`stages` micro-batches.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch import Tensor
 
 __all__ = ["Neighbours", "run_backward", "run_forward"]
 
-# What was sent earlier has been received, or will be without anything more from here; see `_Channel`.
+# Earlier sends have been received, or will be without further action of this rank; see `_Channel`.
 _UNDER_WAY = 2
 
 
 @dataclass
 class _Channel:
-    """To or from one other stage, in one direction, with a process group of its own."""
+    """A channel to or from one other stage, in one direction, with its own process group."""
 
     rank: int
     group: Any
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque[tuple[Any, Tensor]])
 
     def send(self, tensor: Tensor) -> None:
-        """Returns at once. The tensor is kept until it has gone; of those before the last few that is
-        waited for, which is safe: their receiver is past them, or waits for nothing else."""
+        """Start to send a tensor, and keep it until it has been sent. Wait only for the sends before the last
+        few; this cannot deadlock, because their receiver has passed them or waits for nothing else."""
         self._sent.append((dist.isend(tensor, dst=self.rank, group=self.group), tensor))
         self.flush(_UNDER_WAY)
 
@@ -58,13 +59,13 @@ class Neighbours:
         self.gradient_in = _Channel(line[index + 1], backwards) if has_next else None
 
     def flush(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait until all sends are complete."""
         for channel in (self.hidden_out, self.gradient_out):
             if channel is not None:
                 channel.flush()
 
 
-# Number of a micro-batch and hidden states from the stage before, None in the first -> the stage's output.
+# (index of a micro-batch, hidden states from the stage before, None in the first) -> the stage's output.
 Compute = Callable[[int, "Tensor | None"], Tensor]
 
 
@@ -75,11 +76,11 @@ def run_forward(
     compute: Compute,
     take: Callable[[int, Tensor], object],
 ) -> None:
-    """All micro-batches through this stage, without gradients.
+    """Run all micro-batches through this stage, without gradients.
 
     Args:
-        shapes: of each micro-batch's hidden states.
-        take: what is done with the last stage's outputs.
+        shapes: shape of each micro-batch's hidden states.
+        take: called in the last stage with each output.
     """
     for index, shape in enumerate(shapes):
         hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape, device)
@@ -98,11 +99,11 @@ def run_backward(
     compute: Compute,
     loss_of: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """All micro-batches forwards and backwards; gradients add up in the parameters.
+    """Run all micro-batches forwards and backwards; gradients add up in the parameters.
 
     Args:
-        shapes: of each micro-batch's hidden states.
-        loss_of: the last stage's output -> a scalar.
+        shapes: shape of each micro-batch's hidden states.
+        loss_of: computes a scalar loss from the last stage's output.
     """
     held: dict[int, tuple[Tensor | None, Tensor]] = {}
 
@@ -119,7 +120,7 @@ def run_backward(
     def go_backward(index: int) -> None:
         hidden, output = held.pop(index)
         gradient = neighbours.gradient_in and neighbours.gradient_in.receive(shapes[index], device)
-        if output.requires_grad:  # not where a first stage has nothing to train
+        if output.requires_grad:  # false in a first stage without trainable parameters
             output.backward(gradient)
         if neighbours.gradient_out is not None:
             assert hidden is not None

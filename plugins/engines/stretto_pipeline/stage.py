@@ -1,7 +1,7 @@
-"""One stage of a model: the Hugging Face model itself, without what the other stages hold.
+"""One stage of a model: the Hugging Face model itself, without the modules of the other stages.
 
-Layers of other stages become stand-ins that hand on what they are given, so every module keeps its name, and
-each layer its number, by which the model chooses its mask.
+Layers of other stages are replaced by placeholders that return their input, so every module keeps its name
+and each layer its number, by which the model chooses its mask.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class _Elsewhere(nn.Module):
     """A layer that another stage holds."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """As it came."""
+        """Return the input unchanged."""
         return hidden_states
 
 
 class Stage:
-    """What stage `index` of `count` computes, and holds.
+    """Stage `index` of `count`: the modules that it holds and computes.
 
     Args:
-        model: whole; it is cut in place.
+        model: the whole model; the other stages' modules are removed from it in place.
 
     Raises:
-        EngineError: if it has fewer layers than stages, or computes anything outside of embedding, layers,
-            norm and head.
+        EngineError: if the model has fewer layers than stages, or computes anything outside of embedding,
+            layers, norm and head.
     """
 
     def __init__(self, model: PreTrainedModel, index: int, count: int) -> None:
@@ -45,13 +45,13 @@ class Stage:
         missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(self._base, name)]
         if missing:
             raise EngineError(
-                f"pipeline does not know how to cut {type(model).__name__}: it has no {', '.join(missing)}"
+                f"pipeline does not know how to split {type(model).__name__}: it has no {', '.join(missing)}"
             )
         self._model: Any = model
         self.hidden_size: int = model.config.get_text_config().hidden_size
         tied = _tied(model)
         self.tied = tied if self.is_first or self.is_last else None
-        """The weight that first and last stage both have, in either."""
+        """The tied weight in the first and the last stage, which both hold it; None in other stages."""
         layers = len(self._base.layers)
         if layers < count:
             raise EngineError(f"training.stages is {count}; it must be at most the model's layers, {layers}")
@@ -77,11 +77,12 @@ class Stage:
             base.embed_tokens = nn.Identity()
 
     def shape(self, arguments: dict[str, Any]) -> tuple[int, ...]:
-        """Shape of the hidden states of a micro-batch."""
+        """Return the shape of the hidden states of a micro-batch."""
         return (*arguments["input_ids"].shape, self.hidden_size)
 
     def compute(self, arguments: dict[str, Any], hidden: Tensor | None) -> Tensor:
-        """Hidden states for the next stage, or the output of the head; `hidden` comes from the one before."""
+        """Return the hidden states for the next stage, or the head's output in the last stage; `hidden` comes
+        from the stage before."""
         own = dict(arguments)
         if hidden is not None:
             del own["input_ids"]
@@ -99,7 +100,8 @@ def _tied(model: PreTrainedModel) -> nn.Parameter | None:
 
 @torch.no_grad()
 def _check_nothing_else(model: Any) -> None:
-    """With no layer and no norm, what goes in must come out: else each stage would do it once more."""
+    """Check that without layers and norm the model returns its embeddings unchanged. Otherwise every stage
+    would repeat the additional computation."""
     base = model.base_model
     ids = torch.arange(4, device=model.device)[None]
     embedded = base.embed_tokens(ids)
@@ -107,9 +109,11 @@ def _check_nothing_else(model: Any) -> None:
         try:
             passed = base(**arguments, use_cache=False).last_hidden_state
         except (AttributeError, TypeError, ValueError) as error:
-            raise EngineError(f"pipeline does not know how to cut {type(model).__name__}: {error}") from error
+            raise EngineError(
+                f"pipeline does not know how to split {type(model).__name__}: {error}"
+            ) from error
         if not torch.equal(passed, embedded):
             raise EngineError(
-                f"pipeline does not know how to cut {type(model).__name__}: it computes something "
+                f"pipeline does not know how to split {type(model).__name__}: it computes something "
                 "between its embedding, layers and norm"
             )

@@ -1,9 +1,9 @@
-"""What an SGLang server's checksums say of the weights that it was given.
+"""Compare an SGLang server's checksums with the weights that it was told to load.
 
-SGLang tells a checksum of each tensor that it holds, under names of its own: query, key and value of a layer
-are one tensor there, so are gate and up, and a vocabulary is padded to a multiple of 64. On CPU the checksum
-is the beginning of the SHA-256 of the tensor's bytes, so it can be worked out from the files. Elsewhere it is
-not known how it is made, but it changes if and only if the tensor does.
+SGLang returns a checksum of each tensor that it holds, under its own names: query, key and value of a layer
+are one tensor there, as are gate and up, and a vocabulary is padded to a multiple of 64. On CPU the checksum
+is the beginning of the SHA-256 of the tensor's bytes, so it can be computed from the files. On other devices
+its definition is not known, but it changes if and only if the tensor does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Checksums:
     """The checksums of one server.
 
     Args:
-        dtype: of its weights. Files in another say only which tensors must be as they were.
-        exact: whether checksums can be worked out: on CPU, with the whole model in one process.
+        dtype: dtype of the server's weights. Files in another dtype show only which tensors are unchanged.
+        exact: whether checksums can be computed from files: on CPU, with the whole model in one process.
     """
 
     def __init__(self, dtype: str, *, exact: bool) -> None:
@@ -37,41 +37,43 @@ class Checksums:
         self._published: Mapping[str, str] = {}
 
     def begin(self, found: Mapping[str, str]) -> None:
-        """A fresh server, with weights of which nothing is known."""
+        """Start with a new server, whose weights are not known."""
         self._found, self._published = found, {}
 
     def hashes(self, published: Mapping[str, str], folder: Path, found: Mapping[str, str]) -> dict[str, str]:
-        """The published hashes, but for tensors of which the server's checksums show that it holds another:
-        these get a hash that says so.
+        """Return the published hashes; a tensor that the server's checksums show to be different gets a hash
+        that says so.
 
         Args:
-            published: tensor name -> SHA-256, of the version in `folder`, which the server was told to load.
-            found: its checksums now, by its own names.
+            published: tensor name -> SHA-256, for the version in `folder`, which the server was told to load.
+            found: the server's checksums now, by its own names.
         """
         hashes = dict(published)
         tensors = places_in(folder)
         for name, checksum in found.items():
             parts = [part for part in _parts(name) if part in tensors]
-            if parts and not self._right(name, checksum, [tensors[part] for part in parts], published):
+            if parts and not self._matches(name, checksum, [tensors[part] for part in parts], published):
                 hashes |= dict.fromkeys(parts, f"server: {checksum}")
         self._found, self._published = found, published
         return hashes
 
-    def _right(self, name: str, checksum: str, places: Sequence[Place], published: Mapping[str, str]) -> bool:
-        """Whether a checksum can be that of a tensor made of these, in order."""
-        alike = all(place.dtype == self._dtype for place in places)
-        if self._exact and alike:
+    def _matches(
+        self, name: str, checksum: str, places: Sequence[Place], published: Mapping[str, str]
+    ) -> bool:
+        """Whether a checksum can belong to a tensor made of these tensors, in order."""
+        same_dtype = all(place.dtype == self._dtype for place in places)
+        if self._exact and same_dtype:
             return checksum in _expected(places)
         if not self._published:
             return True
         same = all(self._published.get(place.name) == published.get(place.name) for place in places)
         unchanged = checksum == self._found.get(name)
-        # In a type of fewer bits a tensor may be what it was although the published one is not.
-        return unchanged if same else not (unchanged and alike)
+        # In a dtype with fewer bits a tensor may be unchanged although the published one has changed.
+        return unchanged if same else not (unchanged and same_dtype)
 
 
 def _parts(name: str) -> list[str]:
-    """Tensors of a checkpoint that make a tensor of the server, in order."""
+    """Return the names of a checkpoint's tensors that make up a tensor of the server, in order."""
     for fused, parts in _FUSED.items():
         if f".{fused}." in name:
             return [name.replace(fused, part) for part in parts]
@@ -79,7 +81,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _expected(places: Sequence[Place]) -> tuple[str, str]:
-    """What the checksum of a tensor made of these may be: as it is, or padded."""
+    """Return the two possible checksums of a tensor made of these: unpadded and padded."""
     whole = hashlib.sha256()
     for place in places:
         whole.update(place.read())

@@ -1,4 +1,4 @@
-"""What a text states as its result: of an expected answer, and of a completion that reasons first."""
+"""Find the result that a text states, for an expected answer and for a completion that reasons first."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _ENVIRONMENT = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\((.+?)\\
 
 
 def read_gold(text: str) -> Gold:
-    """The expected answer of a row: bare, in `$…$`, in `\\boxed{}`, after `####`, or at a solution's end.
+    """Read a row's expected answer: bare, in `$…$`, in `\\boxed{}`, after `####`, or at a solution's end.
 
     Raises:
-        Unreadable: if it states nothing.
+        Unreadable: if the text states no result.
     """
     text = text.strip()
     if "####" in text:
@@ -64,7 +64,7 @@ def read_gold(text: str) -> Gold:
 
 
 def _bare(text: str) -> str:
-    """Without the signs of mathematics around all of it."""
+    """Remove math delimiters around the whole text."""
     text = text.strip()
     match = _ENVIRONMENT.fullmatch(text)
     if match and not (match[3] or match[4] or "").count("\\)"):
@@ -73,7 +73,7 @@ def _bare(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text without fonts, bold stars and signs of mathematics."""
+    """Remove font commands, bold stars and math delimiters."""
     text = _FONT.sub(r" \1 ", text).replace("**", " ").replace("$", " ").replace("\\ ", " ")
     return re.sub(r"\s+", " ", text).strip(" .:;,\t\n*")
 
@@ -84,7 +84,7 @@ def _normal(text: str) -> str:
 
 
 def _choices(plain: str) -> frozenset[str]:
-    """The letters that a text names, if it names letters first: `(B)`, `B. 12`, `A and C`."""
+    """Return the choice letters at the beginning of a text: `(B)`, `B. 12`, `A and C`."""
     match = _CHOICES.match(plain)
     if match is None:
         return frozenset()
@@ -103,7 +103,7 @@ class _Statement:
     end: int
     content: str
     final: bool
-    """Whether nothing before it counts, be it readable or not: a box."""
+    """Whether earlier statements are ignored even if this one is unreadable; true for a box."""
 
 
 def is_right(gold: Gold, completion: str) -> bool:
@@ -116,7 +116,7 @@ def is_right(gold: Gold, completion: str) -> bool:
 
 
 def _statements(completion: str) -> Iterator[_Statement]:
-    """Boxes, and what follows `####` or "the answer is", the last one first."""
+    """Yield the boxes and the texts after `####` or "the answer is", the last one first."""
     boxes = _joined(_boxes(completion), completion)
     announced = [
         statement
@@ -127,7 +127,7 @@ def _statements(completion: str) -> Iterator[_Statement]:
 
 
 def _boxes(text: str) -> list[_Statement]:
-    """Each `\\boxed{…}` that is closed and not empty; of nested ones the inner."""
+    """Return each `\\boxed{…}` that is closed and not empty; the inner one of nested boxes."""
     found: list[_Statement] = []
     for match in _BOX.finditer(text):
         end, depth = -1, 1
@@ -147,7 +147,7 @@ _BETWEEN = re.compile(r"[\s$,;]*(?:\\text\s*\{\s*)?(?:and|or)?[\s},;$]*")
 
 
 def _joined(boxes: list[_Statement], text: str) -> list[_Statement]:
-    """`\\boxed{1}` and `\\boxed{2}` side by side are one list."""
+    """Join adjacent boxes into one list: `\\boxed{1}` and `\\boxed{2}`."""
     joined: list[_Statement] = []
     for box in boxes:
         between = text[joined[-1].end : box.start] if joined else "."
@@ -164,7 +164,7 @@ _ANNOUNCED = re.compile(
 
 
 def _announced(completion: str) -> Iterator[_Statement]:
-    """The rest of the line after "the answer is" and its like."""
+    """Yield the rest of the line after "the answer is" and similar phrases."""
     for match in _ANNOUNCED.finditer(completion):
         end = completion.find("\n", match.end())
         end = len(completion) if end < 0 else end
@@ -172,7 +172,7 @@ def _announced(completion: str) -> Iterator[_Statement]:
 
 
 def _verdict(gold: Gold, statement: _Statement) -> bool | None:
-    """Whether a statement is right; None if it states nothing of the expected kind and does not count."""
+    """Whether a statement is right; None if it has no result of the expected kind and is ignored."""
     content = statement.content
     if not statement.final:
         filler = _FILLER.match(content)
@@ -208,15 +208,15 @@ def _chosen(gold: Choices, content: str, *, final: bool) -> bool | None:
 
 
 def _worded(gold: Words, content: str, *, final: bool) -> bool | None:
-    said = _normal(content)
-    if final or said == gold.text:
-        return said == gold.text
-    said = _normal(re.split(r"[.,;(!\n]| because | since | as ", content)[0])
-    return said == gold.text if len(said.split()) <= 4 else None
+    words = _normal(content)
+    if final or words == gold.text:
+        return words == gold.text
+    words = _normal(re.split(r"[.,;(!\n]| because | since | as ", content)[0])
+    return words == gold.text if len(words.split()) <= 4 else None
 
 
 def _readings(content: str) -> Iterator[str]:
-    """What may be meant by the rest of a line: its first formula, its first sentence, its first number."""
+    """Yield the candidate results in the rest of a line: its first formula, first sentence, first number."""
     if match := _ENVIRONMENT.match(content):
         formulas = [match]
         while following := _ENVIRONMENT.search(content, formulas[-1].end()):
@@ -231,7 +231,7 @@ def _readings(content: str) -> Iterator[str]:
 
 
 _TAIL = 2000
-"""Characters at the end of a completion in which a result counts that is not announced."""
+"""Number of characters at the end of a completion that are searched for an unannounced result."""
 _LETTER_AT_LAST = re.compile(r"\b(?:option|choice)\s+\(?([A-J])\b|(?<!not )\(([A-J])\)|\*\*\(?([A-J])\)?\*\*")
 _YES_OR_NO = re.compile(
     r"(?:^|[.!?:\n]|\b(?:so|thus|hence|therefore),?)\s*\**(yes|no|true|false)\b", re.IGNORECASE
@@ -239,7 +239,7 @@ _YES_OR_NO = re.compile(
 
 
 def _unannounced(gold: Gold, tail: str) -> bool:
-    """Whether the last formula or number is right; of letters and words, the last line."""
+    """Whether the last formula or number is right; for letters and words, whether the last line is."""
     last_line = tail.rstrip().rpartition("\n")[2]
     if isinstance(gold, Choices):
         letters = _choices(_plain(last_line))
@@ -249,8 +249,8 @@ def _unannounced(gold: Gold, tail: str) -> bool:
     if isinstance(gold, Words):
         if _normal(last_line) == gold.text:
             return True
-        said = [match[1].lower() for match in _YES_OR_NO.finditer(tail)]
-        return gold.text in ("yes", "no", "true", "false") and said[-1:] == [gold.text]
+        words = [match[1].lower() for match in _YES_OR_NO.finditer(tail)]
+        return gold.text in ("yes", "no", "true", "false") and words[-1:] == [gold.text]
     numbers = list(_NUMBER.finditer(tail))
     number = numbers[-1] if numbers else None
     formulas = list(_ENVIRONMENT.finditer(tail))
@@ -258,7 +258,7 @@ def _unannounced(gold: Gold, tail: str) -> bool:
         try:
             return equal(gold, read(_bare(formulas[-1][0])))
         except Unreadable:
-            pass  # two signs of dollars with words between them
+            pass  # two dollar signs with words between them
     for text in (tail, number[0] if number else ""):
         try:
             return equal(gold, read(text))

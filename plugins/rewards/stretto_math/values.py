@@ -1,7 +1,8 @@
-"""Mathematical values as they are written in answers: what they mean, and when two of them are equal.
+"""Read mathematical values as they are written in answers, and decide whether two of them are equal.
 
-The outer structure (lists, tuples, intervals, sets, matrices, equations) is read here, and its parts are
-compared one by one; plain numbers are exact fractions. Only what is left goes to math-verify and SymPy.
+This module reads the outer structure (lists, tuples, intervals, sets, matrices, equations) and compares its
+parts one by one; plain numbers are exact fractions. Only the remaining expressions go to math-verify and
+SymPy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Number:
-    """A number written out: its exact value, and how many decimal places it was written with, if any."""
+    """A number written out: its exact value, and its number of decimal places if it is a decimal."""
 
     value: Fraction
     places: int | None = None
@@ -30,24 +31,24 @@ class Number:
 
 @dataclass(frozen=True)
 class Expression:
-    """Whatever SymPy has to understand."""
+    """An expression for SymPy."""
 
     latex: str
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number or an expression with what stands around it."""
+    """A number or an expression with its percent sign and unit."""
 
     value: Number | Expression
     percent: bool = False
     unit: str = ""
-    """In its canonical form; empty if there is none or it is not a known one."""
+    """The unit in its canonical form; empty if there is none or it is not known."""
 
 
 @dataclass(frozen=True)
 class Based:
-    """An integer in a base that is written as its index."""
+    """An integer with its base written as an index."""
 
     digits: str
     base: str
@@ -69,7 +70,7 @@ class Items:
     items: tuple[Value, ...]
     closing: str
     name: str = ""
-    """Of an interval that was written as an inequality: the variable."""
+    """The variable of an interval that was written as an inequality; else empty."""
 
     @property
     def ordered(self) -> bool:
@@ -128,10 +129,10 @@ _UNWANTED_WORD = re.compile(r"(?<![\\a-zA-Z{])(?!begin|end|[pbvV]matrix)[a-zA-Z]
 
 
 def read(text: str) -> Value:
-    """The value that a text states.
+    """Read the value that a text states.
 
     Raises:
-        Unreadable: if it is not mathematics.
+        Unreadable: if the text is not mathematics.
     """
     try:
         return _read(_clean(text))
@@ -140,7 +141,7 @@ def read(text: str) -> Value:
 
 
 def _clean(text: str) -> str:
-    """One notation for what has many; without what only changes how it looks."""
+    """Rewrite different notations of the same thing to one, and remove formatting."""
     for old, new in _REPLACED.items():
         text = text.replace(old, new)
     for pattern, new in _CLEANED:
@@ -174,7 +175,7 @@ def _list(text: str) -> Value | None:
 
 
 def _items(opening: str, values: list[Value], closing: str) -> Items:
-    """A bare list within a bare list is part of it."""
+    """Make `Items`; a bare list within a bare list is merged into it."""
     flat: list[Value] = []
     for value in values:
         bare = isinstance(value, Items) and value.opening == opening and opening in (",", "|")
@@ -297,7 +298,7 @@ _CURRENCY = "$€£¥¢"
 
 
 def _written_out(text: str) -> Quantity | None:
-    """A number in digits, with its unit."""
+    """Read a number in digits, with its unit."""
     text, unit, percent = _without_unit(text)
     number = _number(text)
     return None if number is None else Quantity(number, percent, unit)
@@ -309,7 +310,7 @@ _SYMBOL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
 
 def _quantity(text: str) -> Quantity:
-    """A number or expression, without its unit, percent sign, degrees and currency."""
+    """Read a number or expression, after removing unit, percent sign, degrees and currency."""
     text, unit, percent = _without_unit(text)
     if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
         text = re.sub(r"\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?[CF](?![a-zA-Z]))?", "", text).strip()
@@ -324,7 +325,7 @@ def _quantity(text: str) -> Quantity:
 
 
 def _without_unit(text: str) -> tuple[str, str, bool]:
-    """A text, the unit that it had, and whether that was percent."""
+    """Return the text without its unit, the unit, and whether it was percent."""
     unit = ""
     if text.endswith("%"):
         return text[:-1].strip(), "", True
@@ -346,7 +347,7 @@ def _without_unit(text: str) -> tuple[str, str, bool]:
 
 
 def _unit(name: str) -> str:
-    """A known unit's canonical form, else empty."""
+    """Return a known unit's canonical form, else an empty text."""
     name = name.strip().rstrip(".")
     if name.lower() in ("percent", "pct", "percentage"):
         return "%"
@@ -370,7 +371,7 @@ _FRACTION = re.compile(
 
 
 def _number(text: str) -> Number | None:
-    """A number that is written out: integer, decimal, fraction or mixed fraction."""
+    """Read a number that is written out: integer, decimal, fraction or mixed fraction."""
     if len(text) > _MAX_DIGITS:
         return None
     if match := _DECIMAL.match(text):
@@ -391,7 +392,7 @@ def _number(text: str) -> Number | None:
     return None
 
 
-# Numbers first: the separator of thousands is a comma.
+# Numbers first, because the thousands separator is a comma.
 _READERS: tuple[Callable[[str], Value | None], ...] = (
     _written_out, _matrix, _list, _union, _membership, _bracketed, _equation, _inequality, _plus_minus,
     _ratio, _based,
@@ -403,8 +404,8 @@ _READERS: tuple[Callable[[str], Value | None], ...] = (
 def equal(gold: Value, found: Value) -> bool:
     """Whether an answer's value is the expected one.
 
-    `x = 5` equals `5`, and a bare list of numbers equals a set of them in any order or a tuple in the same
-    order. Brackets of intervals, names that both sides give, and units that both sides give have to agree.
+    `x = 5` equals `5`. A bare list of numbers equals a set of the same numbers in any order, or a tuple in
+    the same order. Brackets of intervals must agree, as must names and units that both sides have.
     """
     if isinstance(gold, Named) and isinstance(found, Named):
         return gold.name == found.name and equal(gold.value, found.value)
@@ -457,7 +458,7 @@ def _equal_items(gold: Items, found: Items) -> bool:
 
 
 def _equal_based(gold: Value, found: Value) -> bool:
-    """The base may be left out; the digits may not be others."""
+    """Whether the digits agree; one side may omit the base."""
     if isinstance(gold, Based) and isinstance(found, Based):
         return gold == found
     based, other = (gold, found) if isinstance(gold, Based) else (found, gold)
@@ -496,7 +497,7 @@ def _equal_values(gold: Number | Expression, found: Number | Expression) -> bool
 
 
 _SIGNIFICANT = 6
-"""Digits that a decimal needs to stand for a number that it only rounds."""
+"""Number of significant digits that a decimal needs to count as equal to a number that it rounds."""
 
 
 def _is_rounded(short: Number, long: Number) -> bool:
@@ -518,7 +519,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _equal_constants(gold: Number | Expression, found: Number | Expression) -> bool:
-    """By their first 30 digits. A decimal may round the other one."""
+    """Compare two constants, computed to 30 digits. A decimal may round the other one."""
     first, second = (complex_value(value) for value in (gold, found))
     if any(isinstance(value, Number) for value in (gold, found)):
         written, computed = (gold, second) if isinstance(gold, Number) else (found, first)
@@ -530,7 +531,7 @@ def _equal_constants(gold: Number | Expression, found: Number | Expression) -> b
 
 
 def complex_value(value: Number | Expression) -> tuple[Fraction, Fraction]:
-    """Real and imaginary part to 30 digits."""
+    """Return real and imaginary part to 30 digits."""
     if isinstance(value, Number):
         return value.value, Fraction(0)
     real, imaginary = expression_value(value).evalf(30, maxn=100).as_real_imag()
@@ -538,7 +539,7 @@ def complex_value(value: Number | Expression) -> tuple[Fraction, Fraction]:
 
 
 def expression_value(value: Number | Expression) -> Any:
-    """As SymPy has it.
+    """Return the value as a SymPy expression.
 
     Raises:
         Unreadable: if it is not mathematics.
@@ -570,7 +571,7 @@ _CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 
 def _depths(text: str) -> Iterator[tuple[int, int]]:
-    """(position, depth after it) of each character. Brackets of all kinds count as one kind: `[0, 1)`."""
+    """Yield (position, depth after it) for each character. All brackets count as one kind: `[0, 1)`."""
     depth = 0
     for position, character in enumerate(text):
         if character in "([{":
@@ -581,7 +582,7 @@ def _depths(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _matching(text: str, start: int) -> int:
-    """Where the bracket at `start` closes; -1 if it does not."""
+    """Return the position of the bracket that closes the one at `start`; -1 if none does."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] in "([{":
@@ -594,7 +595,7 @@ def _matching(text: str, start: int) -> int:
 
 
 def _split(text: str, separator: re.Pattern[str], *, keep: bool = False) -> list[str]:
-    """Parts between separators outside of brackets and environments; with `keep` the separators too."""
+    """Split at separators outside of brackets and environments; with `keep` return the separators too."""
     if not separator.search(text):
         return [text]
     outside = [depth == 0 for _, depth in _depths(text)]

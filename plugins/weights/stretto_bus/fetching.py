@@ -1,4 +1,4 @@
-"""The subscriber's end: a version is fetched into a folder, several pieces at a time."""
+"""The subscriber's end: fetches a version into a folder, several pieces at a time."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["BusSubscriber"]
 A = TypeVar("A")
 
 _ENVELOPE = 64
-"""Bytes of a `TensorPiece` beside its data, at most."""
+"""Largest number of bytes of a `TensorPiece` besides its data."""
 _TRIES = 3
-"""How often a piece may arrive damaged."""
+"""Number of attempts to fetch a piece that arrives damaged."""
 
 
 class BusSubscriber:
     """Fetches versions into folders below `root`, which it owns.
 
     Args:
-        piece: bytes to ask for at once, no more than the wire's limit.
-        in_flight: pieces to ask for before the first has come.
-        deadline_s: of a piece.
+        piece: bytes to request at once, no more than the wire's limit.
+        in_flight: number of pieces to request at once.
+        deadline_s: seconds to wait for a piece.
     """
 
     def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
@@ -45,17 +45,17 @@ class BusSubscriber:
         self._piece = piece - _ENVELOPE
         self._in_flight = in_flight
         self._fetch: _Fetch | None = None
-        """Under way, or given up half done: the next attempt at the same version goes on with it."""
+        """The fetch in progress, or an interrupted one: the next attempt at the same version continues it."""
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Fetch what is missing of a version, and compare every tensor's hash with the announcement."""
+        """Fetch the missing pieces of a version, and compare every tensor's hash with the announcement."""
         if self._fetch is None or self._fetch.note != note:
             self._drop()
-            self._fetch = await self._begun(note)
+            self._fetch = await self._begin(note)
         fetch = self._fetch
         await fetch.run(self._in_flight)
         self._fetch = None
-        # Hashing releases the interpreter lock: the engine beside goes on meanwhile.
+        # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
         opened = partial(open_version, note, fetch.folder, temporary=True)
         try:
             return await anyio.to_thread.run_sync(opened)
@@ -64,11 +64,11 @@ class BusSubscriber:
             raise
 
     def close(self) -> None:
-        """Remove what was not handed out."""
+        """Remove the folders that have not been handed out."""
         self._drop()
         shutil.rmtree(self._root, ignore_errors=True)
 
-    async def _begun(self, note: WeightsNote) -> _Fetch:
+    async def _begin(self, note: WeightsNote) -> _Fetch:
         outline = await self._source.ask(note, AskOutline(note.version), Outline)
         folder = self._root / f"v{note.version:08d}"
         return _Fetch(self._source, note, folder, lay_out(outline, note, folder), self._piece)
@@ -80,17 +80,17 @@ class BusSubscriber:
 
 
 class _TensorSource:
-    """Asks publishers."""
+    """Sends questions to publishers."""
 
     def __init__(self, wire: Wire, deadline_s: float) -> None:
         self._wire = wire
         self._deadline_s = deadline_s
 
     async def ask(self, note: WeightsNote, question: Question, answer: type[A]) -> A:
-        """Put a question to the one that published a version.
+        """Ask the publisher of a version a question.
 
         Raises:
-            WeightsError: if there is no answer, or another one than expected.
+            WeightsError: if there is no answer, or an unexpected one.
         """
         try:
             data = await self._wire.ask(
@@ -103,10 +103,10 @@ class _TensorSource:
 
 
 class _Fetch:
-    """One version on its way.
+    """The fetch of one version.
 
     Args:
-        sizes: its files, in the order of the manifest, and the bytes of each.
+        sizes: the version's files, in the order of the manifest, with the size of each in bytes.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class _Fetch:
         )
 
     async def run(self, in_flight: int) -> None:
-        """Fetch what is missing.
+        """Fetch the missing pieces.
 
         Raises:
-            WeightsError: if a piece cannot be had; those that have come are kept.
+            WeightsError: if a piece cannot be fetched; those that have arrived are kept.
         """
         with one_error():
             async with anyio.create_task_group() as tasks:
@@ -134,7 +134,7 @@ class _Fetch:
                     tasks.start_soon(self._fetch_pieces)
 
     def drop(self) -> None:
-        """Remove what has come."""
+        """Remove the pieces that have arrived."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _fetch_pieces(self) -> None:
@@ -161,8 +161,8 @@ class _Fetch:
                 return piece.data
         file = self._files[asked.file].name
         raise WeightsError(
-            f"version {self.note.version} from {self.note.address}: a piece of {file} came damaged {_TRIES} "
-            f"times; {len(self._missing) + 1} pieces or more are missing",
+            f"version {self.note.version} from {self.note.address}: a piece of {file} arrived damaged"
+            f" {_TRIES} times; at least {len(self._missing) + 1} pieces are missing",
             version=self.note.version,
         )
 

@@ -1,4 +1,4 @@
-"""What the two ends ask and answer, in msgpack, and how a piece of a file is checked."""
+"""The questions and answers of the two ends, in msgpack, and the checksum of a piece of a file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["AskOutline", "AskPiece", "Question", "TensorPiece", "checksum"]
 
 
 class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
-    """What does a version consist of? Answered by a `stretto.models.version_files.Outline`."""
+    """Ask which files a version has. The answer is a `stretto.models.version_files.Outline`."""
 
     version: int
 
 
 class AskPiece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """Bytes of one of its files. Answered by a `TensorPiece`."""
+    """Ask for a piece of one of a version's files. The answer is a `TensorPiece`."""
 
     version: int
     file: int
@@ -29,13 +29,13 @@ Question = AskOutline | AskPiece
 
 
 class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes, and what they add up to."""
+    """The bytes of a piece, and their checksum."""
 
     checksum: int
     data: memoryview
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """CRC-32: tells a damaged piece at once, so that it alone is asked for again. That the tensors are the
-    announced ones is seen by their SHA-256."""
+    """Return the CRC-32. It shows a damaged piece at once, so that only this piece is requested again. The
+    tensors' SHA-256 shows whether they are the announced ones."""
     return zlib.crc32(data)

@@ -1,4 +1,4 @@
-"""The publisher's end: versions in a folder, and answers to questions about them."""
+"""The publisher's end: keeps versions in a folder, and answers questions about them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _decode = msgspec.msgpack.Decoder[Question](Question).decode
 
 
 class BusPublisher:
-    """Publishes from the compute thread; answers on the event loop meanwhile."""
+    """Publishes from the compute thread, and meanwhile answers questions on the event loop."""
 
     def __init__(self, versions: VersionFolders, wire: Wire) -> None:
         self._versions = versions
@@ -35,7 +35,7 @@ class BusPublisher:
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
-        """Write a version where the answers are taken from; subscribers find it by this end's address."""
+        """Write a version into the folder; subscribers find it by this publisher's address in the note."""
         note = self._versions.write(version, tensors, needed)
         return msgspec.structs.replace(note, address=self._address)
 
@@ -56,8 +56,8 @@ class BusPublisher:
             return msgspec.msgpack.encode(stored.outline)
         try:
             data = _read(stored.files[question.file], question)
-        except OSError as error:  # it has just been removed
-            reason = f"version {question.version} is not here any more: {error}"
+        except OSError as error:  # the file has just been removed
+            reason = f"version {question.version} has been removed: {error}"
             raise WeightsError(reason, version=question.version) from error
         return msgspec.msgpack.encode(TensorPiece(checksum(data), memoryview(data)))
 

@@ -1,4 +1,4 @@
-"""(torch) How two processes form a group: they meet in a store at the sender's, and then speak gloo."""
+"""(torch) Form a group of two processes: they meet through a store in the sender, and then use gloo."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["AskOutline", "HashStore", "Put", "Question", "Send", "Store", "Take"
 
 
 class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
-    """What does a version consist of? Answered by a `stretto.models.version_files.Outline`."""
+    """Ask which files a version has. The answer is a `stretto.models.version_files.Outline`."""
 
     version: int
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """Keep a value in the store of a transfer. Answered by nothing."""
+    """Put a value into the store of a transfer. The answer is empty."""
 
     transfer: str
     key: str
@@ -31,14 +31,15 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
 
 
 class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
-    """A value of the store of a transfer. Answered by it, once it is there."""
+    """Ask for a value of the store of a transfer. The answer is the value, as soon as it exists."""
 
     transfer: str
     key: str
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Meet the asker, and send it the files of a version. Answered by nothing, when all are sent."""
+    """Ask the publisher to meet and to send the files of a version. The answer is empty, and comes when all
+    files have been sent."""
 
     transfer: str
     version: int
@@ -48,10 +49,10 @@ Question = AskOutline | Put | Take | Send
 
 
 def joined(store: Store, rank: int, interface: str, deadline_s: float) -> Any:
-    """This end of a group of two: 0 sends, 1 receives. Both listen on one interface only.
+    """Return this end of a group of two: rank 0 sends, rank 1 receives. Both listen on one interface only.
 
     Raises:
-        RuntimeError: if the other end does not come, or there is no such interface.
+        RuntimeError: if the other end does not come in time, or the interface does not exist.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -61,7 +62,7 @@ def joined(store: Store, rank: int, interface: str, deadline_s: float) -> Any:
 
 
 def buckets(files: Iterable[tuple[Path, int]], limit: int, *, write: bool) -> Iterator[Tensor]:
-    """The bytes of files, each with its size, in tensors of at most `limit` bytes; mapped, and so written to
-    the files where `write` is true."""
+    """Yield the bytes of files, given with their sizes, as tensors of at most `limit` bytes. The tensors are
+    memory-mapped, so with `write` changes are written to the files."""
     for path, size in files:
         yield from torch.from_file(str(path), shared=write, size=size, dtype=torch.uint8).split(limit)

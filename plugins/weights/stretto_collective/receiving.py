@@ -1,4 +1,4 @@
-"""(torch) The subscriber's end: a version is received into the files of a folder."""
+"""(torch) The subscriber's end: receives a version into the files of a folder."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ class CollectiveSubscriber:
         self._config = config
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Have a version sent, and compare every tensor's hash with the announcement."""
+        """Ask for a version, receive it, and compare every tensor's hash with the announcement."""
         config, folder = self._config, self._root / f"v{note.version:08d}"
         asked = AskOutline(note.version)
         outline = msgspec.msgpack.decode(await self._ask(note, asked, config.deadline_s), type=Outline)
         try:
             await self._transfer(note, lay_out(outline, note, folder))
-            # Hashing releases the interpreter lock: the engine beside goes on meanwhile.
+            # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
             return await anyio.to_thread.run_sync(partial(open_version, note, folder, temporary=True))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
     def close(self) -> None:
-        """Remove what was not handed out."""
+        """Remove the folders that have not been handed out."""
         shutil.rmtree(self._root, ignore_errors=True)
 
     async def _transfer(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
-        """Ask to be sent the files, and receive them at the same time."""
+        """Ask the publisher to send the files, and receive them at the same time."""
         transfer, deadline_s = secrets.token_hex(8), self._config.deadline_s
         number = sum(-(-size // (self._config.bucket_mb * 2**20)) for size in files.values())
         store = _Meeting(self._wire, note.address, transfer, deadline_s)
@@ -76,12 +76,12 @@ class CollectiveSubscriber:
         try:
             return await self._wire.ask(note.address, data, deadline_s=deadline_s)
         except BusError as error:
-            reason = f"version {note.version} cannot be had: {error}"
+            reason = f"version {note.version} cannot be received: {error}"
             raise WeightsError(reason, version=note.version) from error
 
 
 class _Meeting(Store):
-    """The store of a transfer, which lies at the sender's; called by torch in the thread that receives."""
+    """The store of a transfer, which the sender holds; torch calls it in the receiving thread."""
 
     def __init__(self, wire: Wire, address: str, transfer: str, deadline_s: float) -> None:
         super().__init__()
@@ -92,15 +92,15 @@ class _Meeting(Store):
         self._loop = asyncio.get_running_loop()
 
     def set(self, key: str, value: Any) -> None:
-        """Tell the sender."""
+        """Put a value into the sender's store."""
         self._ask(Put(self._transfer, key, bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """Wait for the sender's word."""
+        """Wait for a value of the sender's store."""
         return self._ask(Take(self._transfer, key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for the sender's words."""
+        """Wait until the sender's store has all keys."""
         for key in keys:
             self.get(key)
 

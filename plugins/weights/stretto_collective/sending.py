@@ -1,4 +1,4 @@
-"""(torch) The publisher's end: versions in a folder, sent to whoever asks, each in a thread of its own."""
+"""(torch) The publisher's end: keeps versions in a folder and sends them, each transfer in its own thread."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = ["CollectivePublisher"]
 
 _decode = msgspec.msgpack.Decoder[Question](Question).decode
 _REMEMBERED = 64
-"""Transfers whose stores are kept."""
+"""Number of transfers whose stores are kept."""
 
 
 class CollectivePublisher:
-    """Publishes from the compute thread; meets subscribers and sends meanwhile."""
+    """Publishes from the compute thread, and meanwhile meets subscribers and sends to them."""
 
     def __init__(self, versions: VersionFolders, wire: Wire, config: CollectiveConfig) -> None:
         self._versions = versions
@@ -53,7 +53,7 @@ class CollectivePublisher:
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
-        """Write a version where it is sent from; subscribers find it by this end's address."""
+        """Write a version into the folder; subscribers find it by this publisher's address in the note."""
         note = self._versions.write(version, tensors, needed)
         return msgspec.structs.replace(note, address=self._address)
 
@@ -76,7 +76,7 @@ class CollectivePublisher:
             case Take(transfer, key):
                 return await anyio.to_thread.run_sync(self._store(transfer).get, key)
             case Send(transfer, version):
-                if transfer not in self._sent:  # else the answer was lost
+                if transfer not in self._sent:  # if it is, the files were sent but the answer was lost
                     await anyio.to_thread.run_sync(self._send, self._store(transfer), version)
                     self._sent.add(transfer)
                 return b""
@@ -96,5 +96,5 @@ class CollectivePublisher:
             group = joined(store, 0, config.interface, config.deadline_s)
             for bucket in buckets(files, config.bucket_mb * 2**20, write=False):
                 group.send([bucket], 1, 0).wait(timedelta(seconds=config.deadline_s))
-        except RuntimeError as error:  # torch.distributed's, and those of files that have just been removed
+        except RuntimeError as error:  # from torch.distributed, or because a file has just been removed
             raise WeightsError(f"version {version} cannot be sent: {error}", version=version) from error
