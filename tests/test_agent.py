@@ -626,7 +626,7 @@ async def test_an_agent_that_prints_nothing_is_scored_by_the_last_answer(tokeniz
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("echo oh >&2; exit 3", {}, "ended with status 3; its last words: oh"),
+        ("echo oh >&2; exit 3", {}, "ended with status 3; the end of its standard error: oh"),
         ("exit 3", {"on_error": "score"}, "got no answer of the model and ended with status 3"),
         ("true", {}, "got no answer of the model and ended with status 0"),
         ("sleep 100", {"agent_timeout_s": 0.2}, "got no answer of the model and was killed after"),
@@ -635,7 +635,7 @@ async def test_an_agent_that_prints_nothing_is_scored_by_the_last_answer(tokeniz
             {"on_timeout": "fail", "agent_timeout_s": 1},
             "took longer than agent_timeout",
         ),
-        (["/no/such/agent"], {}, "ended with status 127; its last words: .*/no/such/agent"),
+        (["/no/such/agent"], {}, "ended with status 127; the end of its standard error: .*/no/such/agent"),
     ],
 )
 async def test_a_run_that_failed_says_why(

@@ -199,7 +199,7 @@ async def test_what_goes_wrong_in_an_episode_fails_it_alone(
     rows = tasks(library)
     with pytest.raises(EpisodeError, match="the episode failed: RuntimeError: TaskError: cannot be added"):
         await play(workflow, rows[1])
-    with pytest.raises(EpisodeError, match="task 0 is not the one that the row was made of"):
+    with pytest.raises(EpisodeError, match="task 0 is not the one that the row was made from"):
         await play(workflow, {**rows[0], "verifiers": {**rows[0]["verifiers"], "key": "other"}})
     with pytest.raises(EpisodeError, match="no column 'verifiers'; use the dataset `verifiers`"):
         await play(workflow, {"prompt": "1+1="})

@@ -1,8 +1,8 @@
-"""What an SGLang server is asked, and how.
+"""The requests to an SGLang server, and how its replies are read.
 
-Streams go to /generate with token ids, and come as segments of token ids with the logprobs of
-`log_softmax(logits / temperature)`; the last names the versions that gave them. Weights are loaded from disk.
-The endpoints that unpickle (/update_weights_from_tensor) are never used.
+Streams go to /generate with token ids. The server returns segments of token ids with the logprobs of
+`log_softmax(logits / temperature)`; the last segment names the weight versions that produced the tokens. The
+server loads weights from disk. The endpoints that unpickle (/update_weights_from_tensor) are never used.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["SglangEngine"]
 _SERVE = Path(__file__).with_name("in_server") / "serve.py"
 _CALL_S = 30.0
 _LOAD_S = 300.0
-_SPARE = 16  # SGLang keeps a few tokens of the context length to itself
-_LIKELIEST = 1024  # tokens that are drawn from at most where top_p, top_k or min_p leave some out
-_GPU_SHARE = 0.85  # of the part that the worker may take: the rest is for activations and CUDA itself
+_SPARE = 16  # SGLang reserves a few tokens of the context length
+_LIKELIEST = 1024  # largest number of tokens to draw from if top_p, top_k or min_p is used
+_GPU_SHARE = 0.85  # of the worker's share of the GPU; the rest is for activations and CUDA itself
 
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -70,7 +70,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class SglangEngine(SidecarEngine):
-    """Speaks with SGLang 0.5."""
+    """An engine whose server is SGLang 0.5."""
 
     health = "/health"
 
@@ -96,13 +96,13 @@ class SglangEngine(SidecarEngine):
             "--sampling-mask-max-tokens": _LIKELIEST,
             "--log-level-http": "warning",
         }
-        # The spare tokens may go beyond what the model was made for; no sample reaches them.
+        # The spare tokens may exceed the model's own context length; no sample reaches them.
         env = {"STRETTO_SERVER_KEY": key, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         if config.gpus:
             if config.share < 1:
                 own["--mem-fraction-static"] = round(_GPU_SHARE * config.share, 3)
         else:
-            # The default attention of its CPU engine needs AMX.
+            # The default attention of SGLang's CPU engine needs AMX.
             own |= {"--device": "cpu", "--attention-backend": "torch_native"}
             own["--max-total-tokens"] = config.slots * (self._room + _SPARE)
             env["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -115,17 +115,18 @@ class SglangEngine(SidecarEngine):
         """See `SidecarEngine`."""
         if sampling.top_k > 0 and sampling.top_p < 1 and sampling.temperature > 0:
             return (
-                f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang takes top_p of the"
-                " probability of all tokens, not of what top_k leaves; give one of the two, or use another"
-                " engine"
+                f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang applies top_p to the"
+                " probability of all tokens, not to that of the top_k tokens; set only one of the two, or use"
+                " another engine"
             )
         return ""
 
     async def greet(self, server: Server) -> None:
-        """See that it takes the key, and streams segments rather than everything again at each token.
+        """Check that the server accepts the key, and streams new segments rather than the whole answer at
+        each token.
 
         Raises:
-            EngineError: naming the flag that a server which was found running lacks.
+            EngineError: if a server that stretto did not start lacks a flag; the message names the flag.
         """
         try:
             info = await server.get("/server_info", deadline_s=_CALL_S)
@@ -138,11 +139,11 @@ class SglangEngine(SidecarEngine):
             raise EngineError(f"the server at {server.url} lacks --incremental-streaming-output")
         if room is not None and room < self._room + _SPARE:
             raise EngineError(
-                f"{server.url} has a context length of {room}; inference.context_length, {self._room}, and"
-                f" {_SPARE} that SGLang keeps to itself need more"
+                f"{server.url} has a context length of {room}; it needs inference.context_length,"
+                f" {self._room}, and {_SPARE} tokens that SGLang reserves"
             )
         if dtype != self._sglang.dtype:
-            raise EngineError(f"{server.url} computes in {dtype}, inference.dtype is {self._sglang.dtype}")
+            raise EngineError(f"{server.url} computes in {dtype}; inference.dtype is {self._sglang.dtype}")
         self._checksums.begin(await self._checked(server))
 
     async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
@@ -164,18 +165,18 @@ class SglangEngine(SidecarEngine):
             yield _piece(event.output_ids, event.meta_info)
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """See `SidecarEngine`. Ids have one length, since SGLang ends all that begin with what it is
-        given."""
+        """See `SidecarEngine`. All ids have the same length, because SGLang ends every request whose id
+        begins with the given one."""
         for id in ids:
             await server.post("/abort_request", {"rid": id}, deadline_s=_CALL_S)
 
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
-        """Nothing: SGLang reads the files when it loads them."""
+        """Do nothing: SGLang reads the files when it loads them."""
 
     async def load_weights(
         self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
     ) -> Mapping[str, str]:
-        """Have the server load the folder, and compare its checksums with what the files say."""
+        """Tell the server to load the folder, and compare its checksums with the files."""
         version = update.note.version
         body = {
             "model_path": str(folder),
@@ -186,7 +187,7 @@ class SglangEngine(SidecarEngine):
         try:
             await server.post("/update_weights_from_disk", body, deadline_s=_LOAD_S)
         except ServerRefused as error:
-            if "weights iterator" in error.reason:  # before anything is loaded
+            if "weights iterator" in error.reason:  # this error comes before anything is loaded
                 raise WeightsError(
                     f"the server refuses version {version}: {error.reason}", version=version
                 ) from error
@@ -206,7 +207,7 @@ class SglangEngine(SidecarEngine):
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
     async def _checked(self, server: Server) -> Mapping[str, str]:
-        """The server's own checksum of each tensor that it holds, those of several ranks together."""
+        """Return the server's checksum of each tensor that it holds; those of several ranks are joined."""
         try:
             answer = await server.post("/weights_checker", {"action": "checksum"}, deadline_s=_LOAD_S)
         except ServerRefused as error:
@@ -219,8 +220,8 @@ class SglangEngine(SidecarEngine):
 
 
 def _restricts(sampling: Sampling) -> bool:
-    """Whether some tokens are left out; SGLang then tells besides with what probability one was drawn of
-    those that remain, if they are not too many."""
+    """Whether top_p, top_k or min_p removes some tokens. SGLang then also returns the logprob of the drawn
+    token among the remaining ones, if they are not too many."""
     restricts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     return restricts and sampling.temperature > 0
 
@@ -253,6 +254,6 @@ def _piece(tokens: list[int], meta: _Meta) -> StreamChunk:
         return StreamChunk(tokens, known)
     finish = _FINISH.get(reason.type, "error")
     if finish == "abort":
-        # SGLang does not look whether these tokens end the answer, so they are drawn again when it goes on.
+        # SGLang does not check whether these tokens end the answer, so they are drawn again later.
         return StreamChunk((), (), finish, "", versions)
     return StreamChunk(tokens, known, finish, reason.message if finish == "error" else "", versions)

@@ -1,8 +1,8 @@
-"""What a vLLM server is asked, and how.
+"""The requests to a vLLM server, and how its replies are read.
 
-Streams go to /inference/v1/generate: token ids in, token ids out, each with the logprob of the distribution
-it was drawn from (`--logprobs-mode processed_logprobs`), and at the end the versions that gave them. Weights
-go through a worker extension of stretto's own (`in_server/stretto_in_vllm.py`).
+Streams go to /inference/v1/generate with token ids. The server returns token ids, each with its logprob under
+the distribution it was drawn from (`--logprobs-mode processed_logprobs`), and at the end the weight versions
+that produced them. Weights go through stretto's own worker extension (`in_server/stretto_in_vllm.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _READ_S = 300.0
 _LOAD_S = 300.0
 _ASK_EVERY_S = 0.02
 _BATCH = 2048
-_GPU_SHARE = 0.9  # of the part that the worker may take: vLLM does not count what CUDA itself needs
+_GPU_SHARE = 0.9  # of the worker's share of the GPU: vLLM does not count the memory that CUDA itself needs
 
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -74,7 +74,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class VllmEngine(SidecarEngine):
-    """Speaks with vLLM 0.32."""
+    """An engine whose server is vLLM 0.32."""
 
     health = "/health"
 
@@ -82,7 +82,7 @@ class VllmEngine(SidecarEngine):
         super().__init__(config, context)
         self._vllm = config
         self._hashes: Mapping[str, str] = {}
-        """Of the tensors that the server has read last, by its own account."""
+        """Hashes that the server computed of the tensors it read last."""
 
     def command(self, port: int, key: str) -> ServerCommand:
         """`vllm serve`, with the development endpoints that weights need, all behind the key."""
@@ -111,9 +111,9 @@ class VllmEngine(SidecarEngine):
         if config.gpus:
             own["--gpu-memory-utilization"] = round(_GPU_SHARE * config.share, 3)
         else:
-            # A seeded sample whose prompt is computed in chunks ends vLLM 0.32 on CPU.
+            # vLLM 0.32 on CPU crashes on a seeded sample whose prompt is computed in chunks.
             own |= {"--no-enable-chunked-prefill": True, "--max-num-batched-tokens": max(_BATCH, self._room)}
-            # Otherwise vLLM takes every core, whatever the worker's threads are.
+            # Without "nobind" vLLM uses all cores, whatever `threads` of the worker is.
             env |= {"VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if Path(self._model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
@@ -122,10 +122,11 @@ class VllmEngine(SidecarEngine):
         return ServerCommand((*module, *flags(own, config.args)), env | config.env)
 
     async def greet(self, server: Server) -> None:
-        """See that it takes the key, has the extension, and says of each token what it was drawn with.
+        """Check that the server accepts the key, has the extension, and returns logprobs of the distribution
+        that tokens are drawn from.
 
         Raises:
-            EngineError: naming the flag that a server which was found running lacks.
+            EngineError: if a server that stretto did not start lacks a flag; the message names the flag.
         """
         try:
             models = await server.get("/v1/models", deadline_s=_CALL_S)
@@ -169,10 +170,10 @@ class VllmEngine(SidecarEngine):
         await server.post("/abort_requests", {"request_ids": names}, deadline_s=_CALL_S)
 
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
-        """Have the server read the files, and say what it has read.
+        """Tell the server to read the files, and keep the hashes that it returns.
 
         Raises:
-            WeightsError: if they are not its model's.
+            WeightsError: if the server cannot read the files.
         """
         await self._rpc(server, "stretto_read", str(folder), deadline_s=_CALL_S)
         with anyio.move_on_after(_READ_S):
@@ -188,7 +189,7 @@ class VllmEngine(SidecarEngine):
     async def load_weights(
         self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
     ) -> Mapping[str, str]:
-        """Have the server load what it has read."""
+        """Tell the server to load the tensors that it has read."""
         await self._rpc(server, "stretto_load", deadline_s=_LOAD_S)
         try:
             version = {"new_version": str(update.note.version)}
@@ -200,7 +201,7 @@ class VllmEngine(SidecarEngine):
         return self._hashes
 
     async def score(self, server: Server, tokens: list[int]) -> list[float]:
-        """See `SidecarEngine`. vLLM reads no prefix cache where it is asked for logprobs of a prompt."""
+        """See `SidecarEngine`. vLLM does not use its prefix cache when it returns logprobs of a prompt."""
         body = {
             "token_ids": tokens,
             "sampling_params": {
@@ -215,11 +216,10 @@ class VllmEngine(SidecarEngine):
         return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i]
 
     async def _rpc(self, server: Server, method: str, *arguments: str, deadline_s: float) -> Any:
-        """Call a method of the worker extension in every worker of the server; what the first one answers,
-        once it is seen that all answer alike.
+        """Call a method of the worker extension in all workers of the server; return their common answer.
 
         Raises:
-            ServerLost: if it fails.
+            ServerLost: if the call fails, or the workers' answers differ.
         """
         body = {"method": method, "args": arguments}
         try:
@@ -252,5 +252,5 @@ def _piece(choice: _Choice) -> StreamChunk:
         return StreamChunk((), (), "error", "the server's logits are not finite")
     versions = [span.version for span in choice.weight_versions or ()]
     finish: Finish = _FINISH.get(choice.finish_reason, "error") if choice.finish_reason else ""
-    error = f"the server ended it with {choice.finish_reason!r}" if finish == "error" else ""
+    error = f"the server ended the answer with {choice.finish_reason!r}" if finish == "error" else ""
     return StreamChunk(choice.token_ids, logprobs, finish, error, versions)

@@ -1,8 +1,8 @@
-"""call_function.py FILE.py:NAME | MODULE:NAME: calls an agent that is a function, in a process of its own.
+"""call_function.py FILE.py:NAME | MODULE:NAME: call an agent that is a function, in a separate process.
 
-The row is read from standard input, as JSON. What the function returns is written to standard output: text as
-it is, anything but None as JSON; what it prints goes to standard error. Needs nothing but the standard
-library.
+The script reads the row from standard input, as JSON. It writes the function's result to standard output:
+text unchanged, anything else except None as JSON. Text that the function prints goes to standard error. The
+script needs only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """The function; modules beside its file can be imported."""
+    """Load the function; it can import modules in the same folder."""
     module_name, _, name = reference.rpartition(":")
     if not module_name.endswith(".py"):
         return getattr(importlib.import_module(module_name), name)
@@ -34,10 +34,10 @@ def load(reference: str) -> Callable[..., Any]:
 
 
 def arguments(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    """What the function asks for of all that is offered.
+    """Return the arguments that the function has parameters for.
 
     Raises:
-        TypeError: if it asks for something else.
+        TypeError: if the function has another parameter without a default.
     """
     address = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
     offered = {**row, "row": row, **address}
@@ -46,12 +46,12 @@ def arguments(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, An
         return offered
     for name, parameter in parameters.items():
         if name not in offered and parameter.default is parameter.empty:
-            raise TypeError(f"the agent asks for {name!r}; offered: {', '.join(offered)}")
+            raise TypeError(f"the agent has a parameter {name!r}; available: {', '.join(offered)}")
     return {name: offered[name] for name in parameters if name in offered}
 
 
-async def settled(awaitable: Any) -> Any:
-    """The value of what an async function gives."""
+async def wait_for(awaitable: Any) -> Any:
+    """Await the result of an async function."""
     return await awaitable
 
 
@@ -62,7 +62,7 @@ def main() -> None:
     function = load(sys.argv[1])
     result = function(**arguments(function, json.load(sys.stdin)))
     if inspect.isawaitable(result):
-        result = asyncio.run(settled(result))
+        result = asyncio.run(wait_for(result))
     if result is not None:
         answer.write(result if isinstance(result, str) else json.dumps(result))
     answer.close()

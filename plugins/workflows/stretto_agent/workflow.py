@@ -1,4 +1,4 @@
-"""Runs of an agent, a process each, and what becomes of them."""
+"""The workflow `agent`: run agents, each in its own process, and score their runs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["AgentError", "AgentWorkflow"]
 _RUNNER = Path(__file__).with_name("call_function.py")
 _MAX_OUTPUT = 256 * 1024
 _MAX_ERRORS = 4096
-# Linux takes no longer variable.
+# Linux does not accept longer environment variables.
 _MAX_VARIABLE = 120_000
 
 
 class AgentError(StrettoError):
-    """A run of an agent that gives nothing to train on."""
+    """A run of an agent failed and gives nothing to train on."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class _AgentEnded:
     """How a run of an agent ended."""
 
     status: int | None
-    """Exit status; None if its time was up."""
+    """Exit status; None if the agent exceeded its time."""
     output: str
-    """What it printed, the end of it where that is long."""
+    """Standard output; only the end of it if it is long."""
     errors: str
-    """The end of what it wrote to standard error."""
+    """The end of standard error."""
 
 
 class AgentWorkflow:
-    """A group of runs for each prompt, against one endpoint for all prompts."""
+    """Runs the agent a group of times for each prompt, against one endpoint for all prompts."""
 
     def __init__(self, config: AgentConfig, context: Context) -> None:
         self._config = config
@@ -59,10 +59,10 @@ class AgentWorkflow:
         self._limits = CallLimits(config.max_calls, config.max_total_tokens, config.max_tokens)
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """The trajectories of all runs; those of one have one score.
+        """Return the trajectories of all runs; those of one run have the same score.
 
         Raises:
-            AgentError: if a run failed, or made no call.
+            AgentError: if a run failed, or got no answer of the model.
         """
         await self.endpoint.start()
         numbers = count()  # tasks begin in order, so that a sample has the same seeds in every repetition
@@ -78,14 +78,14 @@ class AgentWorkflow:
         ]
 
     async def _run(self, prompt: Prompt, session: Session, number: int) -> tuple[CallRecorder, _AgentEnded]:
-        """One run of the agent, judged."""
+        """Run the agent once, and raise AgentError if the run failed."""
         config = self._config
         recorder = CallRecorder(session, f"a{number}", self._limits)
         async with self._processes, self.endpoint.serve(recorder) as key:
             row = msgspec.json.encode(prompt.row)
             ended = await _run(self._command(prompt, key), row, config.agent_timeout_s)
-        words = f"; its last words: {ended.errors}" if ended.errors else ""
-        because = f"; a call of the model failed: {recorder.fault}" if recorder.fault else words
+        errors = f"; the end of its standard error: {ended.errors}" if ended.errors else ""
+        because = f"; a call of the model failed: {recorder.fault}" if recorder.fault else errors
         if ended.status is None and config.on_timeout == "fail":
             raise AgentError(
                 f"the agent took longer than agent_timeout_s={config.agent_timeout_s:g}{because}"
@@ -100,9 +100,9 @@ class AgentWorkflow:
         return recorder, ended
 
     def _command(self, prompt: Prompt, key: str) -> Confined:
-        """The agent's program in its place, with all it is told."""
-        config, given = self._config, prompt.row["prompt"]
-        text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        """Return the confined command of the agent, with its environment variables."""
+        config, chat = self._config, prompt.row["prompt"]
+        text = chat if isinstance(chat, str) else msgspec.json.encode(chat).decode()
         env = {
             "OPENAI_BASE_URL": self.endpoint.base_url,
             "OPENAI_API_BASE": self.endpoint.base_url,
@@ -132,8 +132,8 @@ class AgentWorkflow:
         )
 
 
-async def _run(command: Confined, given: bytes, timeout_s: float) -> _AgentEnded:
-    """Run a command to its end, or to that of its time. Nothing that it started is left."""
+async def _run(command: Confined, row: bytes, timeout_s: float) -> _AgentEnded:
+    """Run a command until it ends or its time is over, and kill all processes that it started."""
     process = await command.start(stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -143,11 +143,11 @@ async def _run(command: Confined, given: bytes, timeout_s: float) -> _AgentEnded
     try:
         with anyio.move_on_after(timeout_s):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_tell, process.stdin, given)
+                tasks.start_soon(_send_row, process.stdin, row)
                 tasks.start_soon(output.read, process.stdout)
                 tasks.start_soon(errors.read, process.stderr)
                 status = await process.wait()
-                kill(process)  # what it left running may hold the pipes open
+                kill(process)  # processes that it left running may hold the pipes open
     finally:
         kill(process)
         with anyio.CancelScope(shield=True):
@@ -155,14 +155,14 @@ async def _run(command: Confined, given: bytes, timeout_s: float) -> _AgentEnded
     return _AgentEnded(status, output.text, "\n".join(errors.text.splitlines()[-5:]))
 
 
-async def _tell(stdin: ByteSendStream, given: bytes) -> None:
-    with suppress(anyio.BrokenResourceError):  # it need not read
+async def _send_row(stdin: ByteSendStream, row: bytes) -> None:
+    with suppress(anyio.BrokenResourceError):  # the agent need not read the row
         async with stdin:
-            await stdin.send(given)
+            await stdin.send(row)
 
 
 class _Tail:
-    """The end of a stream, all of which is read."""
+    """Reads a whole stream and keeps the end of it."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -170,10 +170,10 @@ class _Tail:
 
     @property
     def text(self) -> str:
-        """As text, without blanks around it."""
+        """The end of the stream as text, without white space around it."""
         return self._data.decode(errors="replace").strip()
 
     async def read(self, stream: ByteReceiveStream) -> None:
-        """Until it ends."""
+        """Read the stream until it ends."""
         async for part in stream:
             self._data = (self._data + part)[-self._most :]

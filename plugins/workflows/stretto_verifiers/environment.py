@@ -1,8 +1,9 @@
-"""An environment of `verifiers`, in a process of the interpreter that has it. Knows nothing of stretto.
+"""Run an environment of `verifiers`, in the interpreter in which it is installed. Does not import stretto.
 
-Lines of JSON over its standard pipes: `{"config", "path", "size"}` in, `{"tasks"}` or `{"error"}` out. Then
-`{"id", "task", "key", "model", "base_url", "api_key"}` in for each episode, `{"cancel": id}` to give one
-up, and `{"id", "reward", "metrics", "error"}` out when one is over. It ends with its input.
+The process exchanges lines of JSON over its standard pipes. It reads `{"config", "path", "size"}` and answers
+`{"tasks"}` or `{"error"}`. Then it reads `{"id", "task", "key", "model", "base_url", "api_key"}` for each
+episode, or `{"cancel": id}` to cancel one, and writes `{"id", "reward", "metrics", "error"}` when an episode
+is over. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from typing import Any
 Tell = Callable[[dict[str, Any]], None]
 
 
-def config_of(given: dict[str, Any]) -> Any:
-    """The environment's config; agents whose place is not said run on this machine, not in a cloud."""
+def config_of(settings: dict[str, Any]) -> Any:
+    """Return the environment's config; agents without a `runtime` run on this machine, not in a cloud."""
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
 
-    kind = vf.env_config_type(given["taskset"]["id"], given.get("id", ""))
+    kind = vf.env_config_type(settings["taskset"]["id"], settings.get("id", ""))
     seats = [name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
-    placed = {name: {"runtime": {"type": "subprocess"}, **given.get(name, {})} for name in seats}
-    return vf.resolve_env_config({**given, **placed})
+    agents = {name: {"runtime": {"type": "subprocess"}, **settings.get(name, {})} for name in seats}
+    return vf.resolve_env_config({**settings, **agents})
 
 
 def tasks_of(config: Any, size: int | None) -> list[Any]:
-    """Its tasks, or the first of them."""
+    """Return the environment's tasks, or the first `size` of them."""
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
 
     tasks = vf.load_environment(config).taskset
     if size is not None:
         tasks = tasks.take(size)
     elif not tasks.bounded:
-        raise ValueError("the environment has tasks without end: give `size`")
+        raise ValueError("the environment has infinitely many tasks: set `size`")
     return list(tasks)
 
 
 def described(task: Any) -> dict[str, Any]:
-    """What a dataset row is made of."""
+    """Return the data of a task that its dataset row is made from."""
     data = task.data
     return {
         "key": task.key,
@@ -52,12 +53,12 @@ def described(task: Any) -> dict[str, Any]:
     }
 
 
-async def played(config: Any, task: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """One episode. It has an environment of its own, whose servers end with it."""
+async def play_episode(config: Any, task: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Play one episode. It has its own environment, whose servers end with it."""
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
 
     if task.key != order["key"]:
-        raise ValueError(f"task {order['task']} is not the one that the row was made of")
+        raise ValueError(f"task {order['task']} is not the one that the row was made from")
     variable = f"STRETTO_KEY_{order['id']}"
     os.environ[variable] = order["api_key"]
     try:
@@ -83,7 +84,7 @@ async def played(config: Any, task: Any, order: dict[str, Any]) -> dict[str, Any
 
 
 async def serve(tell: Tell) -> None:
-    """Play whatever is asked for, all at once, until the input ends."""
+    """Play all requested episodes at the same time, until the input ends."""
     lines = asyncio.StreamReader(limit=2**26)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     first = json.loads(await lines.readline())
@@ -91,7 +92,7 @@ async def serve(tell: Tell) -> None:
     try:
         config = config_of(first["config"])
         tasks = tasks_of(config, first["size"])
-    except Exception as error:  # noqa: BLE001 - an environment may raise anything; it is told
+    except Exception as error:  # noqa: BLE001 - an environment may raise anything; the reply says what
         tell({"error": f"{type(error).__name__}: {error}"})
         return
     tell({"tasks": [described(task) for task in tasks]})
@@ -99,7 +100,7 @@ async def serve(tell: Tell) -> None:
 
     async def play(order: dict[str, Any]) -> None:
         try:
-            tell({"id": order["id"], **await played(config, tasks[order["task"]], order)})
+            tell({"id": order["id"], **await play_episode(config, tasks[order["task"]], order)})
         except Exception as error:  # noqa: BLE001 - so may an episode
             tell({"id": order["id"], "error": f"{type(error).__name__}: {error}"})
         finally:
@@ -115,7 +116,7 @@ async def serve(tell: Tell) -> None:
 
 def main() -> None:
     """Body of the process."""
-    # The pipe is for replies alone: whatever else is printed goes where errors go.
+    # The pipe is for replies alone: everything else that is printed goes to standard error.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

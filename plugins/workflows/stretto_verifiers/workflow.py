@@ -1,4 +1,4 @@
-"""Episodes of environments, a process of each environment, and what becomes of them."""
+"""The workflow `verifiers`: play episodes in environments, one process per environment, and score them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _START_S = 600.0
 _END_S = 5.0
 _MAX_LINE = 2**30
 _SCRATCH_MB = 4096
-# Where an interpreter is, whichever links lead there.
+# Prints the folders of an interpreter, with links resolved.
 _PLACES = "import sys, json; print(json.dumps([sys.prefix, sys.base_prefix]))"
 
 
 class EpisodeError(StrettoError):
-    """An environment that cannot be started, or an episode that gives nothing to train on."""
+    """An environment cannot be started, or an episode failed and gives nothing to train on."""
 
 
 class VerifiersWorkflow:
-    """A group of episodes for each prompt, against one endpoint for all prompts."""
+    """Plays a group of episodes for each prompt, against one endpoint for all prompts."""
 
     def __init__(self, config: VerifiersWorkflowConfig, context: Context) -> None:
         self._config = config
@@ -50,10 +50,10 @@ class VerifiersWorkflow:
         self._limits = CallLimits(calls=config.max_calls, context=config.max_tokens)
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """The trajectories of all episodes; those of one have one score.
+        """Return the trajectories of all episodes; those of one episode have the same score.
 
         Raises:
-            EpisodeError: if one failed, or the policy was not asked in it.
+            EpisodeError: if an episode failed, or made no request to the policy.
         """
         if "verifiers" not in prompt.row:
             raise EpisodeError("the row has no column 'verifiers'; use the dataset `verifiers`")
@@ -72,14 +72,14 @@ class VerifiersWorkflow:
         ]
 
     async def end(self) -> None:
-        """End the processes of all environments. They would end with this one, too."""
+        """End the processes of all environments. They would also end with this process."""
         for environment in self._environments.values():
             await environment.end()
 
     async def _play(
         self, environment: _Environment, prompt: Prompt, session: Session, number: int
     ) -> tuple[CallRecorder, dict[str, float]]:
-        """One episode, and what the environment says of it."""
+        """Play one episode, and return it with the environment's reward and metrics."""
         recorder = CallRecorder(session, f"v{number}", self._limits)
         about = prompt.row["verifiers"]
         async with self._episodes, self.endpoint.serve(recorder) as key:
@@ -101,20 +101,20 @@ class VerifiersWorkflow:
             cause = f"; a call of the model failed: {recorder.fault}" if recorder.fault else ""
             raise EpisodeError(f"the episode failed: {reply['error']}{cause}")
         if recorder.last is None:
-            raise EpisodeError("the environment asked nothing of the policy")
+            raise EpisodeError("the environment made no request to the policy")
         return recorder, {**reply["metrics"], "reward": reply["reward"]}
 
     async def _environment(self, about: Mapping[str, Any]) -> _Environment:
-        """The process that plays rows like this one; started with the first, or when the last has ended."""
+        """Return the process that plays rows like this one; start one if there is none that runs."""
         made_by = {key: value for key, value in about.items() if key not in ("task", "key")}
         name = msgspec.json.encode(made_by)
         async with self._starting:
             known = self._environments.get(name)
             if known is None or known.ended:
-                known = self._environments[name] = await self._started(made_by)
+                known = self._environments[name] = await self._start(made_by)
             return known
 
-    async def _started(self, made_by: dict[str, Any]) -> _Environment:
+    async def _start(self, made_by: dict[str, Any]) -> _Environment:
         python, config = made_by["python"], self._config
         places = await anyio.run_process([python, "-c", _PLACES])
         folders = [Path(python).parent, *map(Path, msgspec.json.decode(places.stdout, type=list[str]))]
@@ -127,7 +127,7 @@ class VerifiersWorkflow:
             env=config.env,
             scratch_mb=_SCRATCH_MB,
         )
-        # Programs beside the interpreter, such as uv, go before those of this one.
+        # Programs in the interpreter's folder, such as uv, take precedence over those of this process.
         path = config.env.get("PATH", f"{Path(python).parent}:{command.env['PATH']}")
         command.env["PATH"] = path
         environment = _Environment(await command.start(stdin=PIPE, stdout=PIPE, stderr=None))
@@ -141,7 +141,7 @@ class VerifiersWorkflow:
 
 
 class _Environment:
-    """One process of `environment.py`, asked by many at once. Whoever waits for a reply reads for all."""
+    """One process of `environment.py`, used by many tasks at once. One waiting task reads replies for all."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdout is not None
@@ -150,14 +150,14 @@ class _Environment:
         self._writing, self._reading = anyio.Lock(), anyio.Lock()
         self._ids = count(1)
         self._replies: dict[int, dict[str, Any] | None] = {}
-        """Of the episodes that are waited for; None is not there yet."""
+        """Replies of the episodes in progress, by id; None until the reply has arrived."""
         self.ended = False
 
     async def start(self, made_by: Mapping[str, Any]) -> None:
-        """Wait until it is ready.
+        """Wait until the process is ready.
 
         Raises:
-            EpisodeError: if it cannot be loaded.
+            EpisodeError: if the environment cannot be loaded.
         """
         await self._tell(made_by)
         reply = await self._next()
@@ -165,7 +165,7 @@ class _Environment:
             raise EpisodeError(f"the environment cannot be loaded: {reply['error']}")
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """One episode, to its end; given up if the caller is cancelled.
+        """Play one episode to its end, and cancel it if the caller is cancelled.
 
         Raises:
             EpisodeError: if the process ends.
@@ -187,14 +187,14 @@ class _Environment:
             del self._replies[id]
 
     async def end(self) -> None:
-        """End the process, and all that it started."""
+        """End the process and all processes that it started."""
         self.ended = True
         kill(self._process)
         with anyio.CancelScope(shield=True):
             await self._process.aclose()
 
     def _take(self, reply: dict[str, Any]) -> None:
-        if reply["id"] in self._replies:  # others have been given up
+        if reply["id"] in self._replies:  # other episodes have been cancelled
             self._replies[reply["id"]] = reply
 
     async def _tell(self, line: Mapping[str, Any]) -> None:

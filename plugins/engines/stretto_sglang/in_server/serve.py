@@ -1,11 +1,11 @@
-"""Starts an SGLang server, in SGLang's own interpreter: `serve.py [any flag of the server]`.
+"""Start an SGLang server, in SGLang's own interpreter: `serve.py [any flag of the server]`.
 
-It gives the server its key, which comes in the variable STRETTO_SERVER_KEY so that it stands in no command
-line, and keeps it out of the log. With `--device cpu` it makes SGLang run where its CPU kernels (AMX) are not
-to be had.
+This script passes the server its key, and keeps the key out of the log. The key comes in the variable
+STRETTO_SERVER_KEY so that no command line shows it. With SGLANG_USE_CPU_ENGINE=1 the script makes SGLang run
+on machines without its CPU kernels (AMX).
 
-What stands above `main` is there at import on purpose: SGLang spawns its scheduler and other processes, and
-each imports this file again, so that it applies to them too.
+The code above `main` runs at import on purpose: SGLang spawns its scheduler and other processes, and each
+imports this file again, so that the code applies to them too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
 class _Record(logging.LogRecord):
-    """A record of the log in which the key is blotted out: SGLang logs all its arguments."""
+    """A log record in which the key is replaced by asterisks: SGLang logs all its arguments."""
 
     def getMessage(self) -> str:  # noqa: N802 - the name is the standard library's
         message = super().getMessage()
@@ -34,8 +34,8 @@ logging.setLogRecordFactory(_Record)
 
 
 class _Placeholder(types.ModuleType):
-    """Stands for a module that is imported but not used. Whatever in it is called raises, so that nothing is
-    computed wrong in silence."""
+    """A placeholder for a module that is imported but not used. Calling anything in it raises, so that no
+    wrong result goes unnoticed."""
 
     __path__ = []  # noqa: RUF012 - what makes it a package
 
@@ -72,7 +72,7 @@ class _PlaceholderFinder:
 
 
 if _ON_CPU:
-    # transformers remembers whether torchvision is there; it must see that it is not.
+    # transformers remembers whether torchvision is installed; let it look before the placeholder exists.
     from transformers.utils.import_utils import is_torchvision_available
 
     is_torchvision_available()

@@ -1,7 +1,7 @@
-"""What stretto adds to a vLLM server, in vLLM's own interpreter: nothing of stretto is imported here.
+"""Stretto's additions to a vLLM server, in vLLM's own interpreter: this file imports nothing of stretto.
 
-- `Weights`, a worker extension: reads a folder of safetensors beside the sampling, then loads it in one go.
-- `RequireKey`, a middleware: asks for the server's key on every path; vLLM itself does on some only.
+- `Weights`, a worker extension: reads a folder of safetensors during sampling, then loads it at once.
+- `RequireKey`, a middleware: requires the server's key on every path; vLLM itself does on some paths only.
 """
 
 # pyright: reportMissingImports=false
@@ -28,15 +28,15 @@ class Weights:
     _stretto_reading: Any
 
     def stretto_loads(self) -> dict[str, Any]:
-        """That this extension is here."""
+        """Confirm that this extension is installed."""
         return {"loads": "safetensors"}
 
     def stretto_read(self, folder: str) -> None:
-        """Begin to read and hash the tensors of a folder, in a thread: decoding goes on."""
+        """Begin to read and hash the tensors of a folder, in a thread, while decoding continues."""
         self._stretto_reading = _TensorReader(folder)
 
     def stretto_have_read(self) -> dict[str, Any]:
-        """Whether it is `done`; then the `error`, if any, and the `hashes`: tensor name -> SHA-256."""
+        """Return whether reading is `done`; if so, also `error` and `hashes`: tensor name -> SHA-256."""
         reading = self._stretto_reading
         if reading.is_alive():
             return {"done": False}
@@ -48,7 +48,7 @@ class Weights:
         # Not `model.load_weights`: on CPU linear weights are packed after a load, and this unpacks them.
         self.reload_weights(weights_iterator=iter(reading.tensors.items()))
         for module in self.model_runner.get_model().modules():
-            # On CPU a head holds a packed copy of its weights, which a reload leaves as it was where the head
+            # On CPU a head holds a packed copy of its weights. A reload does not update this copy if the head
             # is tied to the embedding.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
@@ -56,8 +56,8 @@ class Weights:
 
 
 class _TensorReader(threading.Thread):
-    """Reads a folder. A reload that fails half-way leaves a model that ends the server, so whether all can be
-    read is found out here."""
+    """Reads a folder. A reload that fails half-way leaves an unusable model and ends the server, so all files
+    are read before."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(daemon=True)
@@ -72,7 +72,7 @@ class _TensorReader(threading.Thread):
             for file in _files(self._folder):
                 self.tensors.update(load_file(file))
             self.hashes = {name: _sha256(tensor) for name, tensor in self.tensors.items()}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the worker is told
+        except Exception as error:  # noqa: BLE001 - the inference worker gets every error
             self.error = f"{type(error).__name__}: {error}"
 
 
@@ -88,22 +88,22 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 
 class RequireKey:
-    """ASGI middleware. /health alone is open: it says nothing but that the server is there."""
+    """ASGI middleware. Only /health is open: it shows only that the server is running."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One connection."""
+        """Handle one connection."""
         if scope["type"] == "lifespan" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if secrets.compare_digest(given, self._expected):
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(header, self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b'{"error":"this server asks for its key"}'})
+            await send({"type": "http.response.body", "body": b'{"error":"this server requires its key"}'})
         else:
             await send({"type": "websocket.close", "code": 1008})
