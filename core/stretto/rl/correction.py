@@ -1,8 +1,8 @@
-"""Off-policy correction: one option that every policy-gradient algorithm takes alike.
+"""Off-policy correction: the option `correction` of every policy-gradient algorithm.
 
-A sample's tokens were drawn by the *behaviour* policy mu, perhaps some versions old. A correction says what
-the objective's ratio is taken to (its anchor: the *proximal* policy at the start of the train step, or mu),
-and with which weight a token counts, mostly a function of rho = proximal / mu.
+The *behaviour* policy mu, perhaps some versions old, sampled the tokens. A correction chooses the denominator
+of the objective's ratio (its anchor: the *proximal* policy at the start of the train step, or mu) and the
+weight of each token, which is usually a function of rho = proximal / mu.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Correction", "CorrectionConfig", "check_correction"]
 
 Correction = Literal["decoupled", "token_tis", "sequence_tis", "icepop", "sequence_mask", "behaviour", "none"]
 
-# (smallest, largest) weight that counts, where the run file does not say: the usual ones of the field.
+# Default (low, cap) of each correction: the usual values in the literature.
 _BOUNDS: dict[Correction, tuple[float, float]] = {
     "decoupled": (0.0, 5.0),
     "token_tis": (0.0, 2.0),
@@ -35,40 +35,42 @@ _BOUNDS: dict[Correction, tuple[float, float]] = {
 
 
 class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens that older weights sampled are corrected for. rho = proximal / behaviour, by token."""
+    """Correction for tokens that older weights sampled. rho = proximal / behaviour, for each token."""
 
     use: Correction = "behaviour"
-    """`behaviour`: the ratio itself is taken to the behaviour policy, no weight, so the trust region of the
-    objective bounds how far the policy moves away from stale samples. The others take the ratio to the
-    proximal policy, which bounds nothing where a batch gives one update. `decoupled`: weight rho, tokens
-    above `cap` masked (AReaL, arXiv 2505.24298). `token_tis`: weight min(rho, cap). `sequence_tis`:
-    min(product of rho over the answer, cap). `icepop`: weight rho, tokens outside `low`..`cap` masked.
-    `sequence_mask`: weight rho, answers whose geometric mean of rho is outside `low`..`cap` masked. `none`:
-    as if the proximal policy had drawn the samples; only with `queue.max_staleness: 0`."""
+    """Correction to use. `behaviour`: the objective's ratio is current / behaviour and all weights are 1, so
+    the trust region bounds how far the policy moves away from stale samples. With all other values the ratio
+    is current / proximal, which bounds nothing when a batch gives one update. `decoupled`: weight rho; tokens
+    above `cap` are masked (AReaL, arXiv 2505.24298). `token_tis`: weight min(rho, cap). `sequence_tis`:
+    weight min(product of rho over the answer, cap). `icepop`: weight rho; tokens outside `low`..`cap` are
+    masked. `sequence_mask`: weight rho; answers whose geometric mean of rho is outside `low`..`cap` are
+    masked. `none`: no correction, as if the proximal policy had sampled the tokens; only with
+    `queue.max_staleness: 0`."""
     target_kl: PositiveFloat | None = 0.01
-    """Take shorter steps on samples from a policy that is far from the current one: where the metric
-    `behaviour_kl`, in nats a token, is above this, the learning rate of the step is multiplied by
-    target_kl / behaviour_kl. Null never does."""
+    """Target for the metric `behaviour_kl`, in nats per token. If the metric of a step is above it, the
+    learning rate of that step is multiplied by target_kl / behaviour_kl: smaller steps on samples of a policy
+    far from the current one. null: the learning rate is never reduced."""
     cap: PositiveFloat | None = None
-    """Largest weight that counts. Default: 5 for `decoupled` and `icepop`, 2 for both `tis`, 1.01 for
-    `sequence_mask`."""
+    """Upper bound that `use` applies. null: 5 for `decoupled` and `icepop`, 2 for `token_tis` and
+    `sequence_tis`, 1.01 for `sequence_mask`."""
     low: PositiveFloat | None = None
-    """Smallest weight that counts. Default: 0.5 for `icepop`, 0.99 for `sequence_mask`; the others have
-    none."""
+    """Lower bound that `use` applies. null: 0.5 for `icepop`, 0.99 for `sequence_mask`. The other corrections
+    have no lower bound."""
 
     @property
     def anchor(self) -> Literal["proximal", "behaviour"]:
-        """The policy that the objective's ratio is taken to."""
+        """The policy in the denominator of the objective's ratio."""
         return "behaviour" if self.use == "behaviour" else "proximal"
 
     def weights(self, proximal: Tensor, behaviour: Tensor, batch: Batch) -> Tensor:
-        """What each token's loss counts: (T,) float32, without gradient, 1 where nothing is corrected.
+        """The weight of each token's loss: (T,) float32, without gradient; all 1 without a correction.
 
         A token of weight 0 still counts in the loss's denominator.
 
         Args:
             proximal, behaviour: (T,) logprobs.
-            batch: has `loss_mask`; sequence-wise kinds take the product over its tokens.
+            batch: has `loss_mask`. `sequence_tis` takes the product of rho over its tokens, `sequence_mask`
+                the geometric mean.
         """
         import torch
 
@@ -87,21 +89,21 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             return sequence_sum(log_rho, index, len(batch)).exp().clamp(max=cap)[index]
         rho = log_rho.exp()
         by_token = self.use == "icepop"
-        judged = rho if by_token else sequence_mean(log_rho, mask, index, len(batch)).exp()[index]
-        return torch.where((judged >= low) & (judged <= cap), rho, 0.0)
+        bounded = rho if by_token else sequence_mean(log_rho, mask, index, len(batch)).exp()[index]
+        return torch.where((bounded >= low) & (bounded <= cap), rho, 0.0)
 
 
 def check_correction(config: CorrectionConfig, run: RunConfig) -> Iterator[Problem]:
-    """Staleness without a correction is refused."""
+    """Yield a problem for staleness without a correction, and for bounds in the wrong order."""
     if config.use == "none" and run.queue.max_staleness > 0:
         yield Problem(
             "algorithm.correction.use",
-            f"'none' with queue.max_staleness={run.queue.max_staleness}: stale samples need a correction; "
+            f"is 'none' with queue.max_staleness={run.queue.max_staleness}: stale samples need a correction; "
             "use 'behaviour', or max_staleness: 0",
         )
     low, cap = _BOUNDS.get(config.use, (0.0, 0.0))
     if config.use in _BOUNDS and (config.low or low) >= (config.cap or cap):
         yield Problem(
             "algorithm.correction",
-            f"low={config.low or low:g} is not below cap={config.cap or cap:g}: no token would count",
+            f"low={config.low or low:g} is not below cap={config.cap or cap:g}: every token would be masked",
         )

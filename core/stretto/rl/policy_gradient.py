@@ -1,6 +1,6 @@
-"""The frame of policy-gradient algorithms: dataflow, proximal policy, correction, KL to a reference.
+"""The base class of policy-gradient algorithms: dataflow, proximal policy, correction, KL to a reference.
 
-An algorithm of this family adds what its paper is about: its advantages and its objective.
+An algorithm of this family adds its advantages and its objective.
 
     class Mine(PolicyGradient[MyConfig]):
         def advantages(self, batch): ...                        # (T,)
@@ -60,60 +60,63 @@ class KLConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A penalty that keeps the policy near a frozen model, `reference`."""
 
     coef: NonNegativeFloat = 0.0
-    """Weight of the KL. With 0 there is no reference model."""
+    """Weight of the KL penalty. 0: no penalty and no reference model."""
     estimator: KLEstimator = "k3"
-    """With d = log policy - log reference, by token: `k1` d, `k2` d²/2, `k3` exp(-d) - 1 + d."""
+    """Estimate of the KL at each token, with d = log policy - log reference: `k1` d, `k2` d²/2,
+    `k3` exp(-d) - 1 + d."""
     where: Literal["loss", "reward"] = "loss"
-    """`loss`: the current policy's KL is added to each token's loss, with its gradient. `reward`: the KL of
-    the policy that sampled the token is taken off the rewards, before the advantages."""
+    """Where the penalty applies. `loss`: the KL of the current policy is added to each token's loss, with its
+    gradient. `reward`: the KL of the policy that sampled the token is subtracted from the rewards, before the
+    advantages are computed."""
 
 
 class PolicyConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections of policy-gradient algorithms."""
 
     group_size: PositiveInt = 8
-    """Samples of each prompt, n."""
+    """Number of samples of each prompt, n."""
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
     kl: KLConfig = KLConfig()
-    """KL to a reference model; none by default."""
+    """KL penalty to a reference model; none by default."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of an entropy bonus, against a policy that loses its entropy too soon; 0.001 is a start."""
+    """Weight of an entropy bonus, for a policy that loses its entropy too early. Start with 0.001."""
     loss_mean: Reduction = "token"
-    """`token`: every token of the batch counts alike; `sequence`: every answer does; `sequence_sum`: every
-    answer, with the sum of its tokens instead of their mean."""
+    """Averaging of the loss. `token`: the mean over all tokens of the batch. `sequence`: the mean over
+    answers of each answer's token mean. `sequence_sum`: the mean over answers of each answer's token sum."""
     loss_divisor: PositiveFloat = 1.0
-    """Constant that the loss is divided by, such as Dr. GRPO's longest answer with `sequence_sum`."""
+    """Constant by which the loss is divided. Dr. GRPO uses the maximum answer length with `sequence_sum`."""
     minibatches: PositiveInt = 1
-    """Optimizer steps that a batch is split into."""
+    """Number of minibatches, one optimizer step each, into which a batch is split."""
     epochs: PositiveInt = 1
-    """Passes over each batch."""
+    """Number of passes over each batch."""
 
 
 class ClippedConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections of algorithms with PPO's clipped surrogate."""
 
     eps_clip: NonNegativeFloat = 0.2
-    """Half-width of the trust region around the policy that the ratio is taken to."""
+    """Clip range of the ratio: 1 - eps_clip to 1 + eps_clip."""
     eps_clip_high: NonNegativeFloat | None = None
-    """Its upper half, if it is to be wider (clip-higher); default `eps_clip`."""
+    """Upper clip range of the ratio, 1 + eps_clip_high, if it is wider than the lower one (clip-higher).
+    null: `eps_clip`."""
     c_clip: Annotated[float, msgspec.Meta(gt=1)] | None = 3.0
-    """Dual clip: largest ratio that counts for tokens of negative advantage. Null for no bound: then a few
-    tokens that have become far more likely rule the gradient."""
+    """Dual clip: maximum ratio for tokens of negative advantage. null: no bound; then a few tokens that have
+    become far more likely dominate the gradient."""
 
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
 
 class PolicyGradient(ABC, Generic[ConfigT]):
-    """One trainable policy, `actor`; the kernel reads the dataflow, trainers run the arithmetic."""
+    """An algorithm with one trainable policy, `actor`. The kernel reads the dataflow; trainers compute it."""
 
     needs_proximal = False
-    """Whether the proximal policy's logprobs are wanted even where they equal the current policy's."""
+    """Whether to compute the proximal policy's logprobs even when they equal the current policy's."""
     advantage_reads: tuple[str, ...] = ()
-    """Columns, written by `more_calls`, that the advantages read."""
+    """Columns that the advantages read, besides rewards, group, sample and loss mask."""
     objective_reads: tuple[str, ...] = ()
-    """Columns, written by `more_calls`, that the objective reads."""
+    """Columns, written by `more_calls`, that the objective reads besides the usual ones."""
 
     def __init__(self, config: ConfigT, context: Context) -> None:
         del context
@@ -123,17 +126,17 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         in_loss = several_updates and config.correction.anchor == "proximal"
         self._has_proximal = self.needs_proximal or in_loss
         self._has_reference = config.kl.coef > 0
-        self.kl_coef = config.kl.coef  # in this step: an algorithm with a controller moves it
+        self.kl_coef = config.kl.coef  # for this step: an algorithm with a controller changes it
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """One trainable policy, and the reference if there is a KL to it."""
+        """The trainable policy, and the reference model if `kl.coef` is not 0."""
         reference = {"reference": Model(trainable=False)} if self._has_reference else {}
         return {"actor": Model(), **reference}
 
     def calls(self) -> Sequence[Call]:
         """generate -> score -> advantages (and logprobs of other policies, if they are needed) -> train."""
-        # Each once: an algorithm may read for itself what a KL in the reward reads too.
+        # A dict removes duplicates: `advantage_reads` may name columns of `penalty_reads` too.
         own = (*self.penalty_reads, *self.advantage_reads)
         reads = dict.fromkeys(("rewards", "group", "sample", "loss_mask", *own))
         return [
@@ -146,17 +149,17 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         ]
 
     def forwards(self) -> Sequence[Call]:
-        """Logprobs of the proximal policy and of the reference, where they are needed."""
+        """Calls that compute the logprobs of the proximal policy and of the reference, where needed."""
         proximal = [forward("actor", writes="proximal_logprobs")] if self._has_proximal else []
         reference = [forward("reference", writes="reference_logprobs")] if self._has_reference else []
         return [*proximal, *reference]
 
     def more_calls(self) -> Sequence[Call]:
-        """Calls that write the columns of `advantage_reads` and `objective_reads`."""
+        """Calls after the advantages, which write the columns of `objective_reads`; none by default."""
         return ()
 
     def train_actor(self) -> Call:
-        """Train the policy on `advantages`."""
+        """The call that trains the policy on `advantages`."""
         config = self.config
         written = [key for call in self.forwards() for key in call.writes]
         return train(
@@ -173,7 +176,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         )
 
     def keep(self, group: Group) -> bool:
-        """Every group is trained on."""
+        """Return True: train on every group."""
         del group
         return True
 
@@ -187,8 +190,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         """(T,) float32, estimate of KL(behaviour || reference) at each sampled token, for a KL in the reward;
         0 without one.
 
-        The behaviour policy sampled the tokens, so of its KL the estimate has the right mean, and its
-        logprobs are at hand.
+        The behaviour policy sampled the tokens, so the estimate of its KL has the right mean, and its
+        logprobs are already in the batch.
         """
         import torch
 
@@ -201,13 +204,13 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         return torch.where(mask, kl_estimate(behaviour, reference, self.config.kl.estimator), 0.0)
 
     def kl_penalty(self, batch: Batch) -> Tensor:
-        """(T,) float32, what a KL in the reward takes off it at each sampled token; 0 without one."""
+        """(T,) float32, the penalty that a KL in the reward subtracts at each sampled token; else 0."""
         return self.kl_coef * self.sampled_kl(batch)
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
-        """The column `advantages`, of rewards less the KL penalty of all the answer's tokens.
+        """Compute the column `advantages` from the rewards minus the KL penalty of all the answer's tokens.
 
-        An algorithm that rewards tokens one by one overrides this and leaves each penalty at its token.
+        An algorithm with a reward for each token overrides this and keeps each penalty at its token.
         """
         from stretto.rl.functional import sequence_sum
 
@@ -217,27 +220,28 @@ class PolicyGradient(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:
-        """(T,) float32 from the whole batch: advantage of every trained token, 0 elsewhere."""
+        """Compute the advantages of the whole batch, (T,) float32; 0 for tokens that are not trained."""
 
     @abstractmethod
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss (T,) of each token, to be minimised, and statistics (T,) each.
+        """Compute the loss of each token, (T,), to be minimised, and statistics, (T,) each.
 
         Args:
-            logprobs: (T,) of the current policy, with gradient.
-            anchor: (T,) of the policy that the ratio is taken to, without.
+            logprobs: (T,) logprobs of the current policy, with gradient.
+            anchor: (T,) logprobs of the policy in the denominator of the ratio, without gradient.
             batch: has `advantages`; sequences are whole, so sums over them are exact.
         """
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The objective around its anchor, each token weighted by the correction, and a KL in the loss, which
-        is not weighted: (T,), and statistics.
+        """Compute the loss of each token, (T,), and statistics, (T,) each.
 
-        They are `ratio` to the anchor, `advantage`, `importance_weight`, `masked_fraction`, the share of
-        tokens of weight 0, `behaviour_kl`, see `stretto.rl.functional.bounded_kl`, and `reference_kl`, the KL
-        estimate where there is a reference.
+        The correction weights the objective of each token. It does not weight a KL in the loss.
+
+        The statistics are those of the objective, `ratio` to the anchor, `advantage`, `importance_weight`,
+        `masked_fraction` (1 for tokens of weight 0), `behaviour_kl` (see `stretto.rl.functional.bounded_kl`)
+        and, with a reference model, `reference_kl`, the KL estimate.
         """
         import torch
 
@@ -266,14 +270,14 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         }
 
     def lr_scale(self, statistics: Mapping[str, float]) -> float:
-        """Factor of the learning rate of an optimizer step on a batch with these statistics; see
+        """Factor for the learning rate of an optimizer step on a batch with these statistics; see
         `CorrectionConfig.target_kl`."""
         target, kl = self.config.correction.target_kl, statistics["behaviour_kl"]
         return target / kl if target is not None and kl > target else 1.0
 
 
 class _Clip(Protocol):
-    """The fields of `ClippedConfig` that belong to it alone."""
+    """The fields that `ClippedConfig` adds to `PolicyConfig`."""
 
     @property
     def eps_clip(self) -> float: ...
@@ -286,8 +290,8 @@ class _Clip(Protocol):
 def clipped_surrogate(
     config: _Clip, logprobs: Tensor, anchor: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """PPO's surrogate with the clips of a section, (T,) from (T,) each, and the metrics `clipped` and
-    `dual_clipped`; see `stretto.rl.functional.clipped_objective`."""
+    """Compute PPO's surrogate loss, (T,), with the clips of a section, and the metrics `clipped` and
+    `dual_clipped`. Each input is (T,); see `stretto.rl.functional.clipped_objective`."""
     from stretto.rl.functional import clipped_objective
 
     loss, clipped, dual_clipped = clipped_objective(
@@ -305,7 +309,7 @@ class GroupRelativeConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknow
     """Base of the sections of algorithms whose advantage is GRPO's."""
 
     group_reward_norm: bool = True
-    """Divide group-centred rewards by the group's standard deviation."""
+    """Divide the group-centred rewards by the standard deviation of the group's rewards."""
 
 
 GroupRelativeT = TypeVar("GroupRelativeT", bound=GroupRelativeConfig)
@@ -315,7 +319,7 @@ class GroupRelative(PolicyGradient[GroupRelativeT], Generic[GroupRelativeT]):
     """A policy gradient whose advantage is the answer's group-relative reward (GRPO eq. 3)."""
 
     def advantages(self, batch: Batch) -> Tensor:
-        """The group-relative reward of its answer for every sampled token, (T,) float32."""
+        """Compute for every sampled token the group-relative reward of its answer, (T,) float32."""
         from stretto.rl.functional import group_normalise
 
         relative = group_normalise(
@@ -325,19 +329,19 @@ class GroupRelative(PolicyGradient[GroupRelativeT], Generic[GroupRelativeT]):
 
 
 def check_objective(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
-    """What can be wrong with the loss of any algorithm of the family: for `Component.check`."""
+    """Yield problems of the loss of any policy-gradient algorithm; call it from `Component.check`."""
     yield from check_correction(config.correction, run)
     if config.kl.coef and config.kl.where == "loss" and config.kl.estimator == "k1":
         yield Problem(
             "algorithm.kl.estimator",
-            "the mean of k1's gradient is 0, so in the loss it keeps the policy near nothing; use k2 or k3, "
-            "or where: reward",
+            "is 'k1': its gradient has mean 0, so in the loss it does not keep the policy near the "
+            "reference; use k2 or k3, or where: reward",
             "warning",
         )
 
 
 def check_policy(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
-    """The same for one whose advantages compare the samples of a group."""
+    """Yield the problems of `check_objective`, and of an algorithm that compares the samples of a group."""
     yield from check_objective(config, run)
     if config.group_size == 1:
-        yield Problem("algorithm.group_size", "1 leaves every advantage 0; expected at least 2")
+        yield Problem("algorithm.group_size", "is 1, which makes every advantage 0; expected at least 2")

@@ -1,7 +1,7 @@
-"""The sections of inference engines that are servers of their own: programs that an inference worker starts
-with their own interpreter, or finds running, and speaks HTTP with.
+"""Config and checks of server engines: inference engines that are HTTP servers.
 
-What such an engine does is in `stretto.serving.engine`, how it holds its server in `stretto.serving.server`.
+An inference worker starts such a server with the server's own interpreter, or attaches to a running one.
+`stretto.serving.engine` has the engine, `stretto.serving.server` the connection to its server.
 """
 
 from __future__ import annotations
@@ -30,57 +30,59 @@ _TRY_S = 30.0
 
 
 class SidecarConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the sections of engines that are servers. `deterministic` is refused: they do not offer it."""
+    """Base of the sections of server engines. `check_sidecar` refuses `deterministic`: servers do not offer
+    it."""
 
     python: LocalPath | None = None
-    """Interpreter of the environment that the server is installed in, `path/to/venv/bin/python`: its packages
-    never meet the trainer's. Each worker starts a server of its own with it."""
+    """Interpreter of the environment in which the server is installed, `path/to/venv/bin/python`. Each worker
+    starts its own server with it. The server's packages stay separate from the trainer's."""
     urls: tuple[
         Annotated[
             str, msgspec.Meta(pattern=r"^https?://[^/]+$", description="`http://host:port` without a path")
         ],
         ...,
     ] = ()
-    """Instead: servers that run already, `http://host:port`, one a replica; worker `inference-i` takes the
-    i-th. No other program may swap their weights."""
+    """Addresses of running servers, `http://host:port`, instead of `python`: one for each replica. Worker
+    `inference-i` uses entry i, counted from 0. No other program may swap the weights of these servers."""
     api_key: str | None = None
-    """With `urls`: the key that they ask for; say `${oc.env:NAME}`, and the key itself is written nowhere."""
+    """API key of the servers in `urls`. Write `${oc.env:NAME}`, so that no file stores the key itself."""
     tensor_parallel: PositiveInt = 1
-    """GPUs (without any, processes) that each server splits the model over."""
+    """Number of GPUs (without GPUs: processes) over which each server splits the model."""
     slots: PositiveInt = 64
-    """Samples that a server decodes at once; the others wait in the worker."""
+    """Maximum number of samples that a server decodes at the same time. Other samples wait in the worker."""
     context_length: PositiveInt | None = None
-    """Tokens that a sample can have, prompt and answer together. None takes what the model was made for, at
-    most 4096."""
+    """Maximum length of a sample in tokens, prompt and answer together. null: the model's
+    `max_position_embeddings`, at most 4096."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of weights and cache. In float32 the logprobs agree with a float32 trainer's to about 1e-5."""
+    """Data type of the weights and the KV cache. In float32, the logprobs agree with those of a float32
+    trainer to about 1e-5."""
     args: dict[str, Flag] = {}  # noqa: RUF012 - a Struct copies it
-    """Flags for the server's own command line, by name: `{block-size: 32, enable-metrics: true}`. `true` is a
-    flag without a value, `false` leaves out one that the worker would give, a list repeats it."""
+    """Flags for the server's command line, by name: `{block-size: 32, enable-metrics: true}`. `true` is a
+    flag without a value, `false` removes a flag that the worker sets, a list repeats the flag."""
     env: dict[str, str] = {}  # noqa: RUF012
     """Environment variables for the server."""
     start_timeout_s: PositiveFloat = 600.0
-    """How long a server may take until it answers, at the start and when it is started again."""
+    """Maximum time in seconds until a server answers, at the first start and at each restart."""
     silence_s: PositiveFloat = 120.0
-    """A server that has samples to decode and sends nothing for so long is ended and started again."""
+    """The worker restarts a server that has samples to decode and sends nothing for this many seconds."""
     restarts: NonNegativeInt = 3
-    """How often within ten minutes a server that ended is started again before the worker gives up."""
+    """Maximum number of restarts of a lost server within ten minutes. After that the worker fails."""
 
 
 def check_sidecar(
     config: SidecarConfig, run: RunConfig, module: str, reserved: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """What is wrong with a section, found without starting a server.
+    """Yield the problems of a section, without starting a server.
 
     Args:
-        module: what the interpreter must be able to import.
-        reserved: flags that the worker gives itself, each with the key to set instead; "" where there is
-            none.
+        module: module that the server's interpreter must be able to import.
+        reserved: flags that the worker sets itself, each with the config key to set instead; "" if there is
+            no such key.
     """
     if config.deterministic:
         yield Problem(
             "inference.deterministic",
-            f"engine {config.use!r} cannot give the same answers bit for bit; leave it out, or use: torch",
+            f"engine {config.use!r} cannot repeat answers bit for bit; leave it out, or write use: torch",
         )
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1: answers are sampled one after another", "warning")
@@ -98,21 +100,23 @@ def check_sidecar(
     if config.urls:
         yield from _check_attached(config)
     elif config.api_key is not None:
-        yield Problem("inference.api_key", "is for servers given by urls; a server started here gets its own")
+        yield Problem(
+            "inference.api_key", "is for the servers in urls; a server that the worker starts gets a new key"
+        )
     if config.python is not None:
         yield from _check_interpreter(config.python, module)
     elif not config.urls:
         yield Problem(
             "inference.python",
             f"is missing: expected the interpreter of the environment in which {module} is installed"
-            f" (path/to/venv/bin/python), or inference.urls with servers that run already",
+            f" (path/to/venv/bin/python), or inference.urls with running servers",
         )
     yield from _check_args(config, reserved)
 
 
 def _check_attached(config: SidecarConfig) -> Iterator[Problem]:
     if config.python is not None:
-        yield Problem("inference.urls", "does not go with inference.python: attach to servers or start them")
+        yield Problem("inference.urls", "excludes inference.python: either attach to servers or start them")
     if len(config.urls) < config.replicas:
         yield Problem(
             "inference.urls",
@@ -120,28 +124,30 @@ def _check_attached(config: SidecarConfig) -> Iterator[Problem]:
         )
     for key in ("args", "env"):
         if getattr(config, key):
-            yield Problem(f"inference.{key}", "is for a server started here; those of urls run already")
+            yield Problem(
+                f"inference.{key}", "is for a server that the worker starts; the servers in urls are running"
+            )
 
 
 def _check_interpreter(python: str, module: str) -> Iterator[Problem]:
     if not Path(python).is_file() or not os.access(python, os.X_OK):
-        kind = "a folder" if Path(python).is_dir() else "no program that may be run"
+        kind = "a folder" if Path(python).is_dir() else "not an executable file"
         yield Problem("inference.python", f"{python!r} is {kind}; expected path/to/venv/bin/python")
         return
     probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
-        tried = subprocess.run([python, "-I", "-c", probe], capture_output=True, timeout=_TRY_S, check=False)
+        trial = subprocess.run([python, "-I", "-c", probe], capture_output=True, timeout=_TRY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         yield Problem("inference.python", f"{python!r} does not run: {error}", "environment")
         return
-    if tried.returncode == 1 and not tried.stderr:
+    if trial.returncode == 1 and not trial.stderr:
         yield Problem(
             "inference.python", f"{python!r} has no module {module!r}; install it there", "environment"
         )
-    elif tried.returncode:
-        said = tried.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    elif trial.returncode:
+        last = trial.stderr.decode(errors="replace").strip().splitlines()[-1:]
         yield Problem(
-            "inference.python", f"{python!r} is no Python interpreter: {' '.join(said)}", "environment"
+            "inference.python", f"{python!r} is not a Python interpreter: {' '.join(last)}", "environment"
         )
 
 
@@ -150,11 +156,16 @@ def _check_args(config: SidecarConfig, reserved: Mapping[str, str]) -> Iterator[
         flag = _flag(name)
         if flag in reserved:
             instead = f"; set {reserved[flag]} instead" if reserved[flag] else ""
-            yield Problem(f"inference.args.{name}", f"{flag} is given by the worker itself{instead}")
+            yield Problem(f"inference.args.{name}", f"the worker sets {flag} itself{instead}")
 
 
 def flags(own: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
-    """Command line of a server's own flags and those of `inference.args`, which win."""
+    """Build a command line from the engine's own flags and `inference.args`, which takes precedence.
+
+    Args:
+        own: flags that the engine sets.
+        given: flags of `inference.args`.
+    """
     line: list[str] = []
     for flag, value in (dict(own) | {_flag(name): value for name, value in given.items()}).items():
         values = value if isinstance(value, tuple) else (value,)
@@ -167,11 +178,11 @@ def flags(own: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
 
 
 def _flag(name: str) -> str:
-    """`block_size`, `block-size` and `--block-size` are one flag."""
+    """Return the flag `--block-size` for `block_size`, `block-size` and `--block-size`."""
     return "--" + name.lstrip("-").replace("_", "-")
 
 
 def context_of_model(config: SidecarConfig, model: str | None) -> int:
-    """Tokens that a sample can have: `context_length`, or what the model was made for, at most 4096."""
-    made_for = text_config(model).get("max_position_embeddings", _MOST_CONTEXT)
-    return config.context_length or min(int(made_for), _MOST_CONTEXT)
+    """Tokens of the longest sample: `context_length`, or `max_position_embeddings`, at most 4096."""
+    max_positions = text_config(model).get("max_position_embeddings", _MOST_CONTEXT)
+    return config.context_length or min(int(max_positions), _MOST_CONTEXT)

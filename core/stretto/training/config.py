@@ -1,4 +1,4 @@
-"""What training engines on Hugging Face models have in common before torch is imported: config and checks."""
+"""Config and checks shared by training engines of Hugging Face models. Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rank: PositiveInt = 16
     """Rank of the two factors."""
     alpha: PositiveFloat = 32.0
-    """Scale of the adapters: what they add is multiplied by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = (
         "q_proj",
         "k_proj",
@@ -42,89 +42,92 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         "up_proj",
         "down_proj",
     )
-    """Linear modules that get one: by the last part of their name, or by the whole of it."""
+    """Linear modules that get an adapter. An entry is the last part of a module's name, or the full name."""
     send: Literal["adapter", "merged"] = "adapter"
-    """What inference workers are sent: the adapter alone, which each puts into the files of `model` that it
-    has, or the whole model, merged by the trainer."""
+    """Weights that the trainer sends to inference workers. `adapter`: only the adapter; each worker merges it
+    into its own files of `model`. `merged`: the whole model, merged by the trainer."""
 
 
 class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of an engine that trains a Hugging Face model."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """`sgd` is without momentum and holds no state; it is meant for comparisons."""
+    """Optimizer. `sgd` has no momentum and keeps no state; it is meant for comparisons."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the gradient's mean and of its square's."""
+    """AdamW's decay rates for the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; 0 because RL moves weights little from where they were."""
+    """Decoupled weight decay. The default is 0 because RL changes the weights little."""
     clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the whole gradient; null for no bound."""
+    """Maximum norm of the gradient over all parameters. null: no clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up."""
+    """Schedule of the learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps in which the learning rate rises to `lr`."""
+    """Number of optimizer steps over which the learning rate rises to `lr`."""
     decay_steps: NonNegativeInt | None = None
-    """Optimizer step at which a `linear` or `cosine` schedule has come down. 0 only
-    where `steps` is 0, such as by `${steps}`."""
+    """Optimizer step at which a `linear` or `cosine` schedule reaches its final learning rate. 0 is accepted
+    only if `steps` is 0, for example when both come from `${steps}`."""
     final_lr_ratio: Share = 0.1
-    """Where it comes down to, as a part of `lr`."""
+    """Final learning rate of the schedule, as a fraction of `lr`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the forward and backward passes, and of the published weights. Parameters and optimizer
-    are float32 in any case: updates of RL vanish in bfloat16."""
+    """Data type of the forward and backward passes and of the published weights. Parameters and optimizer
+    state are always float32: the small updates of RL are lost in bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes a GPU if the process can see one."""
+    """Device to compute on. `auto` uses a GPU if the process can see one."""
     micro_batch_tokens: PositiveInt = 4096
-    """Tokens computed at once; a longer sequence stands alone. Changes memory and speed, never the
-    gradient: the logits of so many tokens, in float32, are the largest tensor."""
+    """Maximum number of tokens in one forward and backward pass. A longer sequence gets a pass of its own.
+    This changes memory and speed, never the gradient: the float32 logits of these tokens are the largest
+    tensor."""
     packing: Literal["auto", "packed", "padded"] = "auto"
-    """`packed`: no padding, attention by sequence; `auto` tries that at the start and pads where a model
-    does not allow it (sliding windows, soft caps)."""
+    """Layout of a batch. `packed`: no padding, attention within each sequence. `padded`: one padded row for
+    each sequence. `auto`: test at the start whether the model supports `packed`, else use `padded` (models
+    with sliding windows or soft caps)."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass, for less memory."""
+    """Recompute activations in the backward pass, to use less memory."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters and leave the model as it is; null trains all of it."""
+    """Train low-rank adapters and keep the model's own weights fixed. null: train all weights."""
     compile: bool = False
-    """Have torch.compile fuse the feed-forward part of every layer, the part whose shapes vary in one
-    dimension only. Needs a C++ compiler on a CPU, Triton on a GPU; the first steps are slow."""
+    """Apply torch.compile to the feed-forward part of every layer, because its shapes vary in only one
+    dimension. It needs a C++ compiler on a CPU and Triton on a GPU. The first steps are slow."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         if self.schedule != "constant" and self.decay_steps is None:
             raise ValueError(f"schedule {self.schedule!r} needs decay_steps")
 
 
 class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section of an engine whose model lies over several ranks."""
+    """Section of an engine that distributes the model over several ranks."""
 
     interface: str = ""
-    """Network interface that ranks on CPUs meet on. Empty takes what GLOO_SOCKET_IFNAME says, else `lo`,
-    which is right where all ranks are on one machine."""
+    """Network interface that Gloo, the backend for CPU tensors, uses between ranks. Empty: the value of
+    GLOO_SOCKET_IFNAME, else `lo`, which is right if all ranks are on one machine."""
     timeout_s: PositiveFloat = 600.0
-    """How long a rank waits for the others before it gives up; it covers the time rank 0 takes to write."""
+    """Seconds that a rank waits for the other ranks before it fails. Set it longer than rank 0 needs to write
+    a checkpoint."""
 
 
 _LARGE_LR = 0.01
-"""AdamW moves each weight by about the learning rate in a step, and weights are of the order of 0.02."""
+"""AdamW changes each weight by about the learning rate in a step, and typical weights are about 0.02."""
 
 
 def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
-    """What can be wrong with any section of this kind."""
+    """Yield the problems of the section of any training engine of Hugging Face models."""
     if config.packing == "packed" and is_vision_language(known_config(run.model)):
         yield Problem(
             "training.packing",
-            f"is 'packed', and {run.model!r} reads images, whose rows are padded; leave it",
+            f"is 'packed', but {run.model!r} reads images, which need padded rows; leave it out",
         )
     if config.optimizer == "adamw" and config.lr > _LARGE_LR:
         yield Problem(
             "training.lr",
-            f"is {config.lr:g}: with AdamW a step above {_LARGE_LR:g} destroys what a model knows; usual are "
-            "1e-6 (large models) to 1e-3 (tiny ones)",
+            f"is {config.lr:g}: with AdamW, a learning rate above {_LARGE_LR:g} destroys what a model knows; "
+            "usual values are 1e-6 (large models) to 1e-3 (tiny models)",
             "warning",
         )
     if config.decay_steps == 0 and run.steps:
-        yield Problem("training.decay_steps", "is 0: the rate would have come down before the first step")
+        yield Problem("training.decay_steps", "is 0: the schedule would end before the first step")
     if config.device == "cuda" and not config.gpus:
         yield Problem("training.gpus", "is 0, but training.device is 'cuda'; set it to 1")
     if config.lora is not None and importlib.util.find_spec("peft") is None:
