@@ -1,6 +1,6 @@
 """stretto: a plugin framework for asynchronous reinforcement learning of language models.
 
-What a plugin author needs; each name's module says more.
+The names that a plugin author needs. The module of each name describes it in detail.
 """
 
 from stretto.algorithm import Algorithm, AlgorithmConfig

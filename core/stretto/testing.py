@@ -1,4 +1,4 @@
-"""The promises of an inference engine as tests, for pytest to run against an engine of one's own.
+"""The contract of inference engines as pytest tests, for engine authors to run against their own engine.
 
     from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
 
@@ -10,12 +10,12 @@
     class TestAcmeInRuns(RunConformance):
         engine = ACME
 
-`InferenceConformance` drives the engine alone, through `stretto.engine.InferenceEngine`: one engine, started
-once, answers almost all of its tests. `RunConformance` starts whole runs of several processes and kills some.
-Both make their own tiny models and compare every logprob with transformers' forward, so they need pytest and
-`stretto[torch]`.
+`InferenceConformance` tests the engine alone, through `stretto.engine.InferenceEngine`. It starts one engine
+once for almost all of its tests. `RunConformance` starts whole runs with several processes and kills some of
+them. Both make their own tiny models and compare every logprob with the forward pass of transformers, so they
+need pytest and `stretto[torch]`.
 
-With `pytest.register_assert_rewrite("stretto.testing")` in a conftest.py, failures show the values compared.
+With `pytest.register_assert_rewrite("stretto.testing")` in a conftest.py, failures show the compared values.
 """
 
 from __future__ import annotations
@@ -70,28 +70,29 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EngineUnderTest:
-    """The engine that the tests are about, as a run file would name it, and what it offers."""
+    """The engine under test, named as in a run file, and the options that it supports."""
 
     use: str
-    """Its name."""
+    """Name of the engine."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """More keys of the section `inference`. The tests' model has 1,024 positions, which must be served."""
+    """More keys of the section `inference`. The tests' model has 1,024 positions; the engine must serve them
+    all."""
     plugins: tuple[str, ...] = ()
-    """Files to load it from, if it is no installed component."""
+    """Plugin files to load the engine from, if it is not an installed component."""
     seeds: bool = False
-    """Whether the same seed gives the same answer, whatever else the engine is doing."""
+    """Whether the same seed gives the same answer, independent of other requests."""
     refuses: frozenset[str] = frozenset()
-    """Which of `top_p`, `top_k`, `min_p` and `logit_bias` it answers with an error that names them, not with
-    tokens; `top_k+top_p` if only both together."""
+    """Which of `top_p`, `top_k`, `min_p` and `logit_bias` the engine refuses with an error that names them.
+    `top_k+top_p` means that it refuses only both together."""
     servers: bool = False
-    """Whether its worker runs the model in processes below it, which are then killed without it as well."""
+    """Whether its worker runs the model in child processes. The tests then also kill these alone."""
     tolerance: float = 1e-3
-    """Largest difference between a logprob and the reference's, in nats, in float32."""
+    """Maximum difference between a logprob and that of the reference, in nats, in float32."""
     start_s: float = 120.0
-    """Seconds a start may take."""
+    """Maximum duration of a start, in seconds."""
 
     def make(self, model: Path, folder: Path, **options: Any) -> InferenceEngine:
-        """The engine, not started, in a run whose folder is `folder`."""
+        """Make the engine, not started, in a run whose folder is `folder`."""
         plugins = Plugins()
         for path in self.plugins:
             plugins.add_path(Path(path))
@@ -114,10 +115,10 @@ class EngineUnderTest:
 SPECIAL = ("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END = SPECIAL.index("<|im_end|>")
 VOCABULARY = len(SPECIAL) + 97
-"""Tokens of a tiny model; not a multiple of what engines pad their embeddings to."""
+"""Vocabulary size of a tiny model. Not a multiple of the sizes to which engines pad their embeddings."""
 POSITIONS = 1024
 _DEEP = 16
-"""Layers that make a model slow enough to be caught in the middle of an answer."""
+"""Number of layers that makes a model slow enough for a test to act in the middle of an answer."""
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -125,9 +126,10 @@ _TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
-    """Write a random Qwen2 into a folder: float32, 2 heads of 32, one token a printable ASCII character.
+    """Write a random Qwen2 model into a folder and return the folder.
 
-    Sharp enough that a wrong token, position or version shows in the logprobs. The folder is returned.
+    The model is float32 with 2 heads of size 32, and has one token for each printable ASCII character. Its
+    distributions are peaked, so that a wrong token, position or version shows in the logprobs.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -151,7 +153,7 @@ def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
     generator = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config).float()
-    for parameter in model.parameters():  # norms and biases too, or an error in them would not show
+    for parameter in model.parameters():  # norms and biases too: otherwise an error in them would not show
         parameter.data += 0.05 * torch.randn_like(parameter)
     torch.random.set_rng_state(generator)
     model.generation_config.eos_token_id = END
@@ -161,7 +163,7 @@ def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
 
 
 def _tiny_tokenizer() -> Any:
-    """Byte-level BPE without merges: what engines read without a class of their own."""
+    """Make a byte-level BPE tokenizer without merges, which engines load without a special class."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -181,7 +183,7 @@ def _tiny_tokenizer() -> Any:
 
 
 class Reference:
-    """What a model folder says, by transformers' plain forward in float32. L: tokens, V: vocabulary."""
+    """The outputs of a model folder in transformers' plain float32 forward. L: tokens, V: vocabulary size."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -190,11 +192,11 @@ class Reference:
         self._model: Any = model.float().eval().requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a trainer would publish: no name twice for the same tensor."""
+        """Return the tensors as a trainer publishes them: tied tensors have one name."""
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float64]:
-        """(L, V) logits after each token."""
+        """Return (L, V) the logits after each token."""
         import torch
 
         return self._model(torch.tensor([list(tokens)])).logits[0].double().numpy()
@@ -202,13 +204,13 @@ class Reference:
     def logprobs(
         self, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0
     ) -> NDArray[np.float64]:
-        """(A,) logprobs of an answer's tokens; those of temperature 0 are those of 1."""
+        """Return (A,) the logprobs of an answer's tokens. Temperature 0 gives those of temperature 1."""
         logits = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
         return _log_softmax(logits / (temperature or 1.0))[np.arange(len(answer)), list(answer)]
 
     def last_over(self, older: Reference, tokens: Sequence[int], kept: int) -> float:
-        """Logprob of the last of some tokens, which these weights give over the keys and values that older
-        ones computed of the first `kept` tokens, 1 <= kept < L - 1."""
+        """Return the logprob of the last token under these weights, with the KV cache of the first `kept`
+        tokens from older weights; 1 <= kept < L - 1."""
         import torch
 
         text = torch.tensor([list(tokens)])
@@ -224,7 +226,7 @@ def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A tiny model on disk, and its reference."""
+    """A tiny model on disk, with its reference."""
 
     folder: Path
     reference: Reference
@@ -235,7 +237,7 @@ class TinyModel:
         return cls(make_tiny_model(folder, seed=seed, layers=layers), Reference(folder))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of the tokens, without special tokens."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(self.folder)
@@ -247,32 +249,34 @@ class TinyModel:
 
 @dataclass
 class Sample:
-    """One sample, put together from its chunks."""
+    """One sample, assembled from its chunks."""
 
     start: int = 0
-    """Position of its first token."""
+    """Position of the first token that arrived."""
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     finish: Finish = ""
     error: str = ""
     arrivals: list[float] = field(default_factory=list[float])
-    """When each of its chunks came, on the clock of `time.monotonic`."""
+    """Time of arrival of each chunk, from `time.monotonic`."""
 
     def add(self, chunk: Chunk) -> None:
-        """Take the next chunk.
+        """Add the next chunk.
 
         Raises:
-            AssertionError: if it is not the next one, or not what a chunk must be.
+            AssertionError: if it is not the next chunk, or not a valid chunk.
         """
         assert not self.finish, f"a chunk after the last one: {chunk}"
         if not self.arrivals:
             self.start = chunk.position
-        assert chunk.position == self.start + len(self.tokens), f"a gap, or a token twice: {chunk}"
+        assert chunk.position == self.start + len(self.tokens), f"a missing or repeated token: {chunk}"
         types = (chunk.tokens.dtype, chunk.logprobs.dtype, chunk.versions.dtype)
         assert types == (np.int32, np.float32, np.int32), f"columns of {types}"
-        assert len(chunk.tokens) == len(chunk.logprobs) == len(chunk.versions), f"uneven columns: {chunk}"
-        assert (chunk.finish == "error") == bool(chunk.error), f"errors have a reason: {chunk}"
+        assert len(chunk.tokens) == len(chunk.logprobs) == len(chunk.versions), (
+            f"columns of different lengths: {chunk}"
+        )
+        assert (chunk.finish == "error") == bool(chunk.error), f"`error` and `finish` disagree: {chunk}"
         assert len(chunk.tokens) or chunk.finish, "an empty chunk"
         self.arrivals.append(time.monotonic())
         self.tokens += chunk.tokens.tolist()
@@ -281,7 +285,7 @@ class Sample:
         self.finish, self.error = chunk.finish, chunk.error
 
     def copy(self) -> Sample:
-        """As it is now."""
+        """Return a copy of the current state."""
         return Sample(
             self.start,
             self.tokens[:],
@@ -294,36 +298,36 @@ class Sample:
 
 
 Key = tuple[str, int]
-"""A request's id, and the index of a sample."""
+"""Id of a request, and index of a sample."""
 
 
 class Served:
-    """An engine in an event loop of its own, and all that it has emitted. Called from the test's thread.
+    """An engine in its own event loop, and all chunks that it has emitted. Tests call it from their thread.
 
-    Weights reach it in folders, as of the transport `file`: version 0, 1, ... in the order of `swap`.
+    It receives weights in folders, as with the transport `file`: version 0, 1, ... in the order of `swap`.
     """
 
     def __init__(self, under_test: EngineUnderTest, model: Path, folder: Path, **options: Any) -> None:
         self.engine = under_test.make(model, folder, **options)
         self.under_test = under_test
         self.weights: dict[int, Reference] = {}
-        """What each version must say."""
+        """The reference of each version."""
         self.messages = 0
-        """Calls of `emit` so far."""
+        """Number of calls of `emit` so far."""
         self._folders = VersionFolders(folder / "weights", keep=3, shard_gb=1.0)
         self._published = count()
         self._portal: BlockingPortal
         self._samples: dict[Key, Sample] = {}
         self._asked: dict[Key, None] = {}
         self._broken: BaseException | None = None
-        """What ended the engine."""
+        """The exception that ended the engine."""
         self._violations: list[AssertionError] = []
         self._news = anyio.Event()
         self._over = anyio.Event()
 
     @contextmanager
     def running(self) -> Generator[Served]:
-        """Started; stopped at the end."""
+        """Start the engine, and stop it at the end of the block."""
         with start_blocking_portal("asyncio") as portal:
             self._portal = portal
             end, _ = portal.start_task(self._live)
@@ -337,73 +341,73 @@ class Served:
     # -------------------------------------------------------------------------- what a worker does
 
     def ask(self, *requests: GenerateRequest) -> None:
-        """Have the engine take requests."""
+        """Send requests to the engine."""
         for request in requests:
             have = request.have or (0,) * len(request.seeds)
             self._asked |= {(request.id, i): None for i in range(len(request.seeds)) if have[i] >= 0}
         self._portal.call(lambda: [self.engine.generate(request) for request in requests])
 
     def abort(self, request: str) -> None:
-        """Have it end a request."""
+        """Abort a request."""
         self._portal.call(self.engine.abort, request)
 
     def load(self) -> Load:
-        """Its figures."""
+        """Return the load figures of the engine."""
         return self._portal.call(self.engine.load)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """What it says of given text."""
+        """Return the engine's logprobs of given sequences."""
         arrays = [np.array(sequence, np.int32) for sequence in sequences]
         return self._portal.call(self.engine.logprobs, arrays)
 
     def swap(self, reference: Reference) -> SwapReport:
-        """Have it serve a model's weights as the next version."""
+        """Make the engine serve the weights of a model as the next version."""
         report = self.swap_tensors(reference.tensors())
         self.weights[report.version] = reference
         return report
 
     def swap_tensors(self, tensors: Mapping[str, Tensor]) -> SwapReport:
-        """Have it serve tensors as the next version, whether they fit or not."""
+        """Make the engine serve tensors as the next version, whether they fit or not."""
         return self._portal.call(self._swap, next(self._published), tensors)
 
     def stop(self) -> None:
-        """Stop the engine, before its time."""
+        """Stop the engine before the end of the test."""
         self._portal.call(self.engine.stop)
 
     @property
     def version(self) -> int:
-        """The newest version it was given."""
+        """The newest version that the engine received."""
         return max(self.weights)
 
-    # -------------------------------------------------------------------------------- what comes
+    # ---------------------------------------------------------------------------------- the answers
 
     def until(self, *keys: Key, tokens: int | None = None, within_s: float = 60.0) -> list[Sample]:
-        """Samples as they are once all of them have finished, or have so many tokens."""
+        """Wait until each sample has finished or has `tokens` tokens, and return the samples."""
         return self._portal.call(self._until, keys, tokens, within_s)
 
     def finished(self, request: GenerateRequest) -> list[Sample]:
-        """All samples of a request, finished."""
+        """Wait for all samples of a request and return them."""
         return self.until(*((request.id, i) for i in range(len(request.seeds))))
 
     def answers(self, *requests: GenerateRequest) -> list[list[Sample]]:
-        """The finished samples of each request."""
+        """Send requests and return the finished samples of each."""
         self.ask(*requests)
         return [self.finished(request) for request in requests]
 
     def answer(self, request: GenerateRequest) -> Sample:
-        """The one sample of a request."""
+        """Send a request and return its only sample."""
         return self.answers(request)[0][0]
 
     def until_load(self, condition: Callable[[Load], bool], within_s: float = 10.0) -> Load:
-        """The figures as soon as they are so."""
+        """Wait until the load figures fulfil a condition, and return them."""
         deadline = time.monotonic() + within_s
         while not condition(load := self.load()):
-            assert time.monotonic() < deadline, f"the figures stay {load}"
+            assert time.monotonic() < deadline, f"the load figures never fulfilled the condition: {load}"
             time.sleep(0.002)
         return load
 
     def settle(self) -> None:
-        """End what is still under way."""
+        """Abort all unfinished samples and wait until the engine is idle."""
         open_ = [key for key in self._asked if not self._samples.get(key, Sample()).finish]
         for request in {key[0] for key in open_}:
             self.abort(request)
@@ -412,7 +416,7 @@ class Served:
         self.until_load(lambda load: load.running == load.waiting == 0)
 
     def assert_own_logprobs(self, asked: GenerateRequest, sample: Sample, begun: Sequence[int] = ()) -> None:
-        """Every token has the logprob that its version's own forward gives it."""
+        """Assert that each token has the logprob that the reference of its version computes."""
         prompt, answer = asked.prompt_ids.numpy().tolist(), [*begun, *sample.tokens]
         for version in set(sample.versions):
             forward = self.weights[version].logprobs(prompt, answer, asked.sampling.temperature)[len(begun) :]
@@ -448,7 +452,7 @@ class Served:
             self.messages += 1
             for chunk in chunks:
                 self._samples.setdefault((chunk.request, chunk.sample), Sample()).add(chunk)
-        except AssertionError as error:  # the test is to fail by it, not the engine
+        except AssertionError as error:  # it must fail the test, not the engine
             self._violations.append(error)
         self._news.set()
         self._news = anyio.Event()
@@ -462,7 +466,9 @@ class Served:
         if self._violations:
             raise self._violations.pop()
         missing = [key for key in keys if not self._reached(key, tokens)]
-        assert not scope.cancelled_caught, f"after {within_s:g} s there is not enough of {missing[:5]}"
+        assert not scope.cancelled_caught, (
+            f"after {within_s:g} s, these samples are incomplete: {missing[:5]}"
+        )
         return [self._samples[key].copy() for key in keys]
 
     def _reached(self, key: Key, tokens: int | None) -> bool:
@@ -495,7 +501,7 @@ def request(
     ignore_eos: bool = True,
     **sampling: Any,
 ) -> GenerateRequest:
-    """A request with a prompt, or one of some length that no other request has."""
+    """Make a request with the given prompt, or with a random prompt of the given length."""
     number = next(_ids)
     if isinstance(prompt, int):
         prompt = np.random.default_rng(number).integers(len(SPECIAL), VOCABULARY, prompt).tolist()
@@ -514,13 +520,14 @@ def request(
 # ------------------------------------------------------------------------------------- the engine
 
 _BLOCK = 16
-"""Engines keep keys and values in blocks of a multiple of so many tokens, or token by token."""
+"""Engines store keys and values in blocks of a multiple of this many tokens, or token by token."""
 _DELIVERY_S = 0.25
-"""What chunks may take besides the decoding: they are collected for 20 ms and travel."""
+"""Time that chunks may take besides decoding, in seconds: the engine collects them for 20 ms and sends
+them."""
 
 
 class InferenceConformance:
-    """What `InferenceEngine` promises, with one engine that is started once and swapped between two
+    """The contract of `InferenceEngine`, tested with one engine that starts once and swaps between two
     models."""
 
     engine: ClassVar[EngineUnderTest]
@@ -536,7 +543,7 @@ class InferenceConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def early(cls) -> GenerateRequest:
-        """A request that is made before the first swap."""
+        """A request that the test sends before the first swap."""
         return request(max_tokens=30)
 
     @pytest.fixture(scope="class")
@@ -547,7 +554,7 @@ class InferenceConformance:
         early: GenerateRequest,
         tmp_path_factory: pytest.TempPathFactory,
     ) -> Iterator[Served]:
-        """The engine, which has just been given its first weights: not those of its folder."""
+        """The engine after its first swap, to weights other than those of its folder."""
         folder = tmp_path_factory.mktemp("run")
         with Served(cls.engine, models[0].folder, folder, on_swap="recompute").running() as served:
             served.ask(early)
@@ -558,7 +565,7 @@ class InferenceConformance:
 
     @pytest.fixture
     def served(self, started: Served, models: tuple[TinyModel, TinyModel]) -> Iterator[Served]:
-        """The engine with nothing to do and the first model's weights."""
+        """The idle engine, with the first model's weights."""
         if started.weights[started.version] is not models[0].reference:
             started.swap(models[0].reference)
         yield started
@@ -569,13 +576,13 @@ class InferenceConformance:
     def test_nothing_is_sampled_before_the_first_swap_and_then_with_its_weights(
         self, started: Served, early: GenerateRequest
     ) -> None:
-        """The folder's own weights never answer."""
+        """The weights of the model folder never sample a token."""
         (sample,) = started.finished(early)
         assert (sample.finish, set(sample.versions)) == ("length", {0})
         started.assert_own_logprobs(early, sample)
 
     def test_a_model_that_cannot_be_loaded_is_told_by_start(self, tmp_path: Path) -> None:
-        """And nothing stays behind that `stop` could not end."""
+        """`start` raises EngineError, and `stop` then ends everything that was started."""
         empty = tmp_path / "empty"
         empty.mkdir()
         with pytest.raises(EngineError):
@@ -585,7 +592,8 @@ class InferenceConformance:
     # ------------------------------------------------------------------------------------ numbers
 
     def test_logprobs_are_those_of_the_models_own_forward(self, served: Served) -> None:
-        """At any temperature, in mixed company, for prompts of one token and of hundreds."""
+        """At any temperature, with other requests at the same time, for prompts of one to hundreds of
+        tokens."""
         asked = [
             request(1 + 37 * i % 400, n=1 + i % 3, max_tokens=5 + 13 * i % 40, temperature=temperature)
             for i, temperature in enumerate([1.0, 0.7, 0.0, 1.3] * 4)
@@ -622,7 +630,7 @@ class InferenceConformance:
     def test_tokens_are_drawn_with_the_probability_they_report(
         self, served: Served, models: tuple[TinyModel, TinyModel], sampling: dict[str, Any]
     ) -> None:
-        """Whatever reshapes the distribution; an option that the engine refuses is refused by name."""
+        """For every option that changes the distribution. The engine names each option that it refuses."""
         asked = request(n=600, max_tokens=1, **sampling)
         (samples,) = served.answers(asked)
         for refused in (names.split("+") for names in self.engine.refuses):
@@ -640,7 +648,7 @@ class InferenceConformance:
     def test_logprobs_of_given_text_are_those_of_the_weights_served(
         self, served: Served, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """Also after a swap, though the same text was computed before, and while answers are being given."""
+        """Also after a swap when the engine has computed the same text before, and while it generates."""
         text = [request(length).prompt_ids.numpy().tolist() for length in (2, 3, 70, 400)]
         served.ask(request(n=2, max_tokens=600))
         for model in models:
@@ -652,7 +660,7 @@ class InferenceConformance:
                 np.testing.assert_allclose(said, expected, atol=self.engine.tolerance)
 
     def test_the_seed_alone_decides_what_is_drawn(self, served: Served) -> None:
-        """Whatever else the engine is doing; for seeds of 64 bits with and without sign."""
+        """Independent of other requests; for signed and unsigned 64-bit seeds."""
         if not self.engine.seeds:
             pytest.skip(f"{self.engine.use} does not offer seeds")
         prompt = request(16).prompt_ids.numpy().tolist()
@@ -664,14 +672,14 @@ class InferenceConformance:
         assert len({tuple(sample.tokens) for sample in (alone, *others)}) == 7
 
     def test_samples_of_one_prompt_differ(self, served: Served) -> None:
-        """Each is drawn by itself."""
+        """The engine draws each sample independently."""
         (samples,) = served.answers(request(n=8, max_tokens=30))
         assert len({tuple(sample.tokens) for sample in samples}) == 8
 
     # ------------------------------------------------------------------------- how an answer ends
 
     def test_the_end_of_sequence_token_is_the_answers_last(self, served: Served) -> None:
-        """Unless it is to be ignored."""
+        """Unless `ignore_eos` is set."""
         asked = request(n=32, max_tokens=150, ignore_eos=False)
         ignoring = request(n=8, max_tokens=150)
         samples, ignored = served.answers(asked, ignoring)
@@ -686,7 +694,7 @@ class InferenceConformance:
         assert any(END in sample.tokens for sample in ignored)
 
     def test_a_stop_token_is_the_answers_last(self, served: Served) -> None:
-        """Whether or not the model's own end is ignored."""
+        """With and without `ignore_eos`."""
         stops = tuple(range(40, 50))
         asked = [request(n=4, max_tokens=150, stop_token_ids=stops, ignore_eos=eos) for eos in (True, False)]
         for one, samples in zip(asked, served.answers(*asked), strict=True):
@@ -700,7 +708,7 @@ class InferenceConformance:
     def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
         self, served: Served, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """Of one token or of several."""
+        """For stop strings of one token and of several tokens."""
         prompt = request(30).prompt_ids.numpy().tolist()
         plain = served.answer(request(prompt, temperature=0.0, max_tokens=60))
         text = models[0].decode(plain.tokens)
@@ -710,7 +718,7 @@ class InferenceConformance:
         )
         assert stopped.finish == "stop"
         assert models[0].decode(stopped.tokens) == text[: text.index(several) + 3]
-        characters = tuple("ABCDEFGHIJ")  # in the spelling of no special token
+        characters = tuple("ABCDEFGHIJ")  # these occur in no special token
         (samples,) = served.answers(request(n=8, max_tokens=100, stop=characters))
         assert any(sample.finish == "stop" for sample in samples)
         for sample in samples:
@@ -726,7 +734,7 @@ class InferenceConformance:
     def test_a_request_that_cannot_be_served_is_told_why(
         self, served: Served, prompt: list[int], max_tokens: int
     ) -> None:
-        """And the engine goes on serving others."""
+        """The engine goes on serving other requests."""
         (samples,) = served.answers(request(prompt, n=2, max_tokens=max_tokens))
         assert [(sample.finish, sample.tokens) for sample in samples] == [("error", [])] * 2
         full = served.answer(request([10] * 1000, max_tokens=24))  # no more than the model has positions
@@ -734,7 +742,7 @@ class InferenceConformance:
         assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
 
     def test_abort_frees_every_slot_within_a_decode_step(self, served: Served) -> None:
-        """Once and again; for what runs and what waits; and what is next begins at once."""
+        """Repeatedly, for running and waiting samples; the next request starts immediately."""
         slots = served.load().slots
         for _ in range(2):
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)
@@ -757,7 +765,7 @@ class InferenceConformance:
         assert served.answer(request()).finish == "length"
 
     def test_a_deadline_ends_what_runs_and_what_waits(self, served: Served) -> None:
-        """With what there is of it, and without harm to others."""
+        """Samples keep their tokens so far, and other requests are not affected."""
         began = time.monotonic()
         held = request(min_version=served.version + 1, deadline_s=0.3)
         runs = request(n=8, max_tokens=900, deadline_s=0.6)
@@ -773,7 +781,7 @@ class InferenceConformance:
     # ---------------------------------------------------------------- going on, and asking again
 
     def test_an_answer_begun_elsewhere_goes_on_after_its_tokens(self, served: Served) -> None:
-        """Nothing is said of a sample that the asker holds to its end."""
+        """The engine emits nothing for a sample that the client already has completely."""
         whole = request(n=2, max_tokens=50, temperature=0.7)
         (before,) = served.answers(whole)
         begun = (before[0].tokens[:17], before[1].tokens, [])
@@ -790,7 +798,7 @@ class InferenceConformance:
             served.until((asked.id, 1), within_s=0.1)
 
     def test_an_answer_that_came_complete_ends_at_once(self, served: Served) -> None:
-        """By the end of sequence, a stop token, or its length."""
+        """Complete by the end-of-sequence token, a stop token, or its length."""
         begun = ([5, 6, END], [5, 6, 7], [5] * 20)
         asked = request(n=3, begun=begun, have=(3, 3, 20), ignore_eos=False, stop_token_ids=(7,))
         (samples,) = served.answers(asked)
@@ -802,7 +810,7 @@ class InferenceConformance:
         assert [sample.start for sample in samples] == [3, 3, 20]
 
     def test_a_request_sent_again_is_the_same_request(self, served: Served) -> None:
-        """It is not started twice."""
+        """The engine does not start it twice."""
         before = served.load().generated_tokens
         asked = request(n=2, max_tokens=200)
         served.ask(asked)
@@ -813,7 +821,7 @@ class InferenceConformance:
         assert served.load().generated_tokens - before == 500
 
     def test_a_request_behind_many_others_has_its_turn(self, served: Served) -> None:
-        """More than there are slots for came before it."""
+        """More requests than slots came before it."""
         others = [request(max_tokens=60) for _ in range(2 * served.load().slots)]
         late = request(n=2, temperature=0.0)
         *_, samples = served.answers(*others, late)
@@ -824,7 +832,7 @@ class InferenceConformance:
     def test_a_swap_reports_what_is_served_and_what_it_cost(
         self, served: Served, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """The digest is that of the tensors, computed here once more."""
+        """The digest equals the digest of the tensors, which the test computes again."""
         before = served.load()
         began = time.monotonic()
         reports = [served.swap(models[1].reference), served.swap(models[0].reference)]
@@ -858,14 +866,14 @@ class InferenceConformance:
                 assert sample.versions == sorted(sample.versions)
                 served.assert_own_logprobs(one, sample)
                 spans.append(len(set(sample.versions)))
-        assert max(spans) == 4, f"the swaps fell into no answer: {spans}"
+        assert max(spans) == 4, f"no answer spans all swaps: {spans}"
 
     def test_keep_cache_goes_on_over_what_older_weights_computed(
         self, models: tuple[TinyModel, TinyModel], tmp_path: Path
     ) -> None:
-        """Which shows at the first token after the swap; of the last block of text, keys and values may be
-        computed anew. But an answer wholly of the new version is of its weights alone, though its prompt was
-        known before, or was being computed at the swap."""
+        """The first token after the swap shows it; the engine may compute keys and values of the last block
+        again. An answer that is wholly of the new version uses only its weights, also when the engine knew
+        the prompt before, or was computing it at the swap."""
         older, newer = models[0].reference, models[1].reference
         with Served(self.engine, models[0].folder, tmp_path, on_swap="keep_cache").running() as served:
             served.swap(older)
@@ -894,7 +902,7 @@ class InferenceConformance:
     def test_a_prompt_known_from_older_weights_is_computed_anew(
         self, served: Served, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """Nor does going back to weights that were served before bring back their cache."""
+        """A swap back to earlier weights does not bring back their cache either."""
         prompt = request(400).prompt_ids.numpy().tolist()
         for model in (models[1], models[0], models[1]):
             for _ in range(2):
@@ -905,7 +913,7 @@ class InferenceConformance:
     def test_a_request_waits_for_the_version_it_needs_and_holds_up_nobody(
         self, served: Served, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """As many as there are slots, and more."""
+        """With more waiting samples than slots."""
         now = served.version
         needy = request(n=served.load().slots + 1, min_version=now + 1)
         served.ask(needy)
@@ -922,7 +930,7 @@ class InferenceConformance:
     def test_weights_that_do_not_fit_leave_the_old_ones(
         self, served: Served, models: tuple[TinyModel, TinyModel], fault: str
     ) -> None:
-        """With an error that names the tensor; answers in flight go on."""
+        """The error names the tensor, and answers in flight go on."""
         import torch
 
         name = "model.norm.weight"
@@ -946,7 +954,8 @@ class InferenceConformance:
     # --------------------------------------------------------------------- streaming and figures
 
     def test_the_first_chunk_comes_before_a_tenth_of_the_answers_time(self, served: Served) -> None:
-        """512 tokens, in not too many messages; once in three times, as other programs may delay a chunk."""
+        """512 tokens, in a bounded number of messages. One of three tries must pass: other programs may delay
+        a chunk."""
         shares: list[float] = []
         while min(shares, default=1.0) > 0.1 and len(shares) < 3:
             messages, began = served.messages, time.monotonic()
@@ -955,10 +964,10 @@ class InferenceConformance:
             assert len(sample.tokens) == 512
             assert 10 <= served.messages - messages <= took / 0.015 + 2
             shares.append((sample.arrivals[0] - began) / took)
-        assert min(shares) <= 0.1, f"of the answer's time: {shares}"
+        assert min(shares) <= 0.1, f"time to the first chunk, as shares of the answer's time: {shares}"
 
     def test_figures_add_up(self, served: Served) -> None:
-        """With more samples than slots, from the request on."""
+        """With more samples than slots, from the request to the end."""
         idle = served.load()
         assert (idle.version, idle.running, idle.waiting) == (served.version, 0, 0)
         asked = request(n=idle.slots + 4, max_tokens=60)
@@ -976,7 +985,7 @@ class InferenceConformance:
         assert idle.busy_s <= full.busy_s <= done.busy_s
 
     def test_stop_ends_the_stream(self, models: tuple[TinyModel, TinyModel], tmp_path: Path) -> None:
-        """In mid-answer; a second call does no harm."""
+        """In the middle of an answer; a second call has no effect."""
         with Served(self.engine, models[0].folder, tmp_path).running() as served:
             served.swap(models[0].reference)
             asked = request(n=4, max_tokens=900)
@@ -989,13 +998,13 @@ class InferenceConformance:
 
 
 def _step_s(samples: Sequence[Sample]) -> float:
-    """Seconds a decode step takes, by the chunks of samples that are under way."""
+    """Estimate the duration of a decode step, in seconds, from the chunks of unfinished samples."""
     spans = [(s.arrivals[-1] - s.arrivals[0]) / max(1, len(s.tokens) - 1) for s in samples]
     return max(spans)
 
 
 def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """(V,) what each token's probability must be, by walking down from the likeliest token."""
+    """Compute (V,) the exact probability of each token, from the most likely token downwards."""
     biased = logits.copy()
     for token, bias in sampling.logit_bias.items():
         biased[token] += bias
@@ -1014,7 +1023,8 @@ def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np
 
 
 def _assert_drawn_from(exact: NDArray[np.float64], drawn: NDArray[np.int64]) -> None:
-    """Pearson's statistic over the tokens expected at least five times, the others taken together."""
+    """Assert a bound on Pearson's chi-squared statistic. Tokens expected fewer than five times form one
+    class."""
     expected = exact * len(drawn)
     seen = np.bincount(drawn, minlength=len(exact))
     often = expected >= 5
@@ -1034,7 +1044,7 @@ _GROUP, _BATCH, _LENGTH, _STALENESS = 2, 4, 200, 2
 
 
 class RunConformance:
-    """What two replicas of an engine hold together in a run that trains, when one of them is killed."""
+    """Tests of two replicas of an engine in a training run in which one of them is killed."""
 
     engine: ClassVar[EngineUnderTest]
 
@@ -1042,8 +1052,8 @@ class RunConformance:
     def test_a_replica_killed_in_mid_answer_loses_and_doubles_no_token(
         self, tmp_path: Path, victim: str
     ) -> None:
-        """Its answers go on elsewhere, and it serves nothing again before it has the weights of the time:
-        every token of the run has the logprob that the trainer's checkpoint of its version gives it."""
+        """Another replica continues its answers, and it serves no request before it has the current weights.
+        Every token of the run has the logprob that the trainer's checkpoint of its version computes."""
         if victim == "server" and not self.engine.servers:
             pytest.skip(f"{self.engine.use} runs the model in its worker")
         model = make_tiny_model(tmp_path / "model", layers=4)
@@ -1072,7 +1082,7 @@ class RunConformance:
 
 
 class _Run:
-    """A run of two replicas whose workflow writes down every answer."""
+    """A run with two replicas, whose workflow records every answer."""
 
     def __init__(self, engine: EngineUnderTest, model: Path, folder: Path) -> None:
         self._start_s = engine.start_s
@@ -1107,7 +1117,7 @@ class _Run:
     @classmethod
     @contextmanager
     def started(cls, engine: EngineUnderTest, model: Path, folder: Path) -> Generator[_Run]:
-        """Killed at the end, if it has not ended."""
+        """Start a run, and kill it at the end of the block if it still runs."""
         run = cls(engine, model, folder)
         try:
             yield run
@@ -1119,46 +1129,48 @@ class _Run:
 
     @property
     def process_id(self) -> int:
-        """Of the kernel."""
+        """Process id of the kernel."""
         return self._process.pid
 
     def until(self, condition: Callable[[], Any]) -> None:
-        """Wait for something, twice as long as a start may take at most."""
+        """Wait for a condition, at most twice the maximum duration of a start."""
         deadline = time.monotonic() + 2 * self._start_s
         while not condition():
-            assert self._process.poll() is None, f"the run ended early:\n{self._said()}"
-            assert time.monotonic() < deadline, f"waited too long:\n{self._said()}"
+            assert self._process.poll() is None, f"the run ended early:\n{self._last_output()}"
+            assert time.monotonic() < deadline, f"waited too long:\n{self._last_output()}"
             time.sleep(0.05)
 
     def interrupt(self) -> dict[str, Any]:
-        """End it as Ctrl-C does; its summary, whose ledger adds up."""
+        """End the run as Ctrl-C does, check that its ledger adds up, and return its summary."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(2 * self._start_s)
         summary = json.loads((self._folder / "summary.json").read_text())
-        assert summary["status"] == "interrupted", self._said()
+        assert summary["status"] == "interrupted", self._last_output()
         ledger = summary["ledger"]
         assert ledger["issued"] == sum(number for name, number in ledger.items() if name != "issued")
         return summary
 
-    def _said(self) -> str:
-        """The last that it printed."""
+    def _last_output(self) -> str:
+        """Return the end of its output."""
         return self._output.read_text()[-4000:]
 
     def version(self) -> int:
-        """Train steps so far."""
+        """Return the number of train steps so far."""
         return len([line for line in _json_lines(self._folder / "metrics.jsonl") if "ledger" in line])
 
     def records(self) -> list[dict[str, Any]]:
-        """What the workflow wrote down: `id` and `asked` of every prompt, and again with its `answers`."""
+        """Return the records of the workflow: `id` and `asked` of every prompt, and a second one with
+        `answers`."""
         return _json_lines(self._folder / "answers.jsonl")
 
     def under_way(self) -> set[str]:
-        """Ids of the prompts that were asked and not yet answered."""
+        """Return the ids of prompts that have no answers yet."""
         records = self.records()
         return {each["id"] for each in records} - {each["id"] for each in records if "answers" in each}
 
     def answered_by(self, worker: str, since: float) -> list[dict[str, Any]]:
-        """Records of prompts asked since then with an answer that this worker finished."""
+        """Return the records of prompts asked after `since` that have an answer which this worker
+        finished."""
         return [
             record
             for record in self.records()
@@ -1166,12 +1178,13 @@ class _Run:
         ]
 
     def process(self, worker: str) -> int:
-        """The process id of a worker that runs."""
+        """Return the process id of a running worker."""
         joined = [line for line in _json_lines(self._folder / "logs" / "kernel.jsonl") if "place" in line]
         return int([line["place"] for line in joined if line["worker"] == worker][-1].split()[-1])
 
     def assert_own_logprobs(self, model: Path, tolerance: float) -> None:
-        """Of every token of every answer, by the trainer's checkpoints; answers are as long as asked."""
+        """Assert the logprob of every token of every answer against the trainer's checkpoints, and the length
+        of every answer."""
         answers = [(r, answer) for r in self.records() for answer in r.get("answers", ())]
         assert {len(answer["tokens"]) for _, answer in answers} == {_LENGTH}
         by_version: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
@@ -1190,20 +1203,20 @@ class _Run:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file that is being written."""
+    """Return the complete lines of a JSON Lines file that another process is writing."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes that a process started, and those that they did."""
+    """Return the ids of all descendants of a process."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     children = [int(child) for task in tasks for child in task.read_text().split()]
     return [*children, *(below for child in children for below in _descendants(child))]
 
 
 class _Recorder:
-    """Workflow `recorder`: like `single_turn`, with rewards that differ, and every answer written down."""
+    """Workflow `recorder`: like `single_turn`, but its rewards differ and it records every answer."""
 
     def __init__(self, config: WorkflowConfig, context: Context) -> None:
         del config
@@ -1211,7 +1224,7 @@ class _Recorder:
         self._ids = count()
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """One answer a sample, rewarded by the mean of its token ids."""
+        """Make one answer for each sample, with the mean of its token ids as the reward."""
         record: dict[str, Any] = {
             "id": f"{os.getpid()}-{next(self._ids)}",
             "asked": time.time(),
