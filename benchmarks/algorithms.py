@@ -1,10 +1,10 @@
-"""Every algorithm on the quickstart's task, 150 steps, those that sample with staleness: does it learn?
+"""Does every algorithm learn the quickstart's task in 150 steps? Those that sample run with staleness.
 
     python benchmarks/algorithms.py [NAME ...]
 
-Held-out accuracy of greedy answers before and after; of `reward_model`, the share of pairs that it orders
-right, at its first step and over its last ten. `distill` learns from what `grpo` has become. Last line: one
-JSON object.
+The figures are the held-out accuracy of greedy answers before and after; for `reward_model`, the share of
+pairs that it orders correctly, at its first step and over its last ten. The teacher of `distill` is the final
+model of `grpo`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whole_runs import QUICKSTART, summary_of
 STEPS = 150
 PAIRS = "dataset={use: jsonl, path: examples/quickstart/pairs.jsonl}"
 SLOWER = "training.lr=1e-4"
-# What an algorithm needs beside its defaults on this task.
+# Options that an algorithm needs on this task besides its defaults.
 OPTIONS: dict[str, list[str]] = {
     "cispo": [],
     "dapo": [],
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def accuracy_of(summary: dict[str, Any], out: Path) -> tuple[float, float]:
-    """Before and after."""
+    """Return the accuracy before and after."""
     if summary["evaluation"]:
         return summary["evaluation"][0]["accuracy"], summary["evaluation"][-1]["accuracy"]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -2,9 +2,9 @@
 
     python benchmarks/bus.py
 
-For each size the two run in turn, several rounds, and the medians are compared: raw `publish` and
-`subscribe` of bytes, and `Bus.publish` and `Bus.subscribe` of a struct of the same encoded size, which
-is encoded, checked and decoded on the way. The last line is one JSON object.
+For each message size the two run in turn for several rounds, and their medians are compared: raw `publish`
+and `subscribe` of bytes, and `Bus.publish` and `Bus.subscribe` of a struct of the same encoded size, which
+the bus encodes, checks and decodes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTS = {200: 40_000, 16_384: 10_000}
 
 
 class Sample(Message, frozen=True):
-    """A header and an array, like most of what travels."""
+    """A header and an array, like most messages of a run."""
 
     id: str
     worker: str
@@ -41,7 +41,7 @@ class Sample(Message, frozen=True):
 
 
 def sample_of(size: int) -> Sample:
-    """A message that is `size` bytes on the wire."""
+    """Make a message of `size` encoded bytes."""
     empty = Sample("0/1/0", "rollout-0", 3, Array.of(np.zeros(0, np.uint8)))
     rest = size - len(msgspec.msgpack.encode(empty))
     for length in range(rest - 8, rest + 1):
@@ -52,7 +52,7 @@ def sample_of(size: int) -> Sample:
 
 
 async def rate(count: int, publish: Callable[[], Awaitable[None]], done: anyio.Event) -> float:
-    """Messages per second from the first publish until the last is handled."""
+    """Return the messages per second from the first publish until the last message is handled."""
     began = time.perf_counter()
     for _ in range(count):
         await publish()

@@ -1,14 +1,14 @@
-"""Tokens a second of the torch inference engine, against `model.generate` of transformers and a vLLM server.
+"""Tokens per second of the torch inference engine, of `model.generate` of transformers and of a vLLM server.
 
     python benchmarks/decode.py [--vllm path/to/venv/bin/python]
 
 All get the same work on the same random models of 0.2 M and 10 M parameters: prompts of 10 to 60 tokens and
 answers of long-tailed lengths (lognormal, mean 40, sigma 1, at most 400), drawn at temperature 1, one
-compute thread each, as many rows at once as the engines have slots. Nothing ends an answer but its length.
-Engines are asked as an inference worker asks them: by requests, all at once, answered by chunks. `generate`
-takes the prompts in batches, each of which runs to its longest answer; only the tokens that were asked for
-count. It is given the small model alone. Rounds alternate and the medians are compared, so that whatever
-else the machine does meets all alike. The last line is one JSON object.
+compute thread each, as many rows at once as the engines have slots. An answer ends only at its length.
+Engines get requests as from an inference worker: all at once, answered by chunks. `generate` takes the
+prompts in batches, each of which runs to its longest answer; only the requested tokens count. It runs only
+the small model. Rounds alternate and the medians are compared, so that other load on the machine affects all
+equally. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ VOCABULARY = 101
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts, and how many tokens are wanted after each."""
+    """Prompts, and the number of tokens to generate for each."""
 
     prompts: Sequence[NDArray[np.int32]]
     lengths: Sequence[int]
 
     @property
     def tokens(self) -> int:
-        """Tokens wanted in all."""
+        """Total number of tokens to generate."""
         return sum(self.lengths)
 
 
@@ -107,7 +107,7 @@ def make_model(size: str, folder: Path) -> Any:
 
 @torch.inference_mode()
 def generate(model: Any, work: Work, batch: int) -> None:
-    """All answers, batch by batch."""
+    """Generate all answers, batch by batch."""
     for first in range(0, len(work.prompts), batch):
         tokens, mask = left_padded(work.prompts[first : first + batch])
         longest = max(work.lengths[first : first + batch])
@@ -139,7 +139,7 @@ def left_padded(prompts: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
 
 
 class Engine:
-    """A started engine, and the answers it is giving."""
+    """An engine, and the answers in progress."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
@@ -154,11 +154,11 @@ class Engine:
         await self._engine.swap(weights)
 
     async def stop(self) -> None:
-        """Free everything."""
+        """Stop the engine."""
         await self._engine.stop()
 
     async def generate(self, work: Work) -> None:
-        """All answers, asked for at once."""
+        """Request all answers at once, and wait for them."""
         self._rounds += 1
         self._unfinished, self._tokens, self._finished = len(work.prompts), 0, anyio.Event()
         for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
@@ -166,7 +166,7 @@ class Engine:
             request = GenerateRequest(f"{self._rounds}/{i}", Array.of(prompt), (i,), sampling, 0)
             self._engine.generate(request)
         await self._finished.wait()
-        assert self._tokens == work.tokens, f"{self._tokens} tokens came of {work.tokens}"
+        assert self._tokens == work.tokens, f"{self._tokens} tokens arrived of {work.tokens}"
 
     def _count(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -179,12 +179,12 @@ class Engine:
 
 # ---------------------------------------------------------------------------------------- rounds
 
-# An engine is several times faster: repeated, it runs about as long in each round.
+# An engine is several times faster than `generate`: repeated, it runs about as long in each round.
 REPEATS = 4
 
 
 def engines_of(folder: Path, slots: int, vllm: str | None) -> dict[str, Engine]:
-    """By name."""
+    """Make the engines, by name."""
     context = Context(
         run="benchmark", name="benchmark", seed=0, model=str(folder), folder=str(folder), worker="inference-0"
     )
@@ -201,10 +201,10 @@ def engines_of(folder: Path, slots: int, vllm: str | None) -> dict[str, Engine]:
 async def measure(
     model: Any, folder: Path, work: Work, slots: int, rounds: int, *, vllm: str | None, whole: bool
 ) -> dict[str, list[float]]:
-    """Tokens a second of each, every time it ran.
+    """Return the tokens per second of each engine in each run.
 
     Args:
-        whole: with `generate`, and the deterministic engine.
+        whole: include `generate` and the deterministic engine.
     """
     engines = engines_of(folder, slots, vllm)
     if not whole:
@@ -237,7 +237,7 @@ async def measure(
 
 
 def show(size: str, rates: Mapping[str, list[float]]) -> dict[str, float]:
-    """Print a model's table; the medians."""
+    """Print a model's table, and return the medians."""
     median = {name: statistics.median(each) for name, each in rates.items()}
     print(f"{size + ' parameters':22} {'tokens/s':>9} {'worst':>9} {'best':>9} {'torch is':>9}")
     for name, each in rates.items():
@@ -247,11 +247,11 @@ def show(size: str, rates: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="tokens a second: the torch engine against others")
+    parser = argparse.ArgumentParser(description="tokens per second of the torch engine and others")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each, in turn")
     parser.add_argument("--slots", type=int, default=64, help="slots, and prompts in a batch of generate")
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--vllm", help="interpreter with vLLM; without one it is left out")
+    parser.add_argument("--vllm", help="interpreter with vLLM; without it vLLM is not measured")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()

@@ -1,9 +1,10 @@
-"""How much of training and generation overlaps, by the mock engines: each takes 1 s a batch, 12 steps.
+"""How much training and generation overlap, with mock engines that each take 1 s per batch, for 12 steps.
 
     python benchmarks/overlap.py
 
-One after the other they take 24 s; overlapped, 13: the first generation, then twelve steps. The wall time
-is from the first ticket to the last step of a real run through the command line. Last line: one JSON object.
+One after the other they take 24 s; with full overlap 13 s: the first generation, then twelve steps. The wall
+time is measured from the first ticket to the last step of a real run through the command line. The last line
+is one JSON object.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/packing.py
 
-One thread, the quickstart's model, 256 sequences of 8 to 512 tokens: packed end to end up to a budget of
-tokens, or in the order they come, 32 rows at a time, padded to the longest of the 32. The tokens computed on
-are counted at the model's input. Rounds alternate and medians are compared. Last line: one JSON object.
+The benchmark uses one thread, the quickstart's model, and 256 sequences of 8 to 512 tokens. They are packed
+end to end up to a budget of tokens, or computed 32 rows at a time, in order, padded to the longest of the 32.
+The computed tokens are counted at the model's input. Rounds alternate and medians are compared. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 
 
 def lengths() -> list[int]:
-    """Log-normal, cut at 8 and 512: half of them below 32 tokens, one in fifty above 300."""
+    """Draw log-normal lengths, clamped to 8 and 512: half are below 32 tokens, one in fifty is above 300."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(SEQUENCES, generator=generator) * 1.1 + 3.4
     return drawn.exp().clamp(8, 512).long().tolist()
@@ -50,9 +51,9 @@ def negative(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tenso
 
 def engine(packing: str, tokens: int) -> TorchTraining:
     config = TorchTrainingConfig(packing=packing, micro_batch_tokens=tokens)  # pyright: ignore[reportArgumentType]
-    made = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(MODEL)))
-    made.load(None)
-    return made
+    trainer = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(MODEL)))
+    trainer.load(None)
+    return trainer
 
 
 def seconds(trainer: TorchTraining, batches: list[Batch]) -> float:
@@ -63,7 +64,7 @@ def seconds(trainer: TorchTraining, batches: list[Batch]) -> float:
 
 
 def computed(trainer: TorchTraining, batches: list[Batch]) -> int:
-    """Tokens that go through the model in a pass over the batches."""
+    """Count the tokens that go through the model in a pass over the batches."""
     count = 0
 
     def add(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
     python benchmarks/quickstart.py
 
-Wall time is from the first ticket to the last step, evaluations left out of both runs but for the first
-and the last. Rounds alternate and medians are compared. Last line: one JSON object.
+Wall time is measured from the first ticket to the last step. Both runs evaluate only at the beginning and at
+the end. Rounds alternate and medians are compared. The last line is one JSON object.
 """
 
 from __future__ import annotations

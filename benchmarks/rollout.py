@@ -1,11 +1,11 @@
-"""What 512 episodes at once cost the one rollout worker that runs them; a mock engine gives 10,000 tokens/s.
+"""The cost of 512 tickets at once for one rollout worker, with a mock engine of 10,000 tokens/s.
 
     python benchmarks/rollout.py [dotted.key=value ...]
 
-A real run through the command line, 8 answers an episode, lengths long-tailed around 64 tokens; arguments
-change its file. CPU seconds (user and system) of the rollout worker, its memory, and busy seconds of the
-engine are read at heartbeats, over the steady part: while it has 512 episodes in hand. Last line: one JSON
-object.
+This is a real run through the command line, with 8 answers per ticket and long-tailed lengths around 64
+tokens; arguments override its run file. At each heartbeat the benchmark reads the rollout worker's CPU
+seconds (user and system) and memory, and the engine's busy seconds. It uses the steady part, in which the
+worker has 512 tickets in progress. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Beat:
 
 
 class Watch:
-    """The heartbeats of a run, as its kernel hears them."""
+    """Collects the heartbeats of a run, as its kernel receives them."""
 
     def __init__(self, run: int) -> None:
         self._run = psutil.Process(run)
@@ -70,12 +70,12 @@ class Watch:
         self.beats: list[Beat] = []
 
     def engine(self, beat: Heartbeat) -> None:
-        """The engine's figures, for the next heartbeat of the rollout worker."""
+        """Keep the engine's figures for the next heartbeat of the rollout worker."""
         if beat.load is not None:
             self._busy_s, self._tokens = beat.load.busy_s, beat.load.generated_tokens
 
     def rollout(self, beat: Heartbeat) -> None:
-        """The rollout worker's."""
+        """Add a heartbeat of the rollout worker."""
         if self._rollout is None:
             workers = self._run.children(recursive=True)
             self._rollout = next(worker for worker in workers if beat.worker in worker.cmdline())
@@ -83,14 +83,14 @@ class Watch:
         self.beats.append(Beat(beat.tickets, cpu.user + cpu.system, rss / 2**20, self._busy_s, self._tokens))
 
     def steady(self) -> list[Beat]:
-        """From the first heartbeat with all episodes in hand to the last one."""
+        """Return the heartbeats from the first to the last one with all tickets in progress."""
         full = [index for index, beat in enumerate(self.beats) if beat.episodes == EPISODES]
         assert full, f"never {EPISODES} episodes at once, but {max(beat.episodes for beat in self.beats)}"
         return self.beats[full[0] : full[-1] + 1]
 
 
 async def watched(command: list[str], out: Path) -> list[Beat]:
-    """Run it, listening to the heartbeats of its workers; the steady ones."""
+    """Run a command, collect its workers' heartbeats, and return the steady ones."""
     async with await anyio.open_process(command, stdout=subprocess.DEVNULL) as run:
         watch = Watch(run.pid)
         login = await bootstrap_of(out)
@@ -103,7 +103,7 @@ async def watched(command: list[str], out: Path) -> list[Beat]:
 
 
 async def bootstrap_of(out: Path) -> Bootstrap:
-    """Access to the bus of a run that is starting."""
+    """Wait for a run to start, and return the access to its bus."""
     with anyio.fail_after(60):
         while not (out / "logs").exists() or not list((out / "logs").glob("rollout-0*")):
             await anyio.sleep(0.1)

@@ -43,7 +43,7 @@ WORK = HERE.parent / "build" / "staleness"
 RATES = {"1/3": 1 / 3, "1": 1.0, "3": 3.0}
 MORE_SEEDS = range(3, 10)
 WINDOW = 10
-"""Steps over which rewards are averaged, for the course of a run."""
+"""Number of steps over which rewards are averaged."""
 
 CORRECTIONS = ("behaviour", "decoupled", "token_tis", "sequence_tis", "icepop", "sequence_mask")
 ALGORITHMS = ("dapo", "gspo", "cispo", "sapo", "rloo", "m2po", "reinforce_pp", "ppo")
@@ -51,7 +51,7 @@ ALGORITHMS = ("dapo", "gspo", "cispo", "sapo", "rloo", "m2po", "reinforce_pp", "
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what varies of it."""
+    """One run, with the settings that vary."""
 
     stage: str
     cell: str
@@ -64,32 +64,32 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Its name in the file of results."""
+        """Name of the run in the file of results."""
         return f"{self.stage}/{self.cell}/{self.staleness}/{self.seed}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run."""
+    """The figures of a finished run."""
 
     first: float
     """Held-out accuracy of the initial policy."""
     final: float
-    """The same of the last."""
+    """Held-out accuracy of the final policy."""
     best: float
     """Highest mean training reward over `WINDOW` steps."""
     last: float
     """Mean training reward over the last `WINDOW` steps."""
     staleness: float
-    """Mean of the trained samples."""
+    """Mean staleness of the trained samples."""
     eta: float
-    """Mean effective bound."""
+    """Mean effective bound of staleness."""
     rewards: tuple[float, ...]
     """Mean training reward of each step."""
     times_s: tuple[float, ...]
-    """When each step ended."""
+    """End time of each step, in seconds."""
     advice: tuple[str, ...] = ()
-    """Rules of docs/advice.md that spoke."""
+    """Rules of docs/advice.md that gave advice."""
 
     @property
     def collapsed(self) -> bool:
@@ -101,7 +101,7 @@ class Result:
 
 
 class Runner:
-    """Runs what has no line yet, `jobs` at a time, each on one core."""
+    """Runs what has no line in the file of results, `jobs` at a time, each on one core."""
 
     def __init__(self, jobs: int, *, quick: bool) -> None:
         self.staleness = (0, 4, 8) if quick else (0, 1, 2, 4, 8)
@@ -115,15 +115,15 @@ class Runner:
                 self._known[run] = Result(**record)
 
     def results(self, runs: Iterable[Run], *, jobs: int | None = None) -> dict[Run, Result]:
-        """The result of every run, in their order."""
-        wanted = list(runs)
-        for task, layers in sorted({(run.task, run.layers) for run in wanted}):
+        """Return the result of every run, in order."""
+        every = list(runs)
+        for task, layers in sorted({(run.task, run.layers) for run in every}):
             TASKS[task].make(WORK, layers=layers)
-        missing = [run for run in wanted if run.key not in self._known]
+        missing = [run for run in every if run.key not in self._known]
         with ThreadPoolExecutor(jobs or self._jobs) as pool:
             for run, result in zip(missing, pool.map(self._run, missing), strict=True):
                 self._keep(run, result)
-        return {run: self._known[run.key] for run in wanted}
+        return {run: self._known[run.key] for run in every}
 
     def _run(self, run: Run) -> Result:
         task = TASKS[run.task]
@@ -285,7 +285,7 @@ def _time_to(result: Result, level: float) -> float:
 
 @dataclass(frozen=True)
 class Cell:
-    """What the runs of a cell have in common."""
+    """The common settings of the runs of a cell."""
 
     task: str
     options: tuple[str, ...]
@@ -293,9 +293,9 @@ class Cell:
 
 
 def compare(runner: Runner, stage: str, cells: dict[str, Cell]) -> dict[str, Any]:
-    """Final accuracy of every bound against that of η = 0 with the same seed.
+    """Compare the final accuracy with every bound to that of η = 0 with the same seed.
 
-    A cell whose mean is suspicious gets more seeds. Pooled are the cells in which η = 0 improves.
+    A cell with a suspicious mean gets more seeds. The cells in which η = 0 improves are pooled.
     """
 
     def runs(name: str, eta: int, seeds: Iterable[int]) -> list[Run]:
@@ -354,13 +354,13 @@ def compare(runner: Runner, stage: str, cells: dict[str, Cell]) -> dict[str, Any
 
 
 def _lower_bound(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and the lower end of its 95 % interval by the bootstrap."""
+    """Return the mean, and the lower end of its 95 % interval by the bootstrap."""
     drawn = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
     return statistics.fmean(values), float(np.percentile(drawn, 2.5))
 
 
 def heat_map(cells: dict[str, dict[str, Any]]) -> str:
-    """An SVG: rows are cells, columns bounds, colours the difference to η = 0."""
+    """Draw an SVG: rows are cells, columns are bounds, colours are the difference to η = 0."""
     width, height, left = 84, 28, 150
     columns = list(next(iter(cells.values()))["difference"])
     across, down = left + width * len(columns) + 8, height * (len(cells) + 1) + 8

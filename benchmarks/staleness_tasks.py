@@ -1,4 +1,4 @@
-"""The tasks of `benchmarks/staleness.py`: rows, flawed demonstrations, and the starting models made of them.
+"""The tasks of `benchmarks/staleness.py`: rows, flawed demonstrations, and starting models trained on them.
 
 `sums` is the quickstart's. The others have starting models of their own:
 
@@ -55,13 +55,13 @@ def sorting(rng: random.Random) -> Problem:
 
 
 def last_result(completion: str, answer: str) -> float:
-    """1 if the last of the numbers is the answer: a reward function for a run file."""
+    """Return 1 if the last number is the answer; a reward function for a run file."""
     return float(completion.split()[-1:] == [answer])
 
 
 @dataclass(frozen=True)
 class Task:
-    """Rows, a starting model, and what of the run depends on them."""
+    """Rows, a starting model, and the settings that depend on them."""
 
     name: str
     lr: float
@@ -69,10 +69,10 @@ class Task:
     options: tuple[str, ...]
     """Overrides of `staleness.yaml`."""
     problem: Callable[[random.Random], Problem] | None = None
-    """None takes the quickstart's rows and model."""
+    """Draws a problem; None uses the quickstart's rows and model."""
 
     def overrides(self, work: Path, *, layers: int = 3) -> list[str]:
-        """Overrides of `staleness.yaml`, once `make` has been called with the same arguments."""
+        """Return overrides of `staleness.yaml`, after `make` was called with the same arguments."""
         if self.problem is None:
             return list(self.options)
         folder = self._folder(work, layers)
@@ -84,7 +84,7 @@ class Task:
         ]
 
     def make(self, work: Path, *, layers: int = 3) -> None:
-        """Write the rows and train the starting model on demonstrations, unless that was done before."""
+        """Write the rows and train the starting model on demonstrations, if they do not exist yet."""
         folder = self._folder(work, layers)
         if self.problem is None or (folder / "model").exists():
             return
@@ -104,14 +104,14 @@ class Task:
             "evaluation=null",
         ]
         subprocess.run([*command, *options], check=True, capture_output=True)
-        made = folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:06d}" / "model"
-        shutil.move(made, folder / "model")
+        trained = folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:06d}" / "model"
+        shutil.move(trained, folder / "model")
 
     def _folder(self, work: Path, layers: int) -> Path:
         return work / f"{self.name}-{layers}"
 
     def _write_rows(self, folder: Path) -> set[str]:
-        """Returns the held-out prompts."""
+        """Write training and held-out rows, and return the held-out prompts."""
         assert self.problem is not None
         make_model = _make_model()
         rng, rows = random.Random(f"rows {self.name}"), dict[str, dict[str, str]]()
@@ -135,12 +135,12 @@ class Task:
 
 
 def _make_model() -> ModuleType:
-    """The script that makes the quickstart's model."""
+    """Load the script that makes the quickstart's model."""
     return load_module(str(QUICKSTART / "make_model.py"))
 
 
 def _write_untrained(folder: Path, layers: int) -> None:
-    """The quickstart's tokenizer and architecture with a number of layers of our choice."""
+    """Write an untrained model with the quickstart's tokenizer and architecture, but `layers` layers."""
     import torch
 
     make_model = _make_model()

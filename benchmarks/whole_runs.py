@@ -14,10 +14,10 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yam
 
 
 def summary_of(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
-    """The summary of a run that ends well.
+    """Run a run file and return its summary.
 
     Raises:
-        CalledProcessError: if it does not.
+        CalledProcessError: if the run fails.
     """
     command = [sys.executable, "-m", "stretto", "run", str(file), f"out={out}", *overrides]
     subprocess.run(command, check=True, capture_output=True, text=True)

@@ -157,7 +157,7 @@ def test_plain_data_comes_back_as_it_was(value: Any) -> None:
 
 
 def test_what_is_no_plain_data_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"set is no plain data: \{1\}"):
+    with pytest.raises(TypeError, match=r"set is not plain data: \{1\}"):
         plain([{1}])
 
 
@@ -206,7 +206,7 @@ def test_the_process_that_makes_rows_ends_with_its_dataset_and_says_how_it_ended
     rows[0]
     [child] = _generators()
     child.kill()
-    with pytest.raises(ConfigError, match="the process that makes rows ended with status -9"):
+    with pytest.raises(ConfigError, match="the process that generates rows ended with status -9"):
         rows[1]
     assert rows[1]["task"] == "gcd"  # by a new one
     [child] = _generators()

@@ -1,6 +1,6 @@
 """An agent that knows nothing of stretto: three tries at a running sum, with a tool that checks it.
 
-Run by itself it works against any server that speaks OpenAI's API:
+Alone, it works with any server that has OpenAI's API:
 
     echo '{"prompt": "3+5+9="}' | OPENAI_BASE_URL=http://… OPENAI_API_KEY=… python examples/agent/agent.py
 """
@@ -18,7 +18,7 @@ TURNS = 3
 
 
 def first_slip(prompt: str, answer: str) -> int | None:
-    """The tool: which of the partial sums is the first wrong one, counted from 1; None if all are right."""
+    """The tool: return the position of the first wrong partial sum, from 1; None if all are right."""
     terms = [int(term) for term in prompt.removesuffix("=").split("+")]
     right = [str(partial) for partial in accumulate(terms)][1:]
     said = answer.split()
@@ -29,7 +29,7 @@ def first_slip(prompt: str, answer: str) -> int | None:
 
 
 def solve(prompt: str) -> str:
-    """The last answer of a chat of at most three turns."""
+    """Return the last answer of a chat of at most three turns."""
     client = OpenAI()  # the address and the key are in the environment
     messages: list[Any] = [{"role": "user", "content": prompt}]
     answer = ""
@@ -39,7 +39,7 @@ def solve(prompt: str) -> str:
         answer = message.content or ""
         if first_slip(prompt, answer) is None:
             break
-        # This model knows sums and nothing else, so it is told in its own words: once more.
+        # This model understands only sums, so the next message is the prompt again.
         messages += [message, {"role": "user", "content": prompt}]
     return answer
 

@@ -6,11 +6,11 @@ import re
 
 
 def score(completion: str, answer: object) -> float:
-    """Whether the last number of the completion is the last one of the column `answer`."""
-    said, expected = _last_number(completion), _last_number(str(answer))
+    """Return 1 if the last number of the completion is the last one of the column `answer`, else 0."""
+    number, expected = _last_number(completion), _last_number(str(answer))
     if expected is None:
         raise ValueError(f"the column 'answer' has no number: {answer!r}")
-    return float(said == expected)
+    return float(number == expected)
 
 
 def _last_number(text: str) -> int | None:

@@ -1,7 +1,8 @@
 """Fetch the GSM8K data set and write it as rows for stretto: `python examples/gsm8k/fetch.py`.
 
-Needs network and the library `datasets` (pip install datasets). Replaces train.jsonl and heldout.jsonl beside
-this file: chat prompts that ask for a boxed answer, and the number that stands after `####` as `answer`.
+This needs network and the library `datasets` (pip install datasets). It replaces train.jsonl and
+heldout.jsonl in this folder: chat prompts that ask for a boxed answer, and the number after `####` as
+`answer`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
 
 
 def row_of(example: dict[str, Any], name: str) -> dict[str, Any]:
-    """One row: what the dataset `jsonl` reads and the reward `math` expects."""
+    """Make one row, for the dataset `jsonl` and the reward `math`."""
     return {
         "id": name,
         "prompt": [{"role": "user", "content": f"{example['question']}\n{INSTRUCTION}"}],

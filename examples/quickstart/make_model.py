@@ -1,7 +1,7 @@
-r"""python make_model.py [--out DIR] [--forget P] [--seed N]: what the quickstart's model is made of.
+r"""python make_model.py [--out DIR] [--forget P] [--seed N]: write the quickstart's rows and untrained model.
 
-Writes the rows, a tokenizer with an untrained model, and demonstrations. Supervised training by stretto
-itself then makes the model from them, first at a high learning rate, then at one that falls nearly to 0:
+The script writes the rows, a tokenizer with an untrained model, and demonstrations. Supervised training by
+stretto then makes the model from them, first at a high learning rate, then at one that falls nearly to 0:
 
     python examples/quickstart/make_model.py
     stretto run examples/quickstart/sft.yaml out=runs/sft steps=2761 training.decay_steps=5000
@@ -10,13 +10,14 @@ itself then makes the model from them, first at a high learning rate, then at on
     cp runs/end/checkpoints/step-000500/model/{config.json,model.safetensors} examples/quickstart/model/
 
 The task is running sums: `3+5+9=` is answered by `8 17`, each partial sum from the second term on, then the
-end token. Two to ten terms of one digit, long sums ever rarer, so answers take 2 to 27 tokens, 13 on average.
+end token. A sum has two to ten terms of one digit, and long sums are rarer, so answers take 2 to 27 tokens,
+13 on average.
 
-The model is a Qwen2 of 0.2 M parameters, one token a character. The demonstrations that it imitates have a
-systematic fault: wherever a sum passes a ten, the teacher forgets the carry with probability `forget` (0.6),
-writes `8 7`, and goes on from there. So the model's most likely answer forgets carries: decoded greedily
-it is right on one held-out row in twenty-five, where there is little to carry. Sampled at temperature 1 it is
-right on one in five, which is enough for a reward to teach it that carrying is right.
+The model is a Qwen2 of 0.2 M parameters, with one token per character. The demonstrations that it imitates
+have a systematic error: where a sum passes a ten, the teacher forgets the carry with probability `forget`
+(0.6), writes `8 7`, and continues from there. So the model's most likely answer forgets carries: decoded
+greedily it is right on one held-out row in twenty-five, those with few carries. Sampled at temperature 1 it
+is right on one in five, which is enough for a reward to teach it to carry.
 
 Held-out rows are in neither train.jsonl nor the demonstrations nor pairs.jsonl.
 """
@@ -134,7 +135,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def make_demonstrations(heldout: set[str], *, forget: float, count: int, seed: int) -> list[dict[str, str]]:
-    """Rows with answers of the teacher who forgets carries; a prompt may repeat with another answer."""
+    """Make rows with answers of the teacher that forgets carries; a prompt may repeat with another answer."""
     rng = random.Random(f"demonstrations {seed}")
     rows: list[dict[str, str]] = []
     while len(rows) < count:
@@ -145,7 +146,7 @@ def make_demonstrations(heldout: set[str], *, forget: float, count: int, seed: i
 
 
 def make_pairs(heldout: set[str], *, forget: float, count: int, seed: int) -> list[dict[str, str]]:
-    """Preferences: the right answer over one in which the teacher forgot a carry."""
+    """Make preference pairs: the right answer over one in which the teacher forgot a carry."""
     rng = random.Random(f"pairs {seed}")
     rows: list[dict[str, str]] = []
     while len(rows) < count:

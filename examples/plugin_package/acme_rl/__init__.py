@@ -1,6 +1,6 @@
 """A plugin package: an algorithm, a reward and a launcher, in one module.
 
-Only public names of stretto are imported, and torch only where arithmetic is done.
+It imports only public names of stretto, and torch only in the functions that compute.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Reinforce:
         self.config = config
 
     def calls(self) -> Sequence[Call]:
-        """generate -> score -> advantages -> train."""
+        """Return the dataflow generate -> score -> advantages -> train."""
         return [
             generate(samples=self.config.group_size),
             score(),
@@ -57,18 +57,18 @@ class Reinforce:
         ]
 
     def keep(self, group: Group) -> bool:
-        """Groups whose answers all got the same teach nothing: they are filtered."""
+        """Filter groups in which all answers have the same reward: they have no gradient."""
         return max(group.rewards) > min(group.rewards)
 
     def advantages(self, batch: Batch) -> Mapping[str, Tensor]:
-        """(S,) reward minus the group's mean, at every token: (T,)."""
+        """Return the reward minus the group's mean, (S,), at every token: (T,)."""
         from stretto.rl.functional import group_normalise
 
         centred = group_normalise(batch["rewards"], batch["group"], batch["sample"], std=False)
         return {"advantages": centred[batch.sequence_index()]}
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """(T,) loss of each token."""
+        """Return the loss of each token, (T,), and statistics."""
         from stretto.rl.functional import importance_weight
 
         weight = importance_weight(
@@ -90,11 +90,11 @@ class DigitsConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Section of the reward `digits`."""
 
     wanted: str = "0123456789"
-    """Characters that count."""
+    """Characters that the reward counts."""
 
 
 def make_digits(config: DigitsConfig, context: Context) -> Callable[..., float]:
-    """Share of an answer's characters that are wanted ones."""
+    """Return the scoring function: the share of an answer's characters that are in `wanted`."""
     del context
 
     def digits(prompt: Any, completion: str) -> float:
@@ -106,7 +106,7 @@ def make_digits(config: DigitsConfig, context: Context) -> Callable[..., float]:
 @hookimpl
 def stretto_reward() -> Iterator[Component[DigitsConfig]]:
     """The reward."""
-    yield Component("digits", make_digits, DigitsConfig, "share of characters that are wanted")
+    yield Component("digits", make_digits, DigitsConfig, "share of characters that are in `wanted`")
 
 
 # -------------------------------------------------------------------------------------- the launcher
@@ -122,11 +122,11 @@ class PlainHandle:
         self._process = process
 
     async def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the exit status."""
         return await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Ask, then kill."""
+        """Terminate the process, and kill it after `grace_s` seconds."""
         if self._process.returncode is None:
             self._process.terminate()
             with anyio.move_on_after(grace_s):
@@ -136,7 +136,7 @@ class PlainHandle:
         await self._process.wait()
 
     def tail(self, lines: int) -> str:
-        """The last lines it wrote."""
+        """The last lines of the process's log."""
         return "\n".join(Path(self._log).read_text().splitlines()[-lines:])
 
 
@@ -147,12 +147,12 @@ class PlainLauncher:
         del config, context
 
     def check(self, jobs: Sequence[Job]) -> Iterable[Problem]:
-        """It has no GPUs to give."""
+        """Refuse jobs that need GPUs."""
         if any(job.resources.gpus for job in jobs):
             yield Problem("launcher.use", "'plain' gives no GPUs; use 'local'")
 
     async def launch(self, jobs: Sequence[Job]) -> Sequence[PlainHandle]:
-        """Start them, one after the other."""
+        """Start the jobs, one after the other."""
         handles: list[PlainHandle] = []
         for job in jobs:
             env = {**os.environ, **thread_variables(job.resources), **job.env}

@@ -1,11 +1,12 @@
-"""The process that makes rows, and its owner's end.
+"""The process that generates rows, and the class with which its owner uses it.
 
-Some tasks draw from sets, whose order hangs on the hash seed of the process. With a fixed one the rows are
-the same in every process of a run, and in every run. The library, and what it imports, stays out of kernel
-and rollout workers.
+Some tasks draw from sets, whose order depends on the hash seed of the process. With a fixed hash seed the
+rows are the same in every process of a run, and in every run. The library and its imports stay out of the
+kernel and the rollout workers.
 
-Over its pipes go frames of 4 bytes of length and msgpack: an `Order` in, what is wrong with it (or an empty
-string) out; then an index in, an `Entry` out, until the input ends.
+The pipes carry frames: 4 bytes of length, then msgpack. The process reads an `Order` and answers with an
+error message, empty if the order is valid. Then it reads an index and answers with an `Entry`, until the
+input ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["Entry", "Generator", "Order", "TaskOrder", "plain", "restored"]
 
 _HEAD = struct.Struct(">I")
 _START_S = 60.0
-"""For the library to be imported and the tasks to be made."""
+"""Time limit for importing the library and creating the tasks."""
 _ROW_S = 60.0
 _TUPLE, _INTEGER = "__tuple__", "__integer__"
 
@@ -44,7 +45,7 @@ class TaskOrder(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What rows are made of."""
+    """The tasks and settings that determine the rows."""
 
     tasks: tuple[TaskOrder, ...]
     size: int
@@ -62,14 +63,14 @@ class Entry(msgspec.Struct, frozen=True):
     answer: Any
     metadata: dict[str, Any]
     error: str = ""
-    """Why there is none."""
+    """Why the row could not be generated; else empty."""
 
 
 # ------------------------------------------------------------------------------------- the owner
 
 
 class Generator:
-    """Starts the process when the first row is wanted; asked from any thread. It ends with its owner."""
+    """Starts the process with the first request for a row. Any thread may call it. It ends with its owner."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -80,11 +81,11 @@ class Generator:
         self._end()
 
     def entry(self, index: int) -> Entry:
-        """The row at an index.
+        """Return the row at an index.
 
         Raises:
-            ConfigError: for an unknown task, or options that it does not have or accept; if the row cannot be
-                made, or not in time.
+            ConfigError: if a task is unknown, or lacks or rejects an option; if the row cannot be generated,
+                or not in time.
         """
         with self._asking:
             if self._process is None:
@@ -113,8 +114,8 @@ class Generator:
         deadline = time.monotonic() + timeout_s
         try:
             _write(cast("BinaryIO", stdin), question)
-            [size] = _HEAD.unpack(_exactly(stdout.fileno(), _HEAD.size, deadline))
-            return msgspec.msgpack.decode(_exactly(stdout.fileno(), size, deadline), type=kind)
+            [size] = _HEAD.unpack(_read_exactly(stdout.fileno(), _HEAD.size, deadline))
+            return msgspec.msgpack.decode(_read_exactly(stdout.fileno(), size, deadline), type=kind)
         except TimeoutError:
             self._end()
             raise ConfigError(
@@ -123,7 +124,7 @@ class Generator:
         except (OSError, EOFError) as error:
             status = self._process.wait()
             self._end()
-            raise ConfigError(f"the process that makes rows ended with status {status}") from error
+            raise ConfigError(f"the process that generates rows ended with status {status}") from error
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -132,8 +133,8 @@ class Generator:
             process.communicate()
 
 
-def _exactly(descriptor: int, size: int, deadline: float) -> bytes:
-    """So many bytes of a pipe. Raises TimeoutError, or EOFError."""
+def _read_exactly(descriptor: int, size: int, deadline: float) -> bytes:
+    """Read exactly `size` bytes from a pipe. Raises TimeoutError after the deadline, EOFError at the end."""
     data = bytearray()
     while len(data) < size:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
@@ -156,11 +157,11 @@ def _write(file: BinaryIO, message: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value of the library as msgpack has it, so that `restored` gives it back: tuples, and integers of
-    more than 64 bits, are marked.
+    """Convert a value of the library to data that msgpack can encode and `restored` converts back: tuples,
+    and integers of more than 64 bits, are marked.
 
     Raises:
-        TypeError: for what is no plain data.
+        TypeError: if the value is not plain data.
     """
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in cast("dict[Any, Any]", value).items()}
@@ -168,17 +169,17 @@ def plain(value: Any) -> Any:
         return {_TUPLE: [plain(each) for each in cast("tuple[Any, ...]", value)]}
     if isinstance(value, list):
         return [plain(each) for each in cast("list[Any]", value)]
-    if hasattr(value, "tolist"):  # of numpy
+    if hasattr(value, "tolist"):  # a numpy value
         return plain(value.tolist())
     if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
         return {_INTEGER: str(value)}
     if value is None or isinstance(value, (str, int, float)):
         return value
-    raise TypeError(f"{type(value).__name__} is no plain data: {value!r:.60}")
+    raise TypeError(f"{type(value).__name__} is not plain data: {value!r:.60}")
 
 
 def restored(value: Any) -> Any:
-    """What `plain` was given."""
+    """Return the value that `plain` converted."""
     if isinstance(value, list):
         return [restored(each) for each in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -194,8 +195,8 @@ def restored(value: Any) -> Any:
 # ------------------------------------------------------------------------------------- the process
 
 
-def _made(order: Order) -> Any:
-    """The library's dataset.
+def _make_dataset(order: Order) -> Any:
+    """Make the library's dataset.
 
     Raises:
         ConfigError: for an unknown task or an unknown option.
@@ -227,20 +228,20 @@ def _instruction(order: Order) -> str:
 
 
 def _entry(order: Order, dataset: Any, index: int, instruction: str) -> Entry:
-    made: Mapping[str, Any] = dataset[index]
-    name: str = made["metadata"]["source_dataset"]
+    row: Mapping[str, Any] = dataset[index]
+    name: str = row["metadata"]["source_dataset"]
     options = next(task.options for task in order.tasks if task.name == name)
-    return Entry(name, options, instruction, made["question"], plain(made["answer"]), plain(made["metadata"]))
+    return Entry(name, options, instruction, row["question"], plain(row["answer"]), plain(row["metadata"]))
 
 
 def _serve(read: BinaryIO, write: BinaryIO) -> None:
     order = msgspec.msgpack.decode(_frame(read), type=Order)
     try:
-        dataset, instruction = _made(order), _instruction(order)
+        dataset, instruction = _make_dataset(order), _instruction(order)
     except ConfigError as error:
         _write(write, str(error))
         return
-    except Exception as error:  # noqa: BLE001 - a task checks its options by whatever it likes; it is told
+    except Exception as error:  # noqa: BLE001 - a task may raise anything for bad options; the owner gets it
         _write(write, f"{', '.join(task.name for task in order.tasks)}: {type(error).__name__}: {error}")
         return
     _write(write, "")
@@ -248,20 +249,20 @@ def _serve(read: BinaryIO, write: BinaryIO) -> None:
         index = msgspec.msgpack.decode(frame, type=int)
         try:
             entry = _entry(order, dataset, index, instruction)
-        except Exception as error:  # noqa: BLE001 - so is what making a row raises
+        except Exception as error:  # noqa: BLE001 - the owner gets every error of making a row
             entry = Entry("", {}, "", "", None, {}, error=f"{type(error).__name__}: {error}")
         _write(write, entry)
 
 
 def _frame(read: BinaryIO) -> bytes:
-    """The next one, empty at the end."""
+    """Read the next frame; empty at the end of the input."""
     head = read.read(_HEAD.size)
     return read.read(_HEAD.unpack(head)[0]) if len(head) == _HEAD.size else b""
 
 
 def main() -> None:
     """Body of the process."""
-    # The pipes are for the frames alone: whatever the library prints goes where errors go.
+    # The pipes are for frames alone: everything that the library prints goes to standard error.
     read, write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with suppress(BrokenPipeError):  # the owner has gone
