@@ -1,7 +1,6 @@
-"""The frame of inference engines that are HTTP servers: everything but the words that one kind of server
-speaks.
+"""The base class of server engines: everything except the HTTP API of one kind of server.
 
-What becomes of samples is in `stretto.serving.requests`; here are the weights, and the server itself.
+This module manages the weights and the server itself; `stretto.serving.requests` manages the samples.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ _LOADS = 2
 
 @dataclass(frozen=True)
 class _Kept:
-    """Files of a version, for a server that is started again."""
+    """Files of the version served, for a server that is started again."""
 
     note: WeightsNote
     folder: Path
     own: bool
-    """Whether the folder is the engine's to remove."""
+    """Whether the engine owns the folder and removes it."""
 
     def drop(self) -> None:
         if self.own:
@@ -61,11 +60,12 @@ class _Kept:
 
 
 class SidecarEngine(ABC):
-    """Keeps `stretto.engine.InferenceEngine`; a subclass says what its kind of server is asked, and how.
+    """Implements `stretto.engine.InferenceEngine`; a subclass implements the API of its kind of server.
 
-    A server that ends, breaks off or falls silent is started again with the weights that it served; when that
-    has happened too often, or the server was only attached to, the task group given to `start` is broken with
-    the end of the server's log.
+    The engine restarts a server that ends, breaks a connection or sends nothing for too long, and loads the
+    weights that it served. After too many restarts, or if the engine was only attached to the server, an
+    EngineError ends the task group given to `start`; after too many restarts it has the end of the server's
+    log.
     """
 
     health: ClassVar[str]
@@ -77,29 +77,29 @@ class SidecarEngine(ABC):
         self._model = context.model or ""
         self._config_of_model: Mapping[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Of the model's own tensors; empty while they are not on this machine."""
+        """Shapes of the model's own tensors; empty while its files are not on this machine."""
         self._room = context_of_model(config, context.model)
         self._samples = RequestQueue(self, slots=config.slots, room=self._room, model=self._model)
         self._server: Server | None = None
         self._replaced = anyio.Event()
         self._restarted: deque[float] = deque()
         self._control = anyio.Lock()
-        """Held by whoever swaps weights, scores, or replaces the server."""
+        """Held while the engine swaps weights, scores, or replaces the server."""
         self._version = -1
-        """What the server serves."""
+        """The version that the server serves; -1 for none."""
         self._kept: _Kept | None = None
         """The weights served, for a server that is started again."""
         self._pauses: list[float] = []
 
-    # ------------------------------------------------------------- what a kind of server differs in
+    # ------------------------------------------------------------------ the API of a kind of server
 
     @abstractmethod
     def command(self, port: int, key: str) -> ServerCommand:
-        """How it is started, to listen on 127.0.0.1 and serve who shows the key."""
+        """The command that starts a server, which listens on 127.0.0.1 and requires the key."""
 
     @abstractmethod
     async def greet(self, server: Server) -> None:
-        """See that a healthy server is what it must be, before anything else is asked of it.
+        """Check that a healthy server is the expected one, before the engine sends any other request.
 
         Raises:
             EngineError: if it is not.
@@ -120,29 +120,29 @@ class SidecarEngine(ABC):
 
     @abstractmethod
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
-        """What can be done of `load_weights` while the server goes on sampling."""
+        """Do the part of `load_weights` that is possible while the server continues to sample."""
 
     @abstractmethod
     async def load_weights(
         self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
     ) -> Mapping[str, str]:
-        """Have the server, which is at rest, load a folder of safetensors and call it by its version.
+        """Make the server, which is idle, load a folder of safetensors as the update's version.
 
         Args:
-            forget: whether to empty its prefix cache.
+            forget: whether to empty the server's prefix cache.
 
         Returns:
-            For each tensor of the update, the SHA-256 in hex of what was really loaded.
+            For each tensor of the update, the SHA-256 in hex of the bytes that the server loaded.
 
         Raises:
-            WeightsError: if they do not fit; the old ones are untouched.
-            ServerLost: if it is not known what it serves now.
+            WeightsError: if the weights do not fit; the old ones are unchanged.
+            ServerLost: if the engine cannot know which weights the server has now.
         """
         ...
 
     @abstractmethod
     async def score(self, server: Server, tokens: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of the tokens after the first."""
+        """Return the logprobs, at temperature 1, of all tokens after the first."""
 
     # -------------------------------------------------------------------------------- the contract
 
@@ -173,7 +173,7 @@ class SidecarEngine(ABC):
         """See `InferenceEngine`.
 
         Raises:
-            WeightsError: if the server refuses them, or they lie in no folder.
+            WeightsError: if the server refuses the weights, or the update has no folder.
         """
         reason = ""
         for _ in range(_LOADS):
@@ -250,11 +250,11 @@ class SidecarEngine(ABC):
         return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
 
     def _see_fitting(self, note: WeightsNote, folder: Path) -> None:
-        """Compare a version with the model's own files, if these are on this machine: servers find out in the
-        midst of a load that a tensor does not fit, or not at all.
+        """Compare a version with the model's own files, if these are on this machine: a server notices a
+        tensor that does not fit only during the load, or never.
 
         Raises:
-            WeightsError: naming the first tensor that is not the model's.
+            WeightsError: if a tensor differs in name or shape; names the first one.
         """
         if not self._shapes:
             return
@@ -273,8 +273,8 @@ class SidecarEngine(ABC):
         return hashes
 
     def _keep(self, note: WeightsNote, folder: Path) -> _Kept:
-        """Hold on to the files of the weights served, which their publisher removes at its own time. Links
-        cost nothing; where there can be none, the files are used for as long as they are there."""
+        """Hard-link the files of the weights served, because their publisher removes them later. Where links
+        are not possible, use the publisher's files until it removes them."""
         links = folder.with_name(f".{self._context.worker}-{note.version:08d}")
         try:
             shutil.rmtree(links, ignore_errors=True)
@@ -293,10 +293,10 @@ class SidecarEngine(ABC):
         return self._server
 
     async def _launch(self) -> Server:
-        """A server that is ready for weights.
+        """Start a server, or attach to one, and wait until it is ready for weights.
 
         Raises:
-            EngineError: if there is none to be had, with the end of its log.
+            EngineError: if it does not become ready; with the end of its log.
         """
         config, began = self._config, time.monotonic()
         if config.urls:
@@ -316,7 +316,7 @@ class SidecarEngine(ABC):
         return server
 
     def _learn_model(self) -> None:
-        """Read what must be known of the model; a server has fetched it by now."""
+        """Read the model's config, shapes and end tokens; the server has downloaded the model by now."""
         folder = folder_of_model(self._context.model)
         if folder is None:
             return
@@ -325,12 +325,12 @@ class SidecarEngine(ABC):
         self._samples.learn(self._config_of_model.get("vocab_size"), end_tokens_in(folder))
 
     def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Without the head of a model that has none of its own: files may hold it or not."""
+        """The shapes without the head of a model with tied embeddings: files may contain it or not."""
         tied = self._config_of_model.get("tie_word_embeddings", False)
         return {name: shape for name, shape in shapes.items() if not tied or name != "lm_head.weight"}
 
     def _url(self) -> str:
-        """Of the running server that is this worker's."""
+        """Address of the running server that belongs to this worker."""
         number, urls = self._context.worker.rpartition("-")[2], self._config.urls
         if not number.isdigit() or int(number) >= len(urls):
             raise EngineError(
@@ -339,7 +339,7 @@ class SidecarEngine(ABC):
         return urls[int(number)]
 
     async def _watch(self) -> None:
-        """Look after the server and the deadlines of samples, until cancelled."""
+        """Watch the server and the deadlines of samples, until cancelled."""
         while True:
             await anyio.sleep(_LOOK_EVERY_S)
             server, silence_s = self._the_server(), self._config.silence_s
@@ -352,15 +352,15 @@ class SidecarEngine(ABC):
                 await self._replace(server)
 
     async def _replace(self, server: Server) -> None:
-        """Another server in the place of a broken one, with the weights that were served.
+        """Replace a broken server with a new one that serves the same weights.
 
         Raises:
-            EngineError: if there has been one too often, or it does not start.
+            EngineError: if `restarts` is used up, the server was only attached to, or the new one fails.
         """
         log.warning("server lost", url=server.url, reason=server.broken)
         tail = server.tail()
         await self._samples.leave()
-        await server.stop()  # which ends what a swap may be waiting for
+        await server.stop()  # this ends the request that a swap may be waiting for
         async with self._control:
             while server.broken:
                 self._account(server, tail)
@@ -394,7 +394,7 @@ class SidecarEngine(ABC):
         self._restarted.append(now)
 
     async def _reload(self, server: Server) -> None:
-        """Have a fresh server serve what the lost one did; where that is gone, the next swap will."""
+        """Load the lost server's weights into a new one. If their files are gone, wait for the next swap."""
         if self._kept is None:
             return
         note, folder = self._kept.note, self._kept.folder

@@ -1,9 +1,9 @@
 """A small process between an inference worker and its server: no process of the server outlives the worker.
 
-Run as a file, with nothing but the standard library: `guard.py GRACE_S COMMAND…`. The worker holds
-the other end of its standard input for as long as it lives, however it ends. Servers start processes of their
-own, which live on when the server is killed; the guard adopts them, since it is their subreaper, and kills
-them all when the server has ended or is no longer wanted. Its exit status is the server's.
+The worker runs this file, which imports only the standard library: `guard.py GRACE_S COMMAND…`. The worker
+holds the other end of the guard's standard input until it ends, in whatever way. Servers start processes that
+survive when the server is killed. The guard is their subreaper: it adopts them, and kills them all when the
+server has ended or the worker has closed standard input. The guard's exit status is the server's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _children() -> list[int]:
-    """Processes whose parent is this one: the server, and whatever its own dead parents left."""
+    """Processes whose parent is the guard: the server, and adopted processes, whose parents have ended."""
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         return []
@@ -37,7 +37,7 @@ def _children() -> list[int]:
 
 
 def _tracks(pid: int) -> bool:
-    """Whether a process is one that Python starts to remove the shared memory of others after their end."""
+    """Whether a process is Python's resource tracker, which removes shared memory left by others."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -45,8 +45,8 @@ def _tracks(pid: int) -> bool:
 
 
 def _kill_all() -> None:
-    """Kill the children and, as they are adopted, theirs, until there is none. Those that only clean up after
-    them have a second for it."""
+    """Kill the children, and their children once they are adopted, until none is left. Resource trackers get
+    one second to clean up."""
     deadline = time.monotonic() + 1
     while True:
         for pid in _children():
@@ -62,8 +62,8 @@ def _kill_all() -> None:
 
 
 def main(grace_s: float, command: list[str]) -> int:
-    """Keep the server until it ends by itself or standard input is closed."""
-    # The worker closes standard input to stop the server; signals meant for it go to the session otherwise.
+    """Run the server until it ends by itself or standard input is closed. Return the exit status."""
+    # Ignore signals, which may go to the whole session: the worker closes standard input to stop the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

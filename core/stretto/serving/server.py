@@ -1,7 +1,7 @@
-"""One HTTP server beside an inference worker: started under a guard, or attached to, and spoken with.
+"""One HTTP server of an inference worker: start it under a guard or attach to it, and send it requests.
 
-Every call has a deadline. What goes wrong is one of two things: `ServerRefused`, an answer that says no, or
-`ServerLost`, no answer that can be understood, after which the server is not to be trusted any more.
+`get` and `post` have a deadline. A call fails in one of two ways: `ServerRefused`, the server answered with
+an error; or `ServerLost`, there was no answer that could be understood, and the server must be replaced.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ T = TypeVar("T")
 _GRACE_S = 1.5  # shorter than a worker's own time to leave
 _KEEPALIVE_S = 2.0
 _TAIL_LINES = 15
-# Of the worker's own environment: where its interpreter finds its packages is no business of the server's.
+# Variables that the server does not inherit: they tell the worker's interpreter where its packages are.
 _PRIVATE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
 class ServerRefused(EngineError):
-    """The server answered that it cannot or will not."""
+    """The server answered a request with an error status."""
 
     def __init__(self, path: str, status: int, reason: str) -> None:
         super().__init__(f"the server refused {path}: {status} {reason}")
@@ -49,21 +49,21 @@ class ServerRefused(EngineError):
 
 
 class ServerLost(EngineError):
-    """The server did not answer in time, or broke off."""
+    """The server did not answer in time, closed the connection, or sent data that cannot be decoded."""
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """How a server is started."""
+    """The command line and environment that start a server."""
 
     arguments: tuple[str, ...]
-    """The program and its arguments; everybody on the machine can read them."""
+    """The program and its arguments. Every user of the machine can read them."""
     env: Mapping[str, str]
-    """Variables beside the worker's own."""
+    """Environment variables, added to the worker's own."""
 
 
 class Server:
-    """A server that is there, until `stop`."""
+    """A running server, started or attached to, until `stop`."""
 
     def __init__(
         self, url: str, key: str | None, process: Process | None = None, log: Path | None = None
@@ -71,34 +71,34 @@ class Server:
         self.url = url
         self._process = process
         self._log = log
-        # A stream may be silent for long while its sample waits; the engine has its own deadline for that.
+        # A stream may be silent for a long time while its sample waits; the engine has a deadline for that.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         self._session = aiohttp.ClientSession(
             url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            # Servers close idle connections after 5 s; one must not be used at that very moment.
+            # Servers close idle connections after 5 s; do not send a request on one at that moment.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=timeout,
         )
         self.heard = time.monotonic()
-        """When anything came from it last."""
+        """Time of the last data from the server, of `time.monotonic`."""
         self.broken = ""
-        """Why it is not to be trusted any more."""
+        """Why the server must be replaced; empty while it works."""
 
     def distrust(self, why: str) -> None:
-        """Something went wrong with it: nothing more is to be asked of it. The first reason counts."""
+        """Mark the server as broken, so that the engine replaces it. The first reason is kept."""
         self.broken = self.broken or why
 
     @staticmethod
     def draw_address() -> tuple[int, str]:
-        """A free port of loopback, and a key."""
+        """Return a free port of the loopback interface, and a new random key."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return probe.getsockname()[1], secrets.token_urlsafe(24)
 
     @classmethod
     async def start(cls, command: ServerCommand, port: int, key: str, log: Path) -> Server:
-        """Start a server under a guard. To be called on the event loop, in the thread that lives longest."""
+        """Start a server under a guard. Call it on the event loop, in the thread that lives longest."""
         log.parent.mkdir(parents=True, exist_ok=True)
         env = {name: value for name, value in os.environ.items() if name not in _PRIVATE}
         with log.open("ab") as file:
@@ -114,23 +114,24 @@ class Server:
 
     @property
     def attached(self) -> bool:
-        """Whether it was running already."""
+        """Whether the server was not started by this worker."""
         return self._process is None
 
     @property
     def status(self) -> int | None:
-        """Exit status of a server started here, once it has ended."""
+        """Exit status of a server that this worker started; None while it runs."""
         return self._process.returncode if self._process is not None else None
 
     def tail(self) -> str:
-        """The last lines of its log."""
+        """The last lines of the server's log."""
         if self._log is None or not self._log.exists():
             return ""
         with self._log.open(errors="replace") as file:
             return "".join(deque(file, maxlen=_TAIL_LINES)).rstrip()
 
     async def stop(self) -> None:
-        """End what was started here; returns when none of its processes is left. May be called again."""
+        """Close the connection and end a server that this worker started, with all its processes. A second
+        call is allowed."""
         await self._session.close()
         if self._process is None:
             return
@@ -138,16 +139,16 @@ class Server:
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
             await self._process.stdin.aclose()
         await self._process.wait()
-        with suppress(ProcessLookupError):  # a guard that was killed has left the server's session behind
+        with suppress(ProcessLookupError):  # if the guard was killed, the server's session is still there
             os.killpg(self._process.pid, signal.SIGKILL)
 
     # ---------------------------------------------------------------------------------------- HTTP
 
     async def until_healthy(self, path: str, deadline_s: float) -> None:
-        """Wait until it answers.
+        """Wait until the server answers at `path`.
 
         Raises:
-            EngineError: if it ended, with its last words, or did not answer in time.
+            EngineError: if the server ended, or did not answer in time; with the end of its log.
         """
         deadline = time.monotonic() + deadline_s
         reason = "no answer"
@@ -161,26 +162,26 @@ class Server:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the server at {self.url} was not ready after {deadline_s:g} s ({reason});"
-                    f" inference.start_timeout_s allows more time{self._last_words()}"
+                    f" inference.start_timeout_s allows more time{self._log_end()}"
                 )
             await anyio.sleep(0.2)
-        raise EngineError(f"the server ended at its start with status {self.status}{self._last_words()}")
+        raise EngineError(f"the server ended at its start with status {self.status}{self._log_end()}")
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         tail = self.tail()
         return f"; its log, {self._log}, ends:\n{tail}" if tail else ""
 
     async def get(self, path: str, *, deadline_s: float) -> Any:
-        """What it answers, decoded from JSON; None where that is nothing.
+        """Send a GET request and return the answer: decoded JSON, else text, or None if it is empty.
 
         Raises:
-            ServerRefused: with its reason.
-            ServerLost: without an answer by the deadline.
+            ServerRefused: if the status is not 200; with the server's reason.
+            ServerLost: if there is no answer by the deadline.
         """
         return await self._call("GET", path, None, deadline_s)
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float) -> Any:
-        """The same with a body, as JSON."""
+        """Send a POST request, with `body` as JSON; otherwise as `get`."""
         return await self._call("POST", path, body, deadline_s)
 
     async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
@@ -202,11 +203,12 @@ class Server:
             return content.decode(errors="replace")
 
     async def stream(self, path: str, body: Any, event: msgspec.json.Decoder[T]) -> AsyncGenerator[T]:
-        """The events of a stream until the server says `[DONE]`. Closing it early closes the connection.
+        """Yield the events of a stream until the server sends `[DONE]`. Closing the generator early closes
+        the connection.
 
         Raises:
-            ServerRefused: with its reason.
-            ServerLost: if it breaks off, or sends what is no such event.
+            ServerRefused: if the status is not 200; with the server's reason.
+            ServerLost: if the stream ends without `[DONE]`, or sends data that is not such an event.
         """
         self._see_open()
         try:
@@ -223,7 +225,7 @@ class Server:
                         yield event.decode(each.removeprefix(b"data: "))
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise ServerLost(f"{self.url}{path}: {error or type(error).__name__}") from error
-        except RuntimeError:  # aiohttp's, of a connection that `stop` closes during a read
+        except RuntimeError:  # aiohttp raises it when `stop` closes the connection during a read
             self._see_open()
             raise
         raise ServerLost(f"{self.url}{path}: the stream ended without [DONE]")
@@ -240,12 +242,12 @@ def _json(body: Any) -> dict[str, Any]:
 
 
 def _reason(content: bytes) -> str:
-    """The message in the JSON of a refusal, or the text as it stands."""
+    """The message in the JSON of an error answer, or the answer's text if it is not JSON."""
     try:
-        found: Any = msgspec.json.decode(content)
+        message: Any = msgspec.json.decode(content)
     except msgspec.DecodeError:
         return content.decode(errors="replace")[:500].strip()
-    while isinstance(found, dict):
-        known: dict[str, Any] = found  # pyright: ignore[reportUnknownVariableType]
-        found = next((known[key] for key in ("error", "message", "detail") if key in known), str(known))
-    return str(found)[:500]
+    while isinstance(message, dict):
+        fields: dict[str, Any] = message  # pyright: ignore[reportUnknownVariableType]
+        message = next((fields[key] for key in ("error", "message", "detail") if key in fields), str(fields))
+    return str(message)[:500]

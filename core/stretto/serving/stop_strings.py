@@ -1,4 +1,4 @@
-"""Recognising the texts that end an answer, for engines that do it themselves."""
+"""Recognise the texts that end an answer, for engines that do this themselves."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["StopStrings", "stop_tokenizer"]
 class StopStrings:
     """The stop strings of one request.
 
-    Only the end of the answer is turned into text at each token: as many tokens as the longest string
-    has bytes, since none but a special token has less than a byte.
+    At each token only the end of the answer is decoded: as many tokens as the longest string has bytes,
+    since only a special token has less than a byte.
 
     Args:
-        tokenizer: what `stop_tokenizer` gave.
+        tokenizer: the return value of `stop_tokenizer`.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
@@ -31,17 +31,17 @@ class StopStrings:
         self._window = max(len(string.encode()) for string in strings) + 8
 
     def end(self, answer: Sequence[int] | NDArray[np.int32]) -> bool:
-        """Whether the last token of the answer completed one of them."""
+        """Whether the end of the answer contains one of the strings; call it after each token."""
         tail = [int(token) for token in answer[-self._window :]]
         text: str = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)
 
 
 def stop_tokenizer(model: str) -> Any:
-    """The model's tokenizer; what it decodes has the special tokens in it.
+    """Load the model's tokenizer. Text that it decodes includes the special tokens.
 
     Raises:
-        RequestError: if the model has none.
+        RequestError: if the model has no tokenizer that can be loaded.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -49,5 +49,5 @@ def stop_tokenizer(model: str) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise RequestError(
-            f"stop strings need a tokenizer; {model!r} has none that loads: {error}"
+            f"stop strings need a tokenizer; {model!r} has none that can be loaded: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""A process that is told something, says what it found, and ends."""
+"""Run a child process that reads its input, writes its output, and ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def run_child(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Start a process, give it its whole input, and wait for its end, whatever its status.
+    """Start a process, write `told` to its standard input, and wait until it ends, with any exit status.
 
     Raises:
-        TimeoutError: if it has not ended in time; it is killed.
+        TimeoutError: if the process has not ended after `timeout_s`; it is killed.
     """
     try:
         return subprocess.run(
@@ -31,5 +31,5 @@ def run_child(
 
 
 def last_line(done: subprocess.CompletedProcess[bytes]) -> str:
-    """The last line of its errors: of a traceback, the exception."""
+    """Return the last line of the process's standard error: for a traceback, the exception."""
     return done.stderr.decode(errors="replace").strip().rpartition("\n")[2]

