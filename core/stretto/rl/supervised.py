@@ -1,4 +1,4 @@
-"""Sequences made of rows of the dataset, for algorithms that sample nothing: see `stretto.algorithm.read`."""
+"""Build sequences from dataset rows, for algorithms that sample nothing: see `stretto.algorithm.read`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class PairConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def columns(self) -> tuple[str, str]:
-        """Of the first sequence of a pair, the chosen one, and of the second."""
+        """The columns of a pair's first sequence, the chosen one, and of its second, the rejected one."""
         return self.chosen_column, self.rejected_column
 
 
 def check_pair(config: PairConfig) -> Iterator[Problem]:
-    """Two columns."""
+    """Yield a problem if both answers come from the same column."""
     if config.chosen_column == config.rejected_column:
         yield Problem("algorithm.rejected_column", f"{config.rejected_column!r} is the chosen column too")
 
 
 def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
-    """The row's prompt, followed by the answer in a column, which is what is trained on.
+    """Encode the row's prompt followed by the answer in a column. Only the answer is trained on.
 
     Args:
         column: name of a column that holds text, or the messages of the assistant's turn.
@@ -54,20 +54,21 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
             raise column_error(row, column, f"has a turn of the {turn['role']}; expected the answer alone")
     before = tokenizer.encode_prompt(prompt).tolist()
     after = tokenizer.encode_answer(answer).tolist()
-    # The first token of a sequence follows nothing: there is no logprob of it.
+    # The first token of a sequence has no logprob: no token comes before it.
     mask = [index >= max(1, len(before)) for index in range(len(before) + len(after))]
     if not any(mask):
-        found = "is one token, and the prompt is empty" if after else "is empty"
-        raise column_error(row, column, f"{found}: no token to train on")
+        reason = "is one token, and the prompt is empty" if after else "is empty"
+        raise column_error(row, column, f"{reason}: no token to train on")
     return Encoded([*before, *after], mask)
 
 
 def check_temperature(run: RunConfig) -> Iterator[Problem]:
-    """Logprobs are taken at the temperature of sampling, which is another likelihood than the model's."""
+    """Yield a problem if `sampling.temperature` is not 1: training computes logprobs at that temperature,
+    but the algorithm needs the model's own likelihoods."""
     if run.sampling.temperature != 1:
         yield Problem(
             "sampling.temperature",
-            f"is {run.sampling.temperature:g}; {run.algorithm.use!r} is about the model's own likelihoods, "
+            f"is {run.sampling.temperature:g}; {run.algorithm.use!r} needs the model's own likelihoods, "
             "expected 1",
         )
 
@@ -76,7 +77,7 @@ def _text_of(row: Row, column: str) -> str | Sequence[dict[str, Any]]:
     if column not in row:
         known = ", ".join(row) or "none"
         raise column_error(row, column, f"is not there{nearest(column, row)}; the row's columns: {known}")
-    # An empty text is one; what it leaves to train on is judged from the tokens.
+    # An empty text is valid here; `prompt_and_answer` checks whether any token is left to train on.
     if fault := fault_of(row[column]):
         raise column_error(row, column, fault)
     return cast("str | Sequence[dict[str, Any]]", row[column])
