@@ -43,7 +43,7 @@ def test_the_engines_error_is_k3_over_the_trained_tokens() -> None:
     found = [np.array([-1.0, -1.5], np.float32), np.array([-1.75], np.float32)]
     # engine - trainer: -0.5 and 0.25; exp(0.5) - 1 - 0.5 = 0.148721, exp(-0.25) - 1 + 0.25 = 0.028801
     assert engine_kl(rows, found) == pytest.approx((0.148721 + 0.028801) / 2, abs=1e-6)
-    with pytest.raises(EngineError, match="is no number"):
+    with pytest.raises(EngineError, match="is not a number"):
         engine_kl(rows, [np.array([np.nan, np.nan], np.float32), found[1]])
 
 

@@ -1,4 +1,4 @@
-"""The rows of the batch under way, in one trainer: read, computed here, or asked of who has them."""
+"""The rows of the current batch in one trainer: read, computed here, or requested from other trainers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["BatchStore"]
 
 _READS_AT_ONCE = 32
 _ANSWER_S = 600.0
-"""Deadline for rows from another rank; a rank that dies ends the run long before."""
+"""Deadline of a request for rows of another rank; a rank that dies ends the run long before."""
 
 
 class BatchStore:
-    """What this rank holds of the batch. Rows are named by their place in it.
+    """The part of the batch that this rank holds. A row's number is its position in the batch.
 
-    Columns that no call of the step wrote come from the log, or are made of the dataset's rows. Columns that
-    a call wrote lie with the rank that computed them, which everybody can work out.
+    Columns that no call of the step wrote come from the log, or are computed from the dataset's rows. The
+    rank that computed a call's column holds it; every rank knows this rank from the placement.
     """
 
     def __init__(self, context: WorkerContext, placement: Placement) -> None:
@@ -50,15 +50,19 @@ class BatchStore:
         self._version = -1
         self._lengths: list[int] = []
         self._read: dict[int, Mapping[str, Tensor]] = {}
-        """Row -> its columns from the source."""
+        """Row -> its columns of the source."""
         self._written: dict[str, dict[int, Tensor]] = {}
         """Key -> row -> its part of the column."""
         self._vision: Vision | None = None
         self._media: dict[int, Mapping[str, Tensor]] = {}
-        """Row of the dataset -> what the model reads of its images; the sequences of a group share it."""
+        """Row of the dataset -> the model's inputs for its images. The sequences of a group share them."""
 
     async def open(self) -> None:
-        """Be ready for requests of other ranks; where rows or their images are of the dataset, open that."""
+        """Serve requests of other ranks. Open the dataset if the trainer reads rows or images from it.
+
+        Raises:
+            ConfigError: if the dataset differs from the kernel's.
+        """
         context, model = self._context, self._context.component_context.model
         if model is not None and is_vision_language(await anyio.to_thread.run_sync(fetched_config, model)):
             self._vision = await anyio.to_thread.run_sync(Vision, model)
@@ -66,34 +70,36 @@ class BatchStore:
             self._tokenizer: Tokenizer = self._vision.tokenizer if self._vision else load_tokenizer(model)
             self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, "dataset")
             if self._dataset.fingerprint != context.fingerprints["dataset"]:
-                raise ConfigError("dataset: its rows here are not those that the kernel has", path="dataset")
+                raise ConfigError(
+                    f"dataset: its rows on {context.worker} differ from the kernel's", path="dataset"
+                )
         await context.bus.serve(context.subject("column"), AskColumn, self._answer, forget=True)
 
     # ------------------------------------------------------------------------------- the life of a batch
 
     async def begin(self, version: int, refs: tuple[RowRef, ...]) -> None:
-        """These rows are the batch; nothing changes if they are already."""
+        """Begin the batch of a version with these rows. Do nothing if it has begun already."""
         if self._version == version:
             return
         self._version, self._refs = version, refs
         self._read, self._written, self._media = {}, {}, {}
-        if not self._placement.graph.samples:  # their lengths are known only now
+        if not self._placement.graph.samples:  # the lengths of a dataset's rows are unknown until encoded
             await anyio.to_thread.run_sync(self._encode_all)
         self._lengths = [ref.length or len(self._read[row]["tokens"]) for row, ref in enumerate(self._refs)]
 
     def end(self) -> None:
-        """The step is complete."""
+        """End the batch, and drop its rows."""
         for ref in self._refs:
             self._bundles.pop(ref.sequence, None)
         self._version, self._refs, self._lengths = -1, (), []
         self._read, self._written, self._media = {}, {}, {}
 
     async def prefetch(self, refs: Sequence[RowRef]) -> None:
-        """Read rows of this batch and the next ahead of time."""
+        """Read announced rows from the log ahead of time, and drop rows that no batch needs any more."""
         if not self._placement.graph.samples:
             return
-        wanted = {ref.sequence for ref in (*refs, *self._refs)}
-        for sequence in self._bundles.keys() - wanted:  # announced once, and never trained
+        needed = {ref.sequence for ref in (*refs, *self._refs)}
+        for sequence in self._bundles.keys() - needed:  # announced earlier, but never trained
             del self._bundles[sequence]
         await self._fetch(refs)
 
@@ -104,7 +110,7 @@ class BatchStore:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of every row of the batch."""
+        """Number of tokens of every row of the batch."""
         return self._lengths
 
     @property
@@ -114,16 +120,16 @@ class BatchStore:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens of the loss mask of the whole batch, where rows are of the dataset: every rank has them."""
+        """Tokens in the loss mask of the whole batch. Only for rows of the dataset: every rank has them."""
         return sum(int(row["loss_mask"].sum()) for row in self._read.values())
 
     # ------------------------------------------------------------------------------------ columns
 
     async def batch(self, rows: Sequence[int], keys: Sequence[str], *, media: bool) -> Batch:
-        """Rows in this order with all columns of the source, and of those that calls wrote, `keys`.
+        """Return these rows, in this order, with all columns of the source and the calls' columns in `keys`.
 
         Args:
-            media: with what the model reads of the rows' images too.
+            media: also add the model's inputs for the rows' images.
         """
         from stretto.rl.batch import Batch
 
@@ -135,14 +141,15 @@ class BatchStore:
         columns = {key: [self._read[row][key] for row in rows] for key in self._read[rows[0]]}
         columns |= {key: [self._written[key][row] for row in rows] for key in written}
         lengths = [self._lengths[row] for row in rows]
-        tokens, sequences = _joined(columns)
-        seen = None
+        tokens, sequences = _join(columns)
+        images = None
         if media and self._vision is not None:
-            seen = await anyio.to_thread.run_sync(self._media_of, self._vision, rows)
-        return Batch(lengths, tokens, sequences, seen)
+            images = await anyio.to_thread.run_sync(self._media_of, self._vision, rows)
+        return Batch(lengths, tokens, sequences, images)
 
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
-        """Keep what a call wrote for these rows, end to end: a value for each token, or one for each row."""
+        """Store a column that a call wrote for these rows, concatenated: one value for each token, or one for
+        each row."""
         per_token = len(column) == sum(self._lengths[row] for row in rows)
         self._written.setdefault(key, {}).update(self._by_row(rows, column, per_token=per_token))
 
@@ -152,7 +159,7 @@ class BatchStore:
         return dict(zip(rows, parts if per_token else [part[0] for part in parts], strict=True))
 
     async def _ask_for(self, key: str, rows: Sequence[int]) -> None:
-        """Ask the owners for the rows of a written column that are not here."""
+        """Request from their owners the rows of a written column that this rank lacks."""
         missing = [row for row in rows if row not in self._written.setdefault(key, {})]
         if not missing:
             return
@@ -179,12 +186,12 @@ class BatchStore:
         self._written[key].update(self._by_row(rows, values, per_token=column.per_token))
 
     async def _answer(self, message: AskColumn) -> Column:
-        """Give rows of a column that this rank computed."""
+        """Return rows of a column that this rank computed."""
         import torch
 
         held = self._written.get(message.key, {})
         if message.version != self._version or not all(row in held for row in message.rows):
-            raise Refused(self._context.worker, f"has not all rows of {message.key!r} that are asked for")
+            raise Refused(self._context.worker, f"does not have all requested rows of {message.key!r}")
         parts = [held[row] for row in message.rows]
         per_token = parts[0].dim() > 0
         values = torch.cat(parts) if per_token else torch.stack(parts)
@@ -193,24 +200,24 @@ class BatchStore:
     # -------------------------------------------------------------------------------- from the source
 
     async def _read_rows(self, rows: Sequence[int]) -> None:
-        """Have the source's columns of these rows."""
+        """Read the source's columns of the rows that are not read yet."""
         missing = [row for row in rows if row not in self._read]
         await self._fetch([self._refs[row] for row in missing])
         for row in missing:
             ref = self._refs[row]
             trajectory = self._bundles[ref.sequence].trajectories[ref.index]
-            assert ref.id == trajectory.id, "the log does not hold what the ledger says"
+            assert ref.id == trajectory.id, "the log and the ledger name different trajectories"
             self._read[row] = _of_trajectory(trajectory, ref.group)
 
     def _media_of(self, vision: Vision, rows: Sequence[int]) -> list[Mapping[str, Tensor]]:
-        """What the model reads of the images of these rows."""
+        """Return the model's inputs for the images of these rows."""
         import torch
 
         places = [self._row_of_dataset(row) for row in rows]
         for place in {*places} - self._media.keys():
-            with _of_row(place):
-                found = vision.media(self._dataset[place])
-            self._media[place] = {name: torch.from_numpy(array) for name, array in found.items()}
+            with _name_row(place):
+                media = vision.media(self._dataset[place])
+            self._media[place] = {name: torch.from_numpy(array) for name, array in media.items()}
         return [self._media[place] for place in places]
 
     def _row_of_dataset(self, row: int) -> int:
@@ -218,7 +225,7 @@ class BatchStore:
         return self._bundles[ref.sequence].row if self._placement.graph.samples else ref.sequence
 
     async def _fetch(self, refs: Sequence[RowRef]) -> None:
-        """Read what is not there yet from the log."""
+        """Read from the log the bundles that are not here yet."""
         missing = {ref.sequence for ref in refs} - self._bundles.keys()
         limit = anyio.CapacityLimiter(_READS_AT_ONCE)
 
@@ -233,13 +240,13 @@ class BatchStore:
 
     def _encode_all(self) -> None:
         for row, ref in enumerate(self._refs):
-            self._read[row] = self._encoded(ref)
+            self._read[row] = self._encode(ref)
 
-    def _encoded(self, ref: RowRef) -> Mapping[str, Tensor]:
+    def _encode(self, ref: RowRef) -> Mapping[str, Tensor]:
         import torch
 
         assert self._source.encode is not None
-        with _of_row(ref.sequence):
+        with _name_row(ref.sequence):
             row = self._dataset[ref.sequence]
             tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
             tokens, mask = self._source.encode(row, ref.index, tokenizer)
@@ -251,17 +258,17 @@ class BatchStore:
 
 
 @contextmanager
-def _of_row(place: int) -> Generator[None]:
-    """Say of an error which row of the dataset it is about."""
+def _name_row(place: int) -> Generator[None]:
+    """Add the row of the dataset to an error's text."""
     try:
         yield
     except ConfigError as error:
-        message = f"row {place} of the dataset: {error}; once it is mended there, the run can be resumed"
+        message = f"row {place} of the dataset: {error}; correct the row, then resume the run"
         raise ConfigError(message, path="dataset") from error
 
 
 def _of_trajectory(trajectory: WireTrajectory, group: int) -> Mapping[str, Tensor]:
-    """The keys of `stretto.algorithm.GENERATED` and `SCORED`."""
+    """Return the columns of a trajectory: the keys of `stretto.algorithm.GENERATED` and `SCORED`."""
     import torch
 
     def column(array: Array, dtype: Any) -> Tensor:
@@ -279,8 +286,8 @@ def _of_trajectory(trajectory: WireTrajectory, group: int) -> Mapping[str, Tenso
     }
 
 
-def _joined(columns: Mapping[str, list[Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Token columns and sequence columns."""
+def _join(columns: Mapping[str, list[Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Concatenate the rows of each column, and return the token columns and the sequence columns."""
     import torch
 
     tokens: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The workers of a role that a rollout worker may call, and which of them a call goes to."""
+"""The workers of a role that a rollout worker can call, and the choice of one for each call."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["Router"]
 log = structlog.get_logger()
 
 _STUCK_S = 30.0
-"""A worker that had work for so long and sampled no token is passed over, while there is another."""
+"""Avoid a worker that had work for this many seconds and sampled no token, if there is another worker."""
 _BEHIND = 0.25
-"""A worker that does not serve the version yet counts as busier by this part of its slots: enough to pass it
-over, too little to leave it idle for the whole of a step because its swap took a moment longer."""
+"""Cost of a worker that does not serve the version yet, as a part of its slots: enough to prefer another
+worker, too little to leave this one idle for a whole step because its swap took slightly longer."""
 _SESSIONS = 16_384
-"""Affinities kept; beyond, the one unused for longest is forgotten."""
+"""Most affinities to remember; beyond that, the least recently used one is forgotten."""
 
 
 class _Replica:
-    """One worker: the kernel's figures of it, and this process's own calls."""
+    """One worker: its figures from the kernel, and this process's calls to it."""
 
     def __init__(self, peer: Peer, clock: Callable[[], float]) -> None:
         self.worker = peer.worker
@@ -41,16 +41,16 @@ class _Replica:
         self.own = 0
         """Samples of this process's calls."""
         self.others = 0
-        """Samples of other rollout workers' calls, by the latest figures."""
+        """Samples of other rollout workers' calls, from the latest figures."""
         self.scopes: set[anyio.CancelScope] = set()
         self._peak = 0
         self._clock = clock
         self._moved = clock()
-        """When it last sampled a token, or had nothing to do."""
+        """When the worker last sampled a token, or had nothing to do."""
 
-    def hear(self, load: Load | None) -> None:
-        """The figures of its latest heartbeat. They are a second or two old: what is not this process's by
-        the most it had within that time is somebody else's."""
+    def update(self, load: Load | None) -> None:
+        """Take the figures of the worker's latest heartbeat. They are a second or two old, so subtract the
+        most samples that this process had at the worker since the last figures; the rest are other workers'."""
         if load is None or load == self.load:
             return
         sampled = self.load is None or load.generated_tokens != self.load.generated_tokens
@@ -61,7 +61,7 @@ class _Replica:
         self._peak = self.own
 
     def begin(self, samples: int) -> None:
-        """A call of so many samples goes to it."""
+        """Count a call with this many samples to the worker."""
         if not self._in_hand:
             self._moved = self._clock()
         self.own += samples
@@ -69,22 +69,22 @@ class _Replica:
 
     @property
     def slots(self) -> int:
-        """Samples that it can work on at once; 1 where nobody says."""
+        """Samples that the worker can sample at the same time; 1 if unknown."""
         return max(1, self.load.slots) if self.load else 1
 
     @property
     def fullness(self) -> float:
-        """Samples that it has in hand, as a part of those it can work on at once."""
+        """Unfinished samples at the worker, divided by its slots."""
         return self._in_hand / self.slots
 
     def cost(self, min_version: int) -> float:
-        """What a request is better off without."""
+        """Routing cost of this worker; lower is better."""
         behind = self.load is not None and self.load.version < min_version
         return self.fullness + _BEHIND * behind
 
     @property
     def stuck(self) -> bool:
-        """Whether it has work, beats, and does nothing; of those without figures nobody can say."""
+        """Whether the worker has work but has sampled nothing for `_STUCK_S`; False if it has no figures."""
         return self.load is not None and self._in_hand > 0 and self._clock() - self._moved > _STUCK_S
 
     @property
@@ -93,7 +93,7 @@ class _Replica:
 
 
 class Router:
-    """The workers of a role that can be called now, by the kernel's latest beacon."""
+    """The workers of a role that can be called now, according to the kernel's latest beacon."""
 
     def __init__(
         self, context: WorkerContext, role: Role, clock: Callable[[], float] = time.monotonic
@@ -103,11 +103,11 @@ class Router:
         self._replicas: dict[str, _Replica] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._changed = anyio.Event()
-        context.on_beacon(self._hear)
+        context.on_beacon(self._update)
         if context.beacon is not None:
-            self._hear(context.beacon)
+            self._update(context.beacon)
 
-    def _hear(self, beacon: Beacon) -> None:
+    def _update(self, beacon: Beacon) -> None:
         members = {peer.worker: peer for peer in beacon.peers if peer.role == self._role}
         for worker, replica in list(self._replicas.items()):
             peer = members.get(worker)
@@ -120,7 +120,7 @@ class Router:
                 self._replicas[worker] = _Replica(peer, self._clock)
                 self._changed.set()
                 self._changed = anyio.Event()
-            self._replicas[worker].hear(peer.load)
+            self._replicas[worker].update(peer.load)
 
     @asynccontextmanager
     async def member(
@@ -132,26 +132,28 @@ class Router:
         samples: Callable[[], int] = lambda: 1,
         avoid: str = "",
     ) -> AsyncGenerator[str]:
-        """A worker for one call, waited for if there is none. If it is lost, or is lent to an evaluation or
-        taken back, the block is left silently: call it in a loop.
+        """Choose a worker for one call, and yield its id. Wait if there is none.
 
-        Of two at random, large ones more often, it is the one with less to do for its size: samples in hand
-        as a part of its slots, by the kernel's figures and by the calls made here since. One that is behind
-        `min_version` counts as busier by a quarter of its slots. One that has work and sampled nothing for
-        30 s is passed over, while there is another.
+        If the worker is lost, is lent to an evaluation, or returns from one, the block is cancelled without
+        an error: call this in a loop.
 
-        Calls of the same `affinity` stay with the worker that had the last one, unless that is gone, passed
-        over, or has more samples in hand than its slots and twice what the other choice has (each as a part
-        of its own slots); then they move, and stay there.
+        Draw two workers at random, with a probability that grows with their slots, and choose the less busy
+        one: unfinished samples divided by slots, from the kernel's figures and the calls made here since. A
+        worker that is behind `min_version` counts as busier by a quarter of its slots. A worker that has work
+        but sampled nothing for 30 s is avoided if there is another.
+
+        Calls of the same `affinity` stay with the worker of the last call, unless this worker is gone, is
+        avoided, or its fullness is above 1 plus twice that of the other choice (fullness: unfinished samples
+        divided by slots). Then they move to the other choice, and stay there.
 
         Args:
-            affinity: what the calls of a session or conversation have in common; empty for none.
-            min_version: the policy version that the call asks for.
-            exact_version: of an evaluation's call: the version that workers lent to it serve. Other calls go
-                to workers that are not lent.
-            samples: how many of the call's samples are still to come, asked at its start and its end; in
-                between `ended` tells of those that are over.
-            avoid: a worker that is taken only if there is no other.
+            affinity: a key that the calls of a session or conversation share; empty for none.
+            min_version: the policy version that the call requests.
+            exact_version: for a call of an evaluation: the version that the workers lent to it serve. Other
+                calls go to workers that are not lent.
+            samples: returns the number of the call's unfinished samples. It is called at the start and at the
+                end; in between `ended` counts finished samples.
+            avoid: a worker to choose only if there is no other.
         """
         while not self._serving(exact_version):
             await self._changed.wait()
@@ -169,12 +171,12 @@ class Router:
                 replica.own -= samples()
 
     def ended(self, worker: str) -> None:
-        """One sample of a call under way there is over."""
+        """Count one sample of a call to this worker as finished."""
         if replica := self._replicas.get(worker):
             replica.own -= 1
 
     def stuck(self, worker: str) -> bool:
-        """Whether a worker has had work for 30 s and sampled nothing, while another is better off."""
+        """Whether a worker has had work for 30 s but sampled nothing, while another worker is not stuck."""
         replica = self._replicas.get(worker)
         if replica is None or not replica.stuck:
             return False
@@ -182,7 +184,7 @@ class Router:
 
     def _choose(self, affinity: str, min_version: int, exact_version: int | None, avoid: str) -> _Replica:
         candidates = self._candidates(exact_version, avoid)
-        # Drawn without replacement, each as often as it has slots (Efraimidis and Spirakis, 2006).
+        # Draw without replacement, with slots as weights (Efraimidis and Spirakis, 2006).
         two = heapq.nlargest(2, candidates, key=lambda replica: random.random() ** (1 / replica.slots))
         choice = min(two, key=lambda replica: replica.cost(min_version))
         if not affinity:
@@ -197,11 +199,12 @@ class Router:
         return choice
 
     def _serving(self, exact_version: int | None) -> list[_Replica]:
-        """Those lent to the evaluation of a version, or those not lent."""
+        """Return the workers lent to the evaluation of a version, or those not lent if it is None."""
         return [replica for replica in self._replicas.values() if replica.exact_version == exact_version]
 
     def _candidates(self, exact_version: int | None, avoid: str) -> list[_Replica]:
-        """Of those, all but the ones to pass over, or all if nothing else is left."""
-        there = self._serving(exact_version)
-        moving = [replica for replica in there if not replica.stuck]
-        return [replica for replica in moving if replica.worker != avoid] or moving or there
+        """Return the workers that serve `exact_version`, without stuck ones and without `avoid`. If none is
+        left, include `avoid`; if all are stuck, return all."""
+        serving = self._serving(exact_version)
+        active = [replica for replica in serving if not replica.stuck]
+        return [replica for replica in active if replica.worker != avoid] or active or serving

@@ -1,6 +1,6 @@
-"""Rows of the last batch that trainer and engine both score under the same weights: the engine's error.
+"""Rows of the last batch that trainer and engine both score with the same weights: the engine's error.
 
-They lie with the trainer; the workers beside engines ask it for them when they have swapped.
+The trainer keeps the rows; inference workers request them after a swap.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["choose_rows", "engine_kl", "score_rows"]
 
 _ROWS = 4
 _TRAINED_TOKENS = 64
-"""Of each row: together they cost either side no more than a few prompts."""
+"""Trained tokens of each row. All rows together cost either side no more than a few prompts."""
 _BOUND = 1.0
-"""Nats that a token counts at most, as in `stretto.rl.functional.bounded_kl`, to which it is compared."""
+"""Most nats that a token contributes, as in `stretto.rl.functional.bounded_kl`, the figure to compare."""
 
 
 def choose_rows(rows: Sequence[int]) -> list[int]:
-    """A few rows, evenly spread."""
+    """Choose at most `_ROWS` rows, evenly spread."""
     return [*rows[:: -(-len(rows) // _ROWS)]]
 
 
 def score_rows(engine: TrainingEngine, batch: Batch) -> tuple[ScoredRow, ...]:
-    """What the engine's model says of each sequence up to its 64th trained token. Called in all ranks of the
-    group; rank 0's answer counts."""
-    short = _beginnings(batch)
+    """Return the logprobs of each sequence up to its 64th trained token. All ranks of the group call it; only
+    rank 0's result counts."""
+    short = _shorten(batch)
     columns = zip(
         short["tokens"].split(short.lengths),
         short["loss_mask"].split(short.lengths),
@@ -53,27 +53,27 @@ def score_rows(engine: TrainingEngine, batch: Batch) -> tuple[ScoredRow, ...]:
     )
 
 
-def engine_kl(rows: Sequence[ScoredRow], found: Sequence[NDArray[np.float32]]) -> float:
+def engine_kl(rows: Sequence[ScoredRow], logprobs: Sequence[NDArray[np.float32]]) -> float:
     """Mean k3 estimate of KL(engine || trainer) over the trained tokens, each at most 1 nat.
 
     Args:
-        found: for each row, the engine's (L - 1,) logprobs of its tokens after the first.
+        logprobs: for each row, the engine's (L - 1,) logprobs of its tokens after the first.
 
     Raises:
-        EngineError: if a side gave what is no number.
+        EngineError: if the mean is not finite.
     """
     trained = np.concatenate([row.trained.numpy() for row in rows])
     trainer = np.concatenate([row.logprobs.numpy() for row in rows])[trained].astype(np.float64)
-    d = np.concatenate(found)[trained].astype(np.float64) - trainer
+    d = np.concatenate(logprobs)[trained].astype(np.float64) - trainer
     with np.errstate(over="ignore", invalid="ignore"):
         kl = float(np.minimum(np.expm1(-d) + d, _BOUND).mean())
     if not np.isfinite(kl):
-        raise EngineError("rows of the last batch: a logprob of the engine or of the trainer is no number")
+        raise EngineError("rows of the last batch: a logprob of the engine or of the trainer is not a number")
     return kl
 
 
-def _beginnings(batch: Batch) -> Batch:
-    """Each sequence up to and with its 64th trained token."""
+def _shorten(batch: Batch) -> Batch:
+    """Return each sequence up to and including its 64th trained token."""
     import torch
 
     from stretto.rl.batch import Batch

@@ -1,7 +1,7 @@
 """The trainer: one rank of a worker group. It runs the calls of the dataflow on the models of its group.
 
-The kernel speaks to rank 0, which passes every request on to the other ranks. Each reads the rows it works on
-itself and keeps what it computes; the kernel gets names, statistics and digests.
+The kernel sends requests to rank 0, which passes them on to the other ranks. Each rank reads the rows that it
+works on, and keeps what it computes; the kernel gets only names, statistics and digests.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
 
 _STATE = "algorithm.json"
-"""In a checkpoint: what a `Stateful` algorithm has learned."""
+"""File in a checkpoint with the state of a `Stateful` algorithm."""
 _START = "start_logprobs"
 _SHARED_VERSIONS = 8
-"""Newest versions whose shared rows are kept: an engine's swap may take longer than a train step."""
+"""Keep the shared rows of this many newest versions: an engine's swap may take longer than a train step."""
 _TOGETHER_S = 24 * 3600.0
-"""Deadline of what other ranks are told to do. One that dies is noticed by other means."""
+"""Deadline of a request to another rank. The kernel notices a rank that dies long before."""
 
 
 class TrainerWorker:
@@ -82,12 +82,12 @@ class TrainerWorker:
         self._probe: Probe | str = ""
         """The canary's text, or why there is none; the same in all ranks."""
         self._shared_rows: dict[int, SharedRows] = {}
-        """By version, of the newest ones."""
+        """Shared rows of the newest versions, by version."""
         self._version = -1
         self._worked_s = 0.0
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Make the engines, then serve the kernel."""
+        """Make the engines, then serve requests of the kernel."""
         context = self._context
         algorithm: Algorithm = context.make("algorithm")
         self._algorithm = algorithm
@@ -102,11 +102,11 @@ class TrainerWorker:
         for model in self._group.models:
             self._engines[model] = await self._thread.run(self._make_engine, model)
         config, wire = context.composed.config, BusWire(context)
-        read = self._graph.samples or config.evaluation is not None
-        if self._leads and read:
+        sampling = self._graph.samples or config.evaluation is not None
+        if self._leads and sampling:
             self._probe = await anyio.to_thread.run_sync(probe_of, config)
         if self._leads and self._rank == 0:
-            self._publisher = context.make("weights").publisher(wire) if read else _Unread()
+            self._publisher = context.make("weights").publisher(wire) if sampling else _DigestPublisher()
             expect_contract(self._publisher, Publisher, context.composed.origin("weights").label)
         try:
             await wire.open()
@@ -127,11 +127,11 @@ class TrainerWorker:
                 self._publisher.close()
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Busy: seconds spent in calls."""
+        """Add `busy_s`: seconds spent in calls."""
         return msgspec.structs.replace(heartbeat, busy_s=self._worked_s)
 
     def _make_engine(self, name: str) -> TrainingEngine:
-        """The engine of one model of the group, with what the run file says of that model."""
+        """Make the engine of one model of the group, with the run file's settings for that model."""
         context, group = self._context, self._group
         placed, model = context.composed.config.models.get(name), self._graph.models[name]
         section = group.section
@@ -154,7 +154,7 @@ class TrainerWorker:
     async def _serve(
         self, verb: str, kind: type[M], answer: type[A], own: Callable[[M], Awaitable[A]]
     ) -> None:
-        """Serve a request; rank 0 has the other ranks do the same at the same time."""
+        """Serve a request. Rank 0 passes it on to the other ranks, and all ranks do it at the same time."""
         others = self._group.workers[1:] if self._rank == 0 else []
 
         async def together(message: M) -> A:
@@ -177,7 +177,8 @@ class TrainerWorker:
         await self._context.bus.request(subject, message, answer, who=worker, deadline_s=_TOGETHER_S)
 
     def _is_for_all(self, message: Message) -> bool:
-        """A pure function runs on rank 0 alone; the others ask for what it wrote."""
+        """Whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
+        columns later."""
         return not (isinstance(message, messages.RunCall) and self._calls[message.name].op == "function")
 
     # ----------------------------------------------------------------------------- kernel's requests
@@ -200,7 +201,7 @@ class TrainerWorker:
     async def _save(self, message: Save) -> Saved:
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
-        began = time.perf_counter()
+        start = time.perf_counter()
         for name, engine in self._engines.items():
             if self._graph.models[name].trainable:
                 await self._thread.run(engine.save, model_folder(Path(message.folder), name, self._graph))
@@ -209,7 +210,7 @@ class TrainerWorker:
                 Path(message.folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
             for version in message.needed:
                 await self._thread.run(self._publisher.copy, version, _folder_of(version, message.folder))
-        return Saved(time.perf_counter() - began)
+        return Saved(time.perf_counter() - start)
 
     async def _call(self, message: messages.RunCall) -> CallDone:
         self._context.check_lease(message.lease_epoch)
@@ -217,9 +218,9 @@ class TrainerWorker:
         call = self._calls[message.name]
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
-        began = time.perf_counter()
+        start = time.perf_counter()
         statistics = await self._run_call(call)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         self._worked_s += seconds
         return CallDone(dict(statistics), seconds)
 
@@ -238,13 +239,13 @@ class TrainerWorker:
 
     @property
     def _gated(self) -> bool:
-        """Whether the run bounds the divergence of what it trains on."""
+        """Whether the run bounds the divergence of the batches that it trains on."""
         return self._graph.samples and self._context.composed.config.queue.max_divergence is not None
 
     async def _score_shared_rows(self) -> SharedRows:
-        """A few rows of this rank's part of the batch, scored with the weights that it led to."""
+        """Score a few rows of this rank's part of the batch with the weights after the step."""
         if self._rows.has_images:
-            return SharedRows((), "the model reads images, and engines score text alone")
+            return SharedRows((), "the model reads images, but engines score only text")
         parts = split_rows(self._rows.lengths, self._group.section.data_parallel)
         batch = await self._rows.batch(choose_rows(parts[self._part]), (), media=False)
         engine = self._engines[self._graph.lead]
@@ -256,10 +257,10 @@ class TrainerWorker:
     def _expect(self, version: int) -> None:
         if version != self._version:
             worker = self._context.worker
-            raise Refused(worker, f"holds version {self._version}, and was asked for version {version}")
+            raise Refused(worker, f"has version {self._version}, but the request is for version {version}")
 
     async def _publish_again(self, message: LoadCheckpoint) -> tuple[WeightsNote, ...]:
-        """Publish what a checkpoint has for evaluations; returns where it lies now."""
+        """Publish the versions that a checkpoint keeps for evaluations, and return their new notes."""
         assert self._publisher is not None
         notes: list[WeightsNote] = []
         for note in message.needed:
@@ -282,7 +283,7 @@ class TrainerWorker:
             if isinstance(self._probe, Probe)
             else self._probe
         )
-        if publisher is None:  # every rank goes through the weights; rank 0's are published
+        if publisher is None:  # all ranks must iterate over the weights; only rank 0 publishes them
             await self._thread.run(_exhaust, engine.weights)
             return None
         note = await self._thread.run(publisher.publish, self._version, engine.weights(), needed)
@@ -295,11 +296,11 @@ class TrainerWorker:
         temperature = self._context.composed.config.sampling.temperature
         if call.op == "function":
             assert call.function is not None
-            everything = range(len(self._rows.lengths))
-            batch = await self._rows.batch(everything, call.reads, media=False)
+            all_rows = range(len(self._rows.lengths))
+            batch = await self._rows.batch(all_rows, call.reads, media=False)
             columns = await self._thread.run(call.function, batch)
-            for key, column in _written(call, columns).items():
-                self._rows.put(key, everything, column)
+            for key, column in _expect_columns(call, columns).items():
+                self._rows.put(key, all_rows, column)
             return {}
         assert call.model is not None
         engine = self._engines[call.model]
@@ -311,11 +312,12 @@ class TrainerWorker:
             return {}
         return await self._train(call, engine, temperature)
 
-    async def _at_start(
+    async def _start_logprobs(
         self, call: Call, engine: TrainingEngine, temperature: float
     ) -> list[Mapping[str, Tensor]]:
-        """For each optimizer step of the first epoch, the column `_START`: logprobs of the policy at the
-        start of the train step. No column where they are the optimizer step's own, since it is the first."""
+        """Return, for each optimizer step of the first epoch, the column `_START`: logprobs of the policy at
+        the start of the train step. With one minibatch return no column: the only optimizer step of the epoch
+        computes these logprobs itself."""
         if call.minibatches == 1:
             return [{}]
         writers = self._graph.writers
@@ -333,7 +335,7 @@ class TrainerWorker:
         return starts
 
     def _steps(self, call: Call) -> Iterator[list[int]]:
-        """This rank's rows of every optimizer step of a train call."""
+        """Yield this rank's rows of every optimizer step of a train call."""
         assert call.loss is not None
         lengths, groups = self._rows.lengths, self._rows.groups
         seed = abs(self._context.composed.config.seed)
@@ -347,23 +349,27 @@ class TrainerWorker:
                 yield [rows[index] for index in self._own(parts, call)]
 
     def _own(self, parts: list[list[int]], call: Call) -> list[int]:
-        """This rank's part, which must not be empty."""
+        """Return this rank's part.
+
+        Raises:
+            EngineError: if the part is empty.
+        """
         if not parts[self._part]:
             raise EngineError(
                 f"call {call.name!r} has {sum(map(len, parts))} sequences for the {len(parts)} data-parallel "
-                f"ranks of {self._group.path!r}: none is left for {self._context.worker}"
+                f"ranks of {self._group.path!r}: {self._context.worker} gets none"
             )
         return parts[self._part]
 
     async def _train(self, call: Call, engine: TrainingEngine, temperature: float) -> Mapping[str, float]:
-        """Its optimizer steps; statistics are means over them, or maxima."""
+        """Run the optimizer steps of a train call. The statistics are means over the steps, or maxima."""
         assert call.loss is not None
         audit = _Audit(call.loss, self._version)
         audited = self._graph.samples and call.model == self._graph.lead
         steps: list[Mapping[str, float]] = []
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         divergences: list[float] = []
-        starts = await self._at_start(call, engine, temperature) if audited and self._gated else []
+        starts = await self._start_logprobs(call, engine, temperature) if audited and self._gated else []
         for number, rows in enumerate(self._steps(call)):
             batch = await self._rows.batch(rows, call.reads, media=True)
             loss = audit.loss if audited and not steps else call.loss
@@ -371,20 +377,20 @@ class TrainerWorker:
                 loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
             statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
             if audited and not steps:
-                found = audit.taken_from(statistics)
+                figures = audit.pop_figures(statistics)
             if "divergence" in statistics:
                 divergences.append(statistics.pop("divergence"))
             steps.append(statistics)
         means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
         if divergences:
-            found["divergence"] = sum(divergences) / len(divergences)
+            figures["divergence"] = sum(divergences) / len(divergences)
         if not self._graph.samples:
             means["tokens"] = float(self._rows.trained_tokens)
-        return {**means, **found}
+        return {**means, **figures}
 
 
-class _Unread:
-    """A publisher where no engine is to read: of a version there is the digest alone."""
+class _DigestPublisher:
+    """The publisher of a run without inference engines: it computes the digest and writes no weights."""
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
@@ -394,14 +400,14 @@ class _Unread:
         return WeightsNote(version, "", digest_of(hashes))
 
     def copy(self, version: int, folder: Path) -> None:
-        raise WeightsError(f"version {version} was read by nobody and is not kept", version=version)
+        raise WeightsError(f"version {version} has no inference engine, so it was not kept", version=version)
 
     def close(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing: there are no files to remove."""
 
 
 def _folder_of(version: int, checkpoint: str) -> Path:
-    """Where a checkpoint has the weights of an older version, for its evaluation."""
+    """Return the folder in a checkpoint that has the weights of an older version, for its evaluation."""
     return Path(checkpoint, "evaluation", f"v{version:08d}")
 
 
@@ -414,16 +420,22 @@ def _exhaust(weights: Callable[[], Iterator[tuple[str, Any]]]) -> None:
         pass
 
 
-def _written(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What a function gave, which must be what its call says it writes."""
+def _expect_columns(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the columns of a function if they are those that its call writes.
+
+    Raises:
+        EngineError: if they are not.
+    """
     if sorted(columns) != sorted(call.writes):
-        given, said = ", ".join(columns) or "nothing", ", ".join(call.writes) or "nothing"
-        raise EngineError(f"call {call.name!r} gave the columns {given}; it says that it writes {said}")
+        returned, expected = ", ".join(columns) or "nothing", ", ".join(call.writes) or "nothing"
+        raise EngineError(
+            f"the function of call {call.name!r} returned the columns {returned}; expected {expected}"
+        )
     return columns
 
 
 def minibatches(groups: Sequence[int], count: int, seed: list[int]) -> list[list[int]]:
-    """Rows in `count` parts of equally many groups, groups drawn at random; all rows as they are if 1."""
+    """Split rows into `count` parts of equally many random groups; one part has all rows in their order."""
     if count == 1:
         return [list(range(len(groups)))]
     names = np.random.default_rng(seed).permutation(np.unique(groups))
@@ -431,34 +443,34 @@ def minibatches(groups: Sequence[int], count: int, seed: list[int]) -> list[list
 
 
 def _with_divergence(loss: Loss) -> Loss:
-    """The same loss, with one statistic more: `divergence`, KL(behaviour || policy at the start of the train
+    """Return the loss with one more statistic: `divergence`, KL(behaviour || policy at the start of the train
     step) of the trained tokens, see `stretto.rl.functional.bounded_kl`."""
 
-    def measured(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss_with_divergence(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         from stretto.rl.functional import bounded_kl
 
         losses, statistics = loss.function(logprobs, batch)
         at_start = batch[_START] if _START in batch else logprobs.detach()
         return losses, {**statistics, "divergence": bounded_kl(at_start, batch["behaviour_logprobs"])}
 
-    return replace(loss, function=measured)
+    return replace(loss, function=loss_with_divergence)
 
 
 class _Audit:
-    """Engine against trainer: logprobs of tokens sampled by the very version that is about to be trained.
+    """Compares engine and trainer: logprobs of tokens sampled by the version that is about to be trained.
 
-    `mismatch_*` is over samples that are wholly of that version: what engine and trainer compute
-    differently. `drift_*` is over tokens of that version in samples begun by an older one: what going on
-    over an old KV cache adds. Both: the share of such tokens, and over them mean and max |Δ|, and a KL
-    estimate (k3).
+    `mismatch_*` covers samples with tokens of that version only: the numerical difference between engine and
+    trainer. `drift_*` covers tokens of that version in samples that an older version began: the additional
+    difference from continuing on an old KV cache. Each has the share of such tokens, and over them the mean
+    and the maximum of |Δ|, and a KL estimate (k3).
     """
 
     def __init__(self, loss: Loss, version: int) -> None:
-        self.loss = replace(loss, function=self._audited)
+        self.loss = replace(loss, function=self._audit)
         self._plain = loss.function
         self._version = version
 
-    def _audited(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _audit(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         import torch
 
         from stretto.rl.functional import kl_to_behaviour
@@ -481,8 +493,9 @@ class _Audit:
         loss, statistics = self._plain(logprobs, batch)
         return loss, {**statistics, **figures}
 
-    def taken_from(self, statistics: dict[str, float]) -> dict[str, float]:
-        """Take the audit's figures out of a step's statistics; only the share where no token is of a sort."""
+    def pop_figures(self, statistics: dict[str, float]) -> dict[str, float]:
+        """Remove the audit's figures from a step's statistics and return them. If there are no such tokens,
+        return only the share."""
         result: dict[str, float] = {}
         for name in ("mismatch", "drift"):
             figures = {key: statistics.pop(f"{name}_{key}", 0.0) for key in ("share", "mean", "max", "kl")}
