@@ -372,7 +372,7 @@ async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) ->
         assert third.output_text == "thin"
         cut = await create(model="", input="abc", instructions="Be brief.", max_output_tokens=1)
         assert cut.status == "incomplete"
-        with pytest.raises(openai.BadRequestError, match="there is no response 'resp_1'"):
+        with pytest.raises(openai.BadRequestError, match="no response 'resp_1'"):
             await create(model="", input="abc", previous_response_id="resp_1")
     check_exact(session, recorder)
     assert session.conversation_ids == ["a0c1", "a0c1", "a0c1", "a0c2"]
@@ -419,7 +419,7 @@ async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> N
         ({"messages": [USER], "tools": [{"type": "web"}]}, "only functions", "tools[0].type"),
         ({"messages": [USER], "tools": [ADD], "tool_choice": "required"}, "cannot be forced", "tool_choice"),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "format", "response_format"),
-        ({"messages": [USER], "top_logprobs": 2}, "sampled tokens' own", "top_logprobs"),
+        ({"messages": [USER], "top_logprobs": 2}, "logprobs of sampled tokens", "top_logprobs"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "only text",
@@ -445,7 +445,7 @@ async def test_other_errors_have_their_status(tokenizer: PolicyTokenizer) -> Non
     session = FakeSession(tokenizer)
     async with agent_of(session) as (client, recorder):
         stranger = client.with_options(api_key="sk-other")
-        with pytest.raises(openai.AuthenticationError, match="names no agent run"):
+        with pytest.raises(openai.AuthenticationError, match="belongs to no current agent run"):
             await stranger.chat.completions.create(model="", messages=[USER])
         with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings"):
             await client.embeddings.create(model="", input="abc")

@@ -1,9 +1,9 @@
-"""Chats with the policy, kept as the token ids that were really sampled.
+"""Chats with the policy, kept as the token ids that the policy sampled.
 
-The prompt of each turn extends the ids of the turns before: only what is new since the last answer is turned
-into tokens, and nothing that was sampled is tokenised again. Where a chat template writes the history
-otherwise than it was sampled (it strips earlier reasoning, say), the ids so far end as a trajectory of their
-own and a new one begins with the history as the template has it: a *split*, which is counted.
+The prompt of each turn extends the ids of the turns before. Only text added since the last answer is
+tokenised; sampled tokens are never tokenised again. A chat template may change the history, for example by
+stripping earlier reasoning. Then the ids so far end as a trajectory of their own, and a new trajectory begins
+with the history as the template writes it. This is a *split*, and the conversation counts its splits.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _Part = tuple["NDArray[Any]", "NDArray[Any]", "NDArray[Any]", "NDArray[Any]"]
 
 
 class Conversation:
-    """One chat, or one text that the policy and somebody else write in turn. Not for concurrent use.
+    """One chat, or one plain text that the policy and others write in turns. Not for concurrent use.
 
     Args:
         generate: samples one answer.
-        tokenizer: the policy's.
-        sampling: how tokens are drawn, unless `reply` is told otherwise.
-        prompt: chat messages, or plain text where there is no chat.
-        tools: JSON schemas of functions that the chat template shows the policy.
-        limit: most tokens of the whole, prompt included; None for no limit but the engine's.
+        tokenizer: the policy's tokenizer.
+        sampling: sampling parameters; an argument of `reply` replaces them.
+        prompt: chat messages, or plain text without a chat.
+        tools: JSON schemas of functions that the chat template shows to the policy.
+        limit: most tokens of the conversation, prompt included; None for only the engine's limit.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class Conversation:
         self._limit = limit
         self._segments: list[_Segment] = []
         self.history: str | list[Message] = prompt if isinstance(prompt, str) else list(prompt)
-        """All that was said. Each answer is an assistant's message with the text as it was sampled."""
+        """All messages or text so far. Each answer is an assistant's message with the sampled text."""
         self.answers: list[Answer] = []
-        """The policy's, in order."""
+        """The policy's answers, in order."""
 
     @property
     def splits(self) -> int:
-        """How often the template rewrote what was sampled."""
+        """How often the chat template changed the history (see the module)."""
         return max(0, len(self._segments) - 1)
 
     def add(self, *turns: str | Message) -> None:
-        """What others say before the next answer: messages; in a plain text, text.
+        """Add turns of others before the next answer: messages to a chat, text to a plain text.
 
         Raises:
-            TypeError: for the one where the other is expected.
+            TypeError: for text in a chat, or for a message in a plain text.
         """
         for turn in turns:
             if isinstance(self.history, str) and isinstance(turn, str):
@@ -85,13 +85,13 @@ class Conversation:
                 raise TypeError(f"expected {expected} in this conversation, found {turn!r}")
 
     async def reply(self, sampling: Sampling | None = None) -> Answer | None:
-        """Have the policy speak; None if the limit leaves no room for a token.
+        """Sample the policy's next answer and return it; None if the limit leaves no room for a token.
 
         Raises:
-            EngineError: if no engine can serve it.
+            EngineError: if no engine can serve the request.
         """
         sampling = sampling or self._sampling
-        segment = self._opened()
+        segment = self._current_segment()
         if self._limit is not None:
             room = self._limit - segment.length
             if room < 1:
@@ -99,8 +99,8 @@ class Conversation:
             sampling = msgspec.structs.replace(sampling, max_tokens=min(room, sampling.max_tokens))
         ids = segment.prompt()
         answer = await self._generate(ids, sampling)
-        text = self._read(ids, answer)
-        segment.answered(answer, text)
+        text = self._text_of(ids, answer)
+        segment.add_answer(answer, text)
         self.answers.append(answer)
         if isinstance(self.history, str):
             self.history += text
@@ -110,8 +110,10 @@ class Conversation:
         return answer
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """What was sampled, one trajectory unless there were splits; each has the score of the whole, to
-        whose metrics `turns` and `splits` are added. Empty if nothing was."""
+        """Return one trajectory for each part between splits that has an answer; none without an answer.
+
+        Each has the score of the whole conversation, with the metrics `turns` and `splits` added.
+        """
         metrics = {**score.metrics, "turns": float(len(self.answers)), "splits": float(self.splits)}
         score = replace(score, metrics=metrics)
         return parts_of_sample(
@@ -120,30 +122,30 @@ class Conversation:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _opened(self) -> _Segment:
-        """The newest segment, or a new one, brought up to all that was said."""
+    def _current_segment(self) -> _Segment:
+        """Return a segment with the whole history: the newest one, extended; after a split, a new one."""
         if isinstance(self.history, str):
             text = self.history
         else:
             text = self._tokenizer.render(self.history, tools=self._tools)
         if self._segments and text.startswith(self._segments[-1].text):
             segment = self._segments[-1]
-            segment.said(self._tokenizer.encode_text(text[len(segment.text) :]), text)
+            segment.add_text(self._tokenizer.encode_text(text[len(segment.text) :]), text)
             return segment
         segment = _Segment()
-        # A plain text may begin with a token that the tokenizer puts in front of all.
-        begin = (
+        # For a plain text, the tokenizer may put a special token in front.
+        encode = (
             self._tokenizer.encode_prompt if isinstance(self.history, str) else self._tokenizer.encode_text
         )
-        segment.said(begin(text), text)
+        segment.add_text(encode(text), text)
         if self._segments and self._segments[-1].last is None:
             self._segments.pop()  # nothing was sampled in it
         self._segments.append(segment)
         return segment
 
-    def _read(self, ids: NDArray[np.int32], answer: Answer) -> str:
-        """The answer's text, special tokens included, as it stands after the prompt: some tokenizers drop a
-        space before the first token they are given."""
+    def _text_of(self, ids: NDArray[np.int32], answer: Answer) -> str:
+        """Return the answer's text as it follows the prompt, with special tokens. Decode it together with the
+        prompt's last token: some tokenizers drop a space before the first token."""
         before = self._tokenizer.decode(ids[-1:], special=True)
         whole = self._tokenizer.decode(np.concatenate([ids[-1:], answer.tokens]), special=True)
         if whole.startswith(before):
@@ -152,33 +154,35 @@ class Conversation:
 
 
 class _Segment:
-    """Ids of which each turn's prompt is a beginning."""
+    """A sequence of ids; the prompt of each of its turns is a prefix of it."""
 
     def __init__(self) -> None:
         self.text = ""
-        """What the ids read, special tokens included."""
+        """The text of the ids, special tokens included."""
         self.length = 0
+        """Number of ids."""
         self.last: Answer | None = None
+        """The last answer."""
         self._parts: list[_Part] = []
 
-    def said(self, ids: NDArray[np.int32], text: str) -> None:
-        """Tokens that the policy did not write; the whole now reads `text`."""
-        blank = len(ids)
-        nothing = np.zeros(blank, np.bool_), np.zeros(blank, np.float32), np.full(blank, -1, np.int32)
-        self._add((ids, *nothing), text)
+    def add_text(self, ids: NDArray[np.int32], text: str) -> None:
+        """Add tokens that the policy did not sample. `text` is the text of the whole segment after that."""
+        count = len(ids)
+        unsampled = np.zeros(count, np.bool_), np.zeros(count, np.float32), np.full(count, -1, np.int32)
+        self._add((ids, *unsampled), text)
 
-    def answered(self, answer: Answer, text: str) -> None:
-        """Tokens of the policy, which read `text`."""
+    def add_answer(self, answer: Answer, text: str) -> None:
+        """Add the sampled tokens of an answer, whose text is `text`."""
         sampled = np.ones(len(answer.tokens), np.bool_)
         self._add((answer.tokens, sampled, answer.logprobs, answer.versions), self.text + text)
         self.last = answer
 
     def prompt(self) -> NDArray[np.int32]:
-        """(L,) all ids so far."""
+        """Return all ids so far, (L,)."""
         return np.concatenate([part[0] for part in self._parts])
 
     def trajectory(self, score: Score) -> Trajectory:
-        """All up to the last answer."""
+        """Return the trajectory of the ids up to the last answer."""
         assert self.last is not None
         ends = [number for number, part in enumerate(self._parts, 1) if part[1].any()]
         tokens, loss_mask, logprobs, versions = map(

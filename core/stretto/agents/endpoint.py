@@ -1,9 +1,9 @@
-"""The policy behind OpenAI's HTTP API, for agents that know nothing of stretto.
+"""The policy behind OpenAI's HTTP API, for agents that do not know stretto.
 
-One server in each process that needs it, on loopback. The key of a request names the agent run that it
-belongs to; its calls become that run's trajectories (`stretto.agents.recorder`). Streams are real: tokens are
-passed on as they come from the engine, as soon as they are whole characters and cannot be the beginning of a
-stop text or a call. A swap of weights only delays them.
+Each process that needs the server starts one, on loopback. The key of a request names its agent run; the
+calls become the trajectories of that run (`stretto.agents.recorder`). A stream sends tokens as they come
+from the engine, as soon as they are complete characters and cannot be the beginning of a stop text or a tool
+call. A swap of weights only delays them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["Endpoint"]
 _MAX_BODY = 16 * 2**20
 _News = tuple[int, "str | Reply"]
 _REFUSALS = (ApiError, OverLimit, ConfigError, EngineError)
-# How calls begin: from there on, what the policy says waits until it is known whether they are calls.
+# Texts that begin tool calls. A stream holds back the text after them until they are known to be calls.
 _MARKS: Mapping[ParserName, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
     "llama3": ("<|python_tag|>", "{"),
@@ -56,20 +56,20 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class _Open:
-    """An agent run that has a key."""
+    """An agent run with a key."""
 
     recorder: CallRecorder
     responses: dict[str, list[Message]] = field(default_factory=dict[str, "list[Message]"])
-    """Messages of each response so far."""
+    """The chat's messages up to each response, by the response's id."""
     calls: int = 0
-    """Tool calls made, to number them."""
+    """Number of tool calls so far; the next call's id contains it."""
 
 
 class Endpoint:
-    """The server of one process. Start it once; it serves until it is stopped, or the process ends.
+    """The server of one process. Start it once; it serves until `stop` is called or the process ends.
 
     Args:
-        tool_parser: how the policy writes calls of tools.
+        tool_parser: the format in which the policy writes tool calls.
     """
 
     def __init__(self, tool_parser: ParserName = "hermes") -> None:
@@ -78,13 +78,13 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._starting = anyio.Lock()
         self.base_url = ""
-        """What clients need, `/v1` included; empty before it is started."""
+        """The URL for clients, `/v1` included; empty before the server is started."""
 
     async def start(self) -> None:
         """Listen on a free port of loopback. Idempotent.
 
         Raises:
-            OSError: if there is none.
+            OSError: if no port is free.
         """
         async with self._starting:
             if self._runner is not None:
@@ -94,7 +94,7 @@ class Endpoint:
             app.router.add_post("/v1/chat/completions", self._chat)
             app.router.add_post("/v1/completions", self._completions)
             app.router.add_post("/v1/responses", self._responses)
-            # A call ends with its connection: an agent that has gone leaves no work to the engines.
+            # A call is cancelled with its connection: an agent that is gone leaves no work for the engines.
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -103,15 +103,15 @@ class Endpoint:
             self._runner, self.base_url = runner, f"http://127.0.0.1:{port}/v1"
 
     async def stop(self) -> None:
-        """Close it, and every connection."""
+        """Close the server, and every connection."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     @asynccontextmanager
     async def serve(self, recorder: CallRecorder) -> AsyncGenerator[str]:
-        """Take the agent's calls inside the block; yields the key they must have. Afterwards they are over:
-        those under way end, and the key is unknown."""
+        """Accept the agent's calls inside the block; yield the key that they must have. At the end of the
+        block, unfinished calls are cancelled and the key becomes invalid."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._open[key] = _Open(recorder)
         try:
@@ -144,10 +144,14 @@ class Endpoint:
         return await self._answer(request, opened, ResponseCall(await request.read(), opened.responses))
 
     def _opened(self, request: web.Request) -> _Open:
-        """The agent run that a request's key names."""
+        """Return the agent run that a request's key names.
+
+        Raises:
+            ApiError: if the key belongs to no current agent run.
+        """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme != "Bearer" or (opened := self._open.get(key)) is None:
-            raise ApiError("the key names no agent run that is under way", code="invalid_api_key", status=401)
+            raise ApiError("the key belongs to no current agent run", code="invalid_api_key", status=401)
         return opened
 
     async def _answer(self, request: web.Request, opened: _Open, call: APICall) -> web.StreamResponse:
@@ -169,7 +173,7 @@ class Endpoint:
         return _json(call.whole([replies[choice] for choice in range(len(threads))]))
 
     async def _stream(self, request: web.Request, opened: _Open, call: APICall) -> web.StreamResponse:
-        """Begun with the first token, so that what is refused before it has a status of its own."""
+        """Stream the answer, from the first token on, so that an earlier refusal has its own status."""
         threads = opened.recorder.take(call.given, call.tools)
         send, receive = anyio.create_memory_object_stream[_News](math.inf)
         replies: dict[int, Reply] = {}
@@ -219,104 +223,104 @@ class Endpoint:
         message: Message = {"role": "assistant", "content": _before(answer.text, stops)}
         if call.reads_tools:
             message = self._with_calls(opened, answer) or message
-        # Mistral's templates refuse what follows a call unless the answer before is said to be one.
+        # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
         calls = self._tool_parser == "mistral" and "tool_calls" in message
         thread.shown(message, remembered={**message, "content": ""} if calls else None)
         return Reply(answer, thread.prompt_tokens, message)
 
     def _with_calls(self, opened: _Open, answer: Answer) -> Message | None:
-        """The message with the calls in it; None if there is none, or one that cannot be read: as with other
-        servers, it is then what the policy said."""
+        """Return the message with its tool calls; None if it has none, or if one cannot be parsed. As with
+        other servers, the message is then the sampled text."""
         text = opened.recorder.session.tokenizer.decode(answer.tokens, special=True)
         calls = parse_calls(text, self._tool_parser)
         if not calls or any(call.fault for call in calls):
             return None
-        made: list[dict[str, Any]] = []
+        tool_calls: list[dict[str, Any]] = []
         for call in calls:
             opened.calls += 1
-            # Nine letters and digits: templates of Mistral models take no other.
+            # Nine letters and digits: templates of Mistral models accept nothing else.
             id = call.id or f"call{opened.calls:05}"
             function = {"name": call.name, "arguments": call.arguments}
-            made.append({"id": id, "type": "function", "function": function})
-        thought, closing, said = text.rpartition("</think>")
-        content = thought + closing + _before(said, _MARKS[self._tool_parser])
-        return {"role": "assistant", "content": content, "tool_calls": made}
+            tool_calls.append({"id": id, "type": "function", "function": function})
+        reasoning, closing, rest = text.rpartition("</think>")
+        content = reasoning + closing + _before(rest, _MARKS[self._tool_parser])
+        return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
     def _shown(self, opened: _Open, call: APICall) -> _Shown:
         session = opened.recorder.session
         marks = (*session.sampling.stop, *call.stop)
-        if (
-            call.reads_tools
-        ):  # some are special tokens, so these are read; that which ends a turn is not shown
+        if call.reads_tools:
+            # Some marks are special tokens, so decode these too; but do not show the token that ends a turn.
             marks += (*_MARKS[self._tool_parser], session.tokenizer.end)
         return _Shown(_AnswerReader(session.tokenizer, special=call.reads_tools), marks)
 
 
 class _AnswerReader:
-    """The text of tokens as they come, in whole characters."""
+    """The text of tokens as they arrive, in complete characters."""
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
         self._tokenizer = tokenizer
         self._special = special
         self._before = self._tokens = np.empty(0, np.int32)
-        """The last that ended with a character, so that those after them read as they do after all; and
-        these."""
-        self._told = 0
-        """Characters of `_tokens` that were given out."""
+        """The latest tokens that ended with a complete character, and the tokens after them. Decoding both
+        together gives the text that the later ones have in context."""
+        self._shown = 0
+        """Characters of `_tokens` that `add` has returned."""
 
     def add(self, tokens: NDArray[np.int32]) -> str:
-        """What can be read now. An end that is no character yet waits for the rest of it."""
+        """Return the new text that is complete. An incomplete character waits for the rest of its tokens."""
         if not len(tokens):
             return ""
         self._tokens = np.concatenate([self._tokens, tokens])
-        text = self._read(np.concatenate([self._before, self._tokens]))[len(self._read(self._before)) :]
+        text = self._decode(np.concatenate([self._before, self._tokens]))[len(self._decode(self._before)) :]
         whole = text.rstrip("\ufffd")
-        new = whole[self._told :]
-        self._told += len(new)
+        new = whole[self._shown :]
+        self._shown += len(new)
         if whole == text:
-            self._before, self._tokens, self._told = self._tokens, self._tokens[:0], 0
+            self._before, self._tokens, self._shown = self._tokens, self._tokens[:0], 0
         return new
 
-    def _read(self, tokens: NDArray[np.int32]) -> str:
+    def _decode(self, tokens: NDArray[np.int32]) -> str:
         return self._tokenizer.decode(tokens, special=self._special)
 
 
 class _Shown:
-    """The part of a growing answer that an agent may be shown: up to the first mark, and without an end that
-    may be the beginning of one."""
+    """The part of a growing answer that the agent may see: up to the first mark, and without an end that may
+    be the beginning of a mark."""
 
     def __init__(self, reading: _AnswerReader, marks: Sequence[str]) -> None:
         self._reading = reading
         self._marks = [mark for mark in marks if mark]
         self._text = ""
-        self._told = 0
+        self._sent = 0
+        """Characters of `_text` that the agent has got."""
 
     def add(self, tokens: NDArray[np.int32]) -> str:
-        """What more of it there is with these tokens."""
+        """Return the new part with these tokens."""
         self._text += self._reading.add(tokens)
-        found = [at for mark in self._marks if (at := self._text.find(mark, self._told)) >= 0]
-        return self._tell(min(found, default=len(self._text) - self._doubtful()))
+        ends = [at for mark in self._marks if (at := self._text.find(mark, self._sent)) >= 0]
+        return self._send(min(ends, default=len(self._text) - self._uncertain()))
 
     def rest(self, whole: str) -> str:
-        """What is missing of the whole answer."""
-        # An engine that was lost may have been replaced by one that says something else.
-        return whole[self._told :] if whole.startswith(self._text[: self._told]) else ""
+        """Return the part of the whole answer that is missing so far."""
+        # If an engine was lost, its replacement may have sampled another answer.
+        return whole[self._sent :] if whole.startswith(self._text[: self._sent]) else ""
 
-    def _tell(self, upto: int) -> str:
-        new = self._text[self._told : upto]
-        self._told += len(new)
+    def _send(self, end: int) -> str:
+        new = self._text[self._sent : end]
+        self._sent += len(new)
         return new
 
-    def _doubtful(self) -> int:
-        """Characters at the end with which a mark begins."""
+    def _uncertain(self) -> int:
+        """Return the number of characters at the end that may begin a mark."""
         longest = max(map(len, self._marks), default=0)
-        end = self._text[self._told :][-longest:] if longest else ""
+        end = self._text[self._sent :][-longest:] if longest else ""
         ends = (end[at:] for at in range(len(end)))
         return next((len(each) for each in ends if any(m.startswith(each) for m in self._marks)), 0)
 
 
 class _EventStream:
-    """The answer to a request, in server-sent events."""
+    """The answer to a request as server-sent events."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -326,19 +330,19 @@ class _EventStream:
         self.begun = False
 
     async def send(self, events: Iterable[Event]) -> None:
-        """Begins the answer with the first of them."""
+        """Send events. The first call also sends the headers of the answer."""
         if not self.begun:
             self.begun = True
             await self._response.prepare(self._request)
-        threads = b"".join(
-            (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
-            for kind, data in events
+        data = b"".join(
+            (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(body) + b"\n\n"
+            for kind, body in events
         )
-        if threads:
-            await self._response.write(threads)
+        if data:
+            await self._response.write(data)
 
     async def end(self, *, done: bool) -> web.StreamResponse:
-        """No more will come."""
+        """End the answer: no more events follow."""
         await self._response.write_eof(b"data: [DONE]\n\n" if done else b"")
         return self._response
 
@@ -347,13 +351,13 @@ class _EventStream:
 
 
 def _before(text: str, marks: Iterable[str]) -> str:
-    """What stands before the first mark."""
+    """Return the text before the first mark."""
     return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
 
 
 @web.middleware
 async def _in_openai_shape(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Whatever is refused, said as OpenAI's server says it."""
+    """Return refusals and errors in the format of OpenAI's server."""
     try:
         return await handler(request)
     except _REFUSALS as error:
@@ -375,7 +379,7 @@ def _api_error(error: Exception) -> ApiError:
 
 
 def _refusal(error: ApiError) -> web.Response:
-    # None of these is over if one waits: clients need not try again.
+    # Waiting does not help against any of these errors, so tell clients not to retry.
     return _json({"error": error.data}, status=error.status, headers={"x-should-retry": "false"})
 
 

@@ -1,10 +1,10 @@
-"""OpenAI's HTTP API as data: what its requests ask of the policy, and how its answers are written.
+"""OpenAI's HTTP API as data: parse requests, and write answers.
 
 One class for each kind of call, made from the body of a request: `ChatCall`, `CompletionCall`,
 `ResponseCall`. No network here: `stretto.agents.endpoint` serves them. Unknown fields are ignored, as
-OpenAI's server does. So are those that would change how tokens are drawn (`temperature`, `top_p`, `seed`,
-penalties, `logit_bias`): that is the run's to say. What cannot be kept (other kinds of tools and contents,
-forced calls, formats) is refused.
+OpenAI's server does. Fields that would change sampling (`temperature`, `top_p`, `seed`, penalties,
+`logit_bias`) are ignored too: the run file sets them. Requests that cannot be met (other kinds of tools and
+contents, forced calls, formats) are refused.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["APICall", "ApiError", "ChatCall", "CompletionCall", "Event", "Reply"
 
 T = TypeVar("T")
 MODEL = "policy"
-"""Name of the one model there is. Requests may name any other: it is not looked at."""
+"""Name of the only model. The model's name in a request is not checked."""
 
 Event = tuple[str, Mapping[str, Any]]
 """An event of a stream: its type, empty where the API gives it none, and its data."""
 
 
 class ApiError(StrettoError):
-    """A request that is refused, in the way OpenAI's server does it.
+    """A refused request, with the error data of OpenAI's server.
 
     Args:
-        param: the field at fault.
-        code: for programs.
-        status: of HTTP.
+        param: the wrong field.
+        code: the error's code, for programs.
+        status: the HTTP status.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
@@ -58,7 +58,7 @@ class ApiError(StrettoError):
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer as an agent is shown it."""
+    """One answer as the agent gets it."""
 
     answer: Answer
     prompt_tokens: int
@@ -68,13 +68,13 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """What it says beside its calls."""
+        """The text of the answer, without its tool calls."""
         return self.message["content"]
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """Its calls, the arguments as JSON text."""
-        return [_written(call) for call in self.message.get("tool_calls", [])]
+        """The tool calls of the answer, with arguments as JSON text."""
+        return [_with_json_arguments(call) for call in self.message.get("tool_calls", [])]
 
     @property
     def finish_reason(self) -> str:
@@ -83,14 +83,14 @@ class Reply:
 
 
 class APICall(Protocol):
-    """A request that was understood, and how it is answered."""
+    """A parsed request, and how to write its answer."""
 
     given: list[Input]
-    """What the policy is given for each choice."""
+    """The policy's input for each choice."""
     tools: list[dict[str, Any]]
-    """Shown to the policy."""
+    """Tools that the chat template shows to the policy."""
     reads_tools: bool
-    """Whether calls of them are looked for in the answers."""
+    """Whether answers are searched for calls of the tools."""
     max_tokens: int | None
     stop: list[str]
     stream: bool
@@ -98,31 +98,31 @@ class APICall(Protocol):
     """Whether a stream's last line is `[DONE]`."""
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         ...
 
     def opening(self) -> Iterator[Event]:
-        """Events before the first piece of a stream."""
+        """Yield the events before the first piece of a stream."""
         ...
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
-        """Some more of a choice's text."""
+        """Yield the events for new text of a choice."""
         ...
 
     def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """A choice is complete; its text was sent in pieces."""
+        """Yield the events for a complete choice; its text was sent in pieces."""
         ...
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """All choices are."""
+        """Yield the events after all choices are complete."""
         ...
 
     def failed(self, data: Mapping[str, Any]) -> Event:
-        """The stream ends by an error."""
+        """Return the event for an error that ends the stream."""
         ...
 
 
-# --------------------------------------------------------------------------- what requests consist of
+# --------------------------------------------------------------------------------- parts of requests
 
 
 class _Part(msgspec.Struct):
@@ -239,9 +239,9 @@ class ChatCall:
     def __init__(self, body: bytes, tokenizer: Tokenizer) -> None:
         ask = _read(body, _ChatBody)
         if ask.functions:
-            raise ApiError("'functions' is not served; give the functions as 'tools'", param="functions")
+            raise ApiError("'functions' is not supported; send the functions as 'tools'", param="functions")
         if ask.top_logprobs:
-            raise ApiError("only the sampled tokens' own logprobs are known", param="top_logprobs")
+            raise ApiError("only logprobs of sampled tokens are available", param="top_logprobs")
         _refuse_format(ask.response_format, "response_format")
         messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(ask.messages)]
         self.given: list[Input] = [messages] * (ask.n or 1)
@@ -273,7 +273,7 @@ class ChatCall:
         return {**self._head("chat.completion"), "choices": choices, "usage": _usage(replies, self._ask.n)}
 
     def opening(self) -> Iterator[Event]:
-        """Whose turn it is."""
+        """The role of each choice."""
         for index in range(len(self.given)):
             yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
@@ -282,7 +282,7 @@ class ChatCall:
         yield self._chunk(choice, {"content": text})
 
     def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """The calls, then why it ended. Logprobs come last, all at once."""
+        """The tool calls, then the finish reason. All logprobs come at the end, in one event."""
         for index, call in enumerate(reply.tool_calls):
             yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
         yield self._chunk(choice, {}, reply.finish_reason, self._logprobs(reply))
@@ -333,11 +333,11 @@ class CompletionCall:
         ask = _read(body, _CompletionBody)
         for name in ("echo", "suffix"):
             if getattr(ask, name):
-                raise ApiError(f"{name!r} is not served", param=name)
+                raise ApiError(f"{name!r} is not supported", param=name)
         if (ask.best_of or 1) > (ask.n or 1):
-            raise ApiError("every answer that is sampled is given: 'best_of' is not served", param="best_of")
+            raise ApiError("'best_of' is not supported: the answer has every sampled choice", param="best_of")
         if ask.logprobs:
-            raise ApiError("only 0: the sampled tokens' own logprobs are known", param="logprobs")
+            raise ApiError("expected 0: only logprobs of sampled tokens are available", param="logprobs")
         self.tools: list[dict[str, Any]] = []
         self.given: list[Input] = [each for each in _prompts(ask.prompt) for _ in range(ask.n or 1)]
         self.max_tokens = ask.max_tokens
@@ -355,7 +355,7 @@ class CompletionCall:
         return {**self._head(), "choices": choices, "usage": _usage(replies, self._ask.n)}
 
     def opening(self) -> Iterator[Event]:
-        """Nothing."""
+        """No events."""
         yield from ()
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
@@ -363,7 +363,7 @@ class CompletionCall:
         yield "", {**self._head(), "choices": [self._choice(choice, text)]}
 
     def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """Why it ended. Logprobs come last, all at once."""
+        """The finish reason. All logprobs come at the end, in one event."""
         yield "", {**self._head(), "choices": [self._choice(choice, "", reply)]}
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
@@ -380,7 +380,7 @@ class CompletionCall:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": model}
 
     def _choice(self, index: int, text: str, reply: Reply | None = None) -> dict[str, Any]:
-        """Of a whole answer, or of a chunk; with `reply`, the last of it."""
+        """Return a choice of a whole answer, or of a chunk. A chunk with `reply` is the choice's last one."""
         return {
             "index": index,
             "text": text,
@@ -408,7 +408,7 @@ class ResponseCall:
     """`POST /v1/responses`.
 
     Args:
-        earlier: messages of former responses, by their id; this one's are put in when it is complete.
+        earlier: messages of earlier responses, by their id; `whole` adds those of this response.
     """
 
     ends_with_done = False
@@ -417,17 +417,17 @@ class ResponseCall:
         ask = _read(body, _ResponseBody)
         for name in ("background", "conversation"):
             if getattr(ask, name):
-                raise ApiError(f"{name!r} is not served", param=name)
+                raise ApiError(f"{name!r} is not supported", param=name)
         _refuse_format(ask.text and ask.text.format, "text.format")
         before: list[Message] = []
         if ask.previous_response_id is not None:
             if ask.previous_response_id not in earlier:
-                message = f"there is no response {ask.previous_response_id!r} in this agent run"
+                message = f"no response {ask.previous_response_id!r} in this agent run"
                 raise ApiError(message, param="previous_response_id", code="previous_response_not_found")
             before = earlier[ask.previous_response_id]
-        self._messages = _merged([*before, *_items(ask.input)])
-        said = [] if ask.instructions is None else [{"role": "system", "content": ask.instructions}]
-        self.given: list[Input] = [[*said, *self._messages]]
+        self._messages = _merge_calls([*before, *_items(ask.input)])
+        system = [] if ask.instructions is None else [{"role": "system", "content": ask.instructions}]
+        self.given: list[Input] = [[*system, *self._messages]]
         self.tools = [_function(tool, tool, i) for i, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
         self.max_tokens = ask.max_output_tokens
@@ -464,19 +464,19 @@ class ResponseCall:
         }
 
     def opening(self) -> Iterator[Event]:
-        """It is under way."""
+        """The response is created and in progress."""
         head = {**self._head("in_progress"), "output": [], "usage": None}
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
-        """Text, after the message that holds it is opened."""
+        """The text; before the first text, events that open its message."""
         del choice
         yield from self._open_message()
         yield self._of_message("response.output_text.delta", delta=text, logprobs=[])
 
     def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """The message is closed, and each call sent as an item of its own."""
+        """The end of the message, then each tool call as an item of its own."""
         del choice
         at = 0
         if self._begun or self._has_message(reply):
@@ -560,7 +560,11 @@ class ResponseCall:
 
 
 def _read(body: bytes, kind: type[T]) -> T:
-    """The body as a struct."""
+    """Parse the body of a request.
+
+    Raises:
+        ApiError: if it is not JSON, or not what the call expects.
+    """
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -573,8 +577,8 @@ def _read(body: bytes, kind: type[T]) -> T:
 
 
 def _plain(message: _ChatMessage, where: str) -> Message:
-    """A chat message as chat templates read it, and as two of them can be compared."""
-    # What templates know as the system's is OpenAI's `developer` in newer models.
+    """Return a chat message in the form of chat templates. Two equal messages have equal forms."""
+    # OpenAI's newer models call the role `developer` that templates call `system`.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _text(message.content, f"{where}.content")}
     if message.tool_calls:
@@ -593,12 +597,12 @@ def _text(content: str | list[_Part] | None, where: str) -> str:
         return content or ""
     for part in content:
         if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise ApiError(f"{where}: only text is served, not {part.type!r}", param=where)
+            raise ApiError(f"{where}: only text is supported, not {part.type!r}", param=where)
     return "".join(part.text or part.refusal for part in content)
 
 
 def _call(call: _APIToolCall) -> dict[str, Any]:
-    """With the arguments as data, as templates want them; text that is no JSON object stays text."""
+    """Return a tool call for templates, its arguments as data; text that is no JSON object stays text."""
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -608,11 +612,11 @@ def _call(call: _APIToolCall) -> dict[str, Any]:
 
 
 def _function(tool: Mapping[str, Any], function: Any, index: int) -> dict[str, Any]:
-    """A tool as chat templates read it."""
+    """Return a tool in the form of chat templates."""
     if tool.get("type") != "function":
         found = tool.get("type")
         raise ApiError(
-            f"tools[{index}]: only functions are served, not {found!r}", param=f"tools[{index}].type"
+            f"tools[{index}]: only functions are supported, not {found!r}", param=f"tools[{index}].type"
         )
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(f"tools[{index}]: a function needs a name", param=f"tools[{index}].name")
@@ -622,13 +626,13 @@ def _function(tool: Mapping[str, Any], function: Any, index: int) -> dict[str, A
 
 def _reads_tools(tools: Sequence[Any], choice: str | Mapping[str, Any] | None) -> bool:
     if choice not in (None, "auto", "none"):
-        raise ApiError("a call cannot be forced: 'auto' or 'none' is served", param="tool_choice")
+        raise ApiError("a tool call cannot be forced; expected 'auto' or 'none'", param="tool_choice")
     return bool(tools) and choice != "none"
 
 
 def _refuse_format(kind: _Kind | None, param: str) -> None:
     if kind is not None and kind.type != "text":
-        raise ApiError(f"answers are not held to a format: {kind.type!r} is not served", param=param)
+        raise ApiError(f"the format {kind.type!r} is not supported; expected 'text'", param=param)
 
 
 def _stops(stop: str | list[str] | None) -> list[str]:
@@ -639,7 +643,7 @@ def _stops(stop: str | list[str] | None) -> list[str]:
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:
-    """One or several of them, as text or as token ids."""
+    """Return the prompts, one or several, each as text or as token ids."""
     prompts: list[Any] = [prompt]
     if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
         prompts = prompt
@@ -651,7 +655,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:
 
 
 def _items(given: str | list[dict[str, Any]]) -> list[Message]:
-    """Input items of a response as chat messages, each call as one of its own."""
+    """Return the input items of a response as chat messages. Each tool call is a message of its own."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return [message for i, item in enumerate(given) for message in _item(item, f"input[{i}]")]
@@ -670,10 +674,10 @@ def _item(item: dict[str, Any], where: str) -> list[Message]:
             output = _item_as(item, _InputOutput, where)
             text = _text(output.output, f"{where}.output")
             return [{"role": "tool", "content": text, "tool_call_id": output.call_id}]
-        case "reasoning":  # of other models: this one's is part of its text
+        case "reasoning":  # other models have these items; the policy's reasoning is part of its text
             return []
         case other:
-            raise ApiError(f"{where}: {other!r} is not served", param=f"{where}.type")
+            raise ApiError(f"{where}: {other!r} is not supported", param=f"{where}.type")
 
 
 def _item_as(item: dict[str, Any], kind: type[T], where: str) -> T:
@@ -683,8 +687,8 @@ def _item_as(item: dict[str, Any], kind: type[T], where: str) -> T:
         raise ApiError(f"{where}: {error}", param=where) from error
 
 
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """Calls put into the assistant's message that they follow: items of one answer are one message."""
+def _merge_calls(messages: Sequence[Message]) -> list[Message]:
+    """Move tool calls into the assistant's message before them: the items of one answer are one message."""
     merged: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls")
@@ -698,15 +702,15 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
 # --------------------------------------------------------------------------------- writing answers
 
 
-def _written(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as JSON text."""
+def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as JSON text."""
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     return {**call, "function": {"name": call["function"]["name"], "arguments": text}}
 
 
 def _output_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as an output item of a response."""
+    """Return a tool call as an output item of a response."""
     return {
         "id": f"fc_{call['id']}",
         "type": "function_call",
@@ -718,7 +722,7 @@ def _output_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usage(replies: Sequence[Reply], n: int | None = None) -> dict[str, int]:
-    """Tokens of all choices; the prompt that n of them share counts once."""
+    """Return the token counts of all choices. A prompt that n choices share counts once."""
     prompt = sum(reply.prompt_tokens for reply in replies[:: n or 1])
     sampled = sum(len(reply.answer.tokens) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,10 +1,10 @@
-"""The model calls of one agent, and the trajectories that they become.
+"""The model calls of one agent, and the trajectories made of them.
 
-An agent calls as it likes: one chat that grows, several at once, a history that it has rewritten. A call that
-begins with all an agent has seen of a chat goes on with that chat: its ids are extended by what is new, and
-nothing that was sampled is tokenised again (`stretto.agents.conversation`). Any other call, one to a chat
-that is being answered included, begins a chat of its own, which becomes a trajectory of its own. All share
-the score.
+An agent may call in any way: one growing chat, several chats at the same time, or a history that it has
+rewritten. A call continues a chat if it begins with everything that the agent has seen of that chat. Its new
+messages then extend the chat's ids, and sampled tokens are never tokenised again
+(`stretto.agents.conversation`). Any other call begins a new chat with a trajectory of its own, also a call to
+a chat whose answer is still being sampled. All trajectories share the score.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["CallLimits", "CallRecorder", "Input", "OverLimit", "Thread"]
 
 T = TypeVar("T")
 Input = str | list[Any] | NDArray[np.int32]
-"""What a call gives the policy: text, chat messages, or token ids."""
+"""The input of a call: text, chat messages, or token ids."""
 
 
 class OverLimit(StrettoError):
-    """A call for which the agent's limits leave no room.
+    """A call that the agent's limits do not allow, or that comes after the agent run is over.
 
     Args:
         code: `max_calls`, `max_total_tokens`, `context_length_exceeded` or `run_over`.
@@ -47,46 +47,47 @@ class OverLimit(StrettoError):
 
 @dataclass(frozen=True)
 class CallLimits:
-    """What one agent run may use; None for no limit but the run's own."""
+    """Limits of one agent run; None for only the limits of the training run."""
 
     calls: int | None = None
-    """Answers; each of several choices counts."""
+    """Most answers; each of several choices counts."""
     tokens: int | None = None
-    """Sampled tokens of all calls. Each call may use what is left when it begins, whatever others do."""
+    """Most sampled tokens of all calls. Each call may use the tokens left at its start, also while other
+    calls are sampling."""
     context: int | None = None
-    """Tokens of one chat, prompt included."""
+    """Most tokens of one chat, prompt included."""
 
 
 class Thread:
-    """One chat, text or list of ids: what the agent has seen of it, and what was really sampled."""
+    """One chat, text or list of ids: what the agent has seen of it, and the sampled tokens."""
 
     def __init__(
         self, session: Session, name: str, given: Input, tools: Sequence[Mapping[str, Any]], limit: int | None
     ) -> None:
         self.given = given
-        """What the agent gave with its last call."""
+        """The input of the agent's last call."""
         self.message: Message | None = None
-        """The last answer, as the agent was shown it."""
+        """The last answer, as the agent got it."""
         self.prompt_tokens = 0
-        """Tokens before the last answer."""
+        """Number of tokens before the last answer."""
         self._tools = tools
         self._free = False
-        """Whether a call may go on with it: the agent was shown the last answer."""
+        """Whether a call may continue the thread: the agent got the last answer."""
         self._session = session
         self._name = name
         self._on_tokens: OnTokens | None = None
         self._seen: str | list[Any] = ""
-        """What a call has to begin with to go on here."""
+        """A call that begins with this continues the thread."""
         if isinstance(given, np.ndarray):
-            self._talk: Conversation | _Given = _Given(self._generate, given, limit)
+            self._conversation: Conversation | _TokenPrompt = _TokenPrompt(self._generate, given, limit)
         else:
-            self._talk = Conversation(
+            self._conversation = Conversation(
                 self._generate, session.tokenizer, session.sampling, given, tools=tools, limit=limit
             )
 
     @property
     def chat(self) -> list[Message]:
-        """What the agent gave with its last call, a prompt as a user's message, and the answer."""
+        """The input of the last call as messages, and the answer. Text or ids become a user's message."""
         given, answer = self.given, [] if self.message is None else [self.message]
         if isinstance(given, list):
             return [*given, *answer]
@@ -95,11 +96,11 @@ class Thread:
 
     @property
     def length(self) -> int:
-        """Messages or characters that a call has to begin with to go on here."""
+        """Number of messages or characters that a call has to begin with to continue the thread."""
         return len(self._seen)
 
     def news_in(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-        """What a call adds to this thread; None if it does not go on with it."""
+        """Return what a call adds to this thread; None if the call does not continue it."""
         seen = self._seen
         if not self._free or tools != self._tools:
             return None
@@ -111,50 +112,50 @@ class Thread:
         return None
 
     def go_on(self, given: Input, news: Sequence[Any]) -> None:
-        """Take what a call adds; it now waits for an answer."""
-        assert isinstance(self._talk, Conversation)
-        self._talk.add(*news)
+        """Continue the thread with a call's input. The thread now waits for an answer."""
+        assert isinstance(self._conversation, Conversation)
+        self._conversation.add(*news)
         self.given, self._free = given, False
 
     async def reply(self, sampling: Sampling, on_tokens: OnTokens | None) -> Answer | None:
-        """The policy's answer; None if the thread's limit leaves no room for a token."""
+        """Sample the policy's answer; None if the thread's limit leaves no room for a token."""
         self._on_tokens = on_tokens
         before = len(self._text)
-        answer = await self._talk.reply(sampling)
+        answer = await self._conversation.reply(sampling)
         if answer is not None and isinstance(self.given, str):
-            # Agents that write prompts put a stop text back, but know nothing of the token that ends a turn.
+            # Agents that write prompts append a stop text again, but do not know the token that ends a turn.
             new = self._text[before:]
             end = self._session.tokenizer.end
             self._seen = self.given + (new.removesuffix(end) if answer.finish == "stop" else new)
         return answer
 
     def shown(self, message: Message, *, remembered: Message | None = None) -> None:
-        """The agent gets the last answer in this form; a call with it, after all before it, goes on here.
+        """Record the last answer in the form that the agent gets. A later call that begins with the input and
+        this message continues the thread.
 
         Args:
-            remembered: what the chat template is given of the answer, where it refuses the text as it is.
+            remembered: the message for the chat template, if the template does not accept the sampled text.
         """
         self.message = message
-        if isinstance(self._talk, _Given):
+        if isinstance(self._conversation, _TokenPrompt):
             return
         if isinstance(self.given, list):
             self._seen = [*self.given, message]
-        if remembered is not None and isinstance(self._talk.history, list):
-            self._talk.history[-1] = remembered
+        if remembered is not None and isinstance(self._conversation.history, list):
+            self._conversation.history[-1] = remembered
         self._free = True
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """What was sampled."""
-        return self._talk.trajectories(score)
+        """Return the trajectories of the sampled tokens."""
+        return self._conversation.trajectories(score)
 
     @property
     def _text(self) -> str:
-        """All that was written of a plain text."""
-        return (
-            self._talk.history
-            if isinstance(self._talk, Conversation) and isinstance(self._talk.history, str)
-            else ""
-        )
+        """The whole plain text so far; empty for a chat or for ids."""
+        conversation = self._conversation
+        if isinstance(conversation, Conversation) and isinstance(conversation.history, str):
+            return conversation.history
+        return ""
 
     async def _generate(self, ids: NDArray[np.int32], sampling: Sampling) -> Answer:
         self.prompt_tokens = len(ids)
@@ -164,8 +165,8 @@ class Thread:
         return answer
 
 
-class _Given:
-    """One answer to given token ids, which no other call goes on with."""
+class _TokenPrompt:
+    """One answer to a prompt of token ids. No other call can continue it."""
 
     def __init__(self, generate: Generate, ids: NDArray[np.int32], limit: int | None) -> None:
         self._generate = generate
@@ -187,27 +188,27 @@ class _Given:
 
 
 class CallRecorder:
-    """One run of an agent: its threads, what it has used, and its calls under way.
+    """One agent run: its threads, its use of calls and tokens, and its unfinished calls.
 
     Args:
-        session: the ticket's.
+        session: the ticket's session.
         name: letters and digits, different for every recorder of a session. Seeds depend on it.
-        limits: what it may use.
+        limits: the limits of this agent run.
     """
 
     def __init__(self, session: Session, name: str, limits: CallLimits | None = None) -> None:
         self.session = session
         self.limits = limits or CallLimits()
         self.calls = 0
-        """Answers asked for so far."""
+        """Answers requested so far."""
         self.tokens = 0
         """Tokens sampled so far."""
         self.over = ""
-        """Which limit refused a call, the first time one did."""
+        """The first limit that refused a call; empty if none did."""
         self.fault: Exception | None = None
-        """What kept a call from being answered, the first time something did."""
+        """The first error of a call; None if there was none."""
         self.last: Thread | None = None
-        """The thread that was answered last."""
+        """The thread with the newest answer."""
         self._name = name
         self._threads: list[Thread] = []
         self._under_way: set[anyio.CancelScope] = set()
@@ -215,11 +216,11 @@ class CallRecorder:
         self._closed = False
 
     def take(self, given: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
-        """The threads on which the choices of a call are to be answered, one for each input.
+        """Return the threads for the choices of a call, one for each input.
 
         Args:
             given: texts, lists of chat messages, or arrays of token ids.
-            tools: JSON schemas of functions for the chat template to show.
+            tools: JSON schemas of functions that the chat template shows.
 
         Raises:
             OverLimit: if the agent has used up its calls or its tokens.
@@ -230,7 +231,7 @@ class CallRecorder:
         if limits.tokens is not None and self.tokens >= limits.tokens:
             raise self._refusal(f"an agent may sample {limits.tokens} tokens", "max_total_tokens")
         self.calls += len(given)
-        return [self._line(each, tools) for each in given]
+        return [self._thread_for(each, tools) for each in given]
 
     async def reply(
         self,
@@ -240,16 +241,16 @@ class CallRecorder:
         stop: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Have the policy speak. The thread is free again once it was told what was `shown`.
+        """Sample the policy's answer. Call `thread.shown` afterwards: then a call can continue the thread.
 
         Args:
             max_tokens: most tokens of the answer, within the run's `sampling.max_tokens`.
-            stop: texts that end the answer, besides the run's.
+            stop: texts that end the answer, in addition to the run's.
             on_tokens: called with (0, new tokens) as they arrive.
 
         Raises:
             OverLimit: if the chat's length leaves no room for a token.
-            EngineError: if no engine can serve it.
+            EngineError: if no engine can serve the request.
             ConfigError: if there is no chat template, or it refuses the messages.
         """
         sampling = self.session.sampling
@@ -274,10 +275,10 @@ class CallRecorder:
         return answer
 
     async def doing(self, work: Awaitable[T]) -> T:
-        """Do what a call needs, unless the recorder is closed first.
+        """Await the work of a call, and cancel it if the recorder is closed.
 
         Raises:
-            OverLimit: if it is closed.
+            OverLimit: if the recorder is closed.
         """
         with anyio.CancelScope() as scope:
             self._under_way.add(scope)
@@ -291,7 +292,7 @@ class CallRecorder:
         raise OverLimit("the agent run is over", "run_over")
 
     async def close(self) -> None:
-        """End the calls under way, and take no more."""
+        """Cancel the unfinished calls, and accept no more."""
         self._closed = True
         for scope in self._under_way:
             scope.cancel()
@@ -300,8 +301,10 @@ class CallRecorder:
             await self._ended.wait()
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """What was sampled, each chat by itself, with the agent run's score, to whose metrics `calls` and
-        `chats` are added. Empty if nothing was."""
+        """Return the trajectories of all chats; none without an answer.
+
+        Each has the agent run's score, with the metrics `calls` and `chats` added.
+        """
         answered = [thread for thread in self._threads if thread.message is not None]
         metrics = {**score.metrics, "calls": float(self.calls), "chats": float(len(answered))}
         score = replace(score, metrics=metrics)
@@ -309,13 +312,13 @@ class CallRecorder:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _line(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> Thread:
-        """The thread with the longest history that a call goes on with, or a new one."""
+    def _thread_for(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> Thread:
+        """Return the thread that a call continues, the longest if several match; else a new one."""
         candidates = [
             (thread, news) for thread in self._threads if (news := thread.news_in(given, tools)) is not None
         ]
         if candidates:
-            thread, news = max(candidates, key=lambda found: found[0].length)
+            thread, news = max(candidates, key=lambda candidate: candidate[0].length)
             thread.go_on(given, news)
             return thread
         name = f"{self._name}c{len(self._threads) + 1}"

@@ -50,7 +50,7 @@ class _Replica:
 
     def update(self, load: Load | None) -> None:
         """Take the figures of the worker's latest heartbeat. They are a second or two old, so subtract the
-        most samples that this process had at the worker since the last figures; the rest are other workers'."""
+        most samples that this process had at the worker since the last figures; others have the rest."""
         if load is None or load == self.load:
             return
         sampled = self.load is None or load.generated_tokens != self.load.generated_tokens
