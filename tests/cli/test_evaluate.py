@@ -21,7 +21,7 @@ from stretto.cli.evaluate import Wanted, compose_evaluation, pass_at_k, result_o
 from stretto.errors import ConfigError, PluginError
 from stretto.workers.answers import KeptAnswer
 
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL, HELDOUT = str(QUICKSTART / "model"), str(QUICKSTART / "heldout.jsonl")
 
 

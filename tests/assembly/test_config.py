@@ -505,7 +505,7 @@ def test_fields_are_shown_with_type_default_and_meaning() -> None:
 
 
 def test_the_example_files_are_what_the_schema_says() -> None:
-    examples = Path(__file__).parent.parent / "examples"
+    examples = Path(__file__).parents[2] / "examples"
     validator = jsonschema.Draft202012Validator(json.loads((examples / "schema.json").read_text()))
     files = [*examples.glob("*.yaml"), *examples.glob("quickstart/*.yaml")]
     assert len(files) >= 2
@@ -514,7 +514,7 @@ def test_the_example_files_are_what_the_schema_says() -> None:
 
 
 def test_the_run_file_page_has_the_fields_as_they_are() -> None:
-    docs = Path(__file__).parent.parent / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     fill = load_module(str(docs / "fill.py"))
     page = (docs / "run-file.md").read_text()
     assert fill.filled(page) == page, "run `python docs/fill.py`"

@@ -362,7 +362,7 @@ def test_groups_of_any_size_are_trained(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "workflows.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text()
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
     for name, code in blocks:
         (tmp_path / name).write_text(code)

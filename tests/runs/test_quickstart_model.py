@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stretto.user_code.importable import load_module
 
-FOLDER = Path(__file__).parent.parent / "examples" / "quickstart"
+FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
 @pytest.fixture(scope="module")

@@ -398,7 +398,7 @@ def test_layouts_that_a_model_does_not_divide_into_are_refused(models: dict[str,
         "training.tensor_parallel is 3; it must divide the model's num_key_value_heads, 2",
     ]
     [refusal] = refusals({"use": "pipeline", "processes": 4, "stages": 4}, models["llama"])
-    assert refusal == "training.stages is 4, and the model has 3 layers; at most 3"
+    assert refusal == "training.stages is 4, but the model has 3 layers; at most 3"
     assert refusals({"use": "fsdp2", "processes": 2, "tensor_parallel": 2}, models["llama"]) == []
     assert refusals({"use": "torch", "processes": 2}, models["llama"])[0].startswith(
         "training.processes is 2"

@@ -924,7 +924,7 @@ def _as_json(value: Any, indent: str = "") -> str:
 def main() -> None:
     """Write every golden vector again."""
     _self_check()
-    folder = Path(__file__).with_name("golden")
+    folder = Path(__file__).parent
     folder.mkdir(exist_ok=True)
     for case in CASES:
         (folder / f"{case.name}.json").write_text(_as_json(golden(case)) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = ("core", *(str(folder.relative_to(ROOT)) for folder in sorted(ROOT.glob("plugins/*"))))
 
 

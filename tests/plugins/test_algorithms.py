@@ -33,7 +33,7 @@ from stretto.rl.correction import Correction
 from stretto.rl.functional import loss_count, loss_weights
 from stretto.rl.policy_gradient import PolicyConfig
 
-GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.json"))
 POLICY_GRADIENTS = [
     *("cispo", "dapo", "distill", "gspo", "grpo", "m2po", "ppo", "reinforce_pp", "rloo", "sapo"),
 ]
@@ -151,9 +151,10 @@ def test_every_algorithm_correction_and_kl_has_a_vector() -> None:
 
 
 def test_the_golden_vectors_are_what_the_reference_writes(tmp_path: Path) -> None:
-    (tmp_path / "reference.py").write_text((Path(__file__).parent / "reference.py").read_text())
+    program = Path(__file__).parents[1] / "golden" / "reference.py"
+    (tmp_path / "reference.py").write_text(program.read_text())
     subprocess.run([sys.executable, str(tmp_path / "reference.py")], check=True)
-    written = {file.name: file.read_text() for file in (tmp_path / "golden").glob("*.json")}
+    written = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
     assert written == {file.name: file.read_text() for file in GOLDEN}
 
 

@@ -14,7 +14,7 @@ import pytest
 from stretto.assembly.compose import compose
 from stretto.cli.quickstart import copy_quickstart
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart"
 SHORT = ("steps=2", "evaluation=null", "queue.batch_size=4")
 MOCK = ("inference=mock", "training=mock")

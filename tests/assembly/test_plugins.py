@@ -22,7 +22,7 @@ from stretto.assembly.plugins import KINDS, Plugins
 from stretto.component import Component
 from stretto.errors import ConfigError, PluginError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 REWARD = """
 from stretto import Component, RewardConfig, hookimpl

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-QUICKSTART = str(Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml")
+QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml")
 
 
 def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -18,7 +18,7 @@ def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
 
 

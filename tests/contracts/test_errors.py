@@ -9,6 +9,7 @@ from pathlib import Path
 
 import stretto
 from stretto import errors
+from stretto.errors import nearest
 
 CORE = Path(stretto.__file__).parent
 _LINE = re.compile(
@@ -84,3 +85,9 @@ def test_leaves_are_all_exceptions_in_their_order() -> None:
     tree = BaseExceptionGroup("outer", [first, BaseExceptionGroup("inner", [second, third])])
     assert errors.leaves(tree) == [first, second, third]
     assert errors.leaves(first) == [first]
+
+
+def test_the_nearest_word() -> None:
+    assert nearest("gpro", ["gspo", "grpo", "ppo"]) == "; did you mean 'grpo'?"
+    assert nearest("zzz", ["grpo"]) == ""
+    assert nearest("x", []) == ""

@@ -1,0 +1,59 @@
+"""Checkpoint folders: whole or absent, found and pruned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, prune, writing
+from stretto.kernel.scheduler import Ledger, Snapshot
+
+
+def state(version: int, lowest: int = 1) -> KernelState:
+    snapshot = Snapshot(version, Ledger(), 0, 0, [], [], [], {}, {})
+    return KernelState(version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0)
+
+
+async def write(root: Path, version: int, lowest: int = 1) -> None:
+    async with writing(root, checkpoint_name(version), state(version, lowest)) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights").write_text(str(version))
+
+
+async def test_checkpoints_are_whole_or_not_there(tmp_path: Path) -> None:
+    await write(tmp_path, 10)
+
+    async def interrupted() -> None:
+        async with writing(tmp_path, checkpoint_name(20), state(20)) as folder:
+            (folder / "half").write_text("")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        await interrupted()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+    found = newest_intact(tmp_path)
+    assert found is not None
+    assert found[1].version == 10
+
+
+async def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
+    for version in (10, 20, 30):
+        await write(tmp_path, version)
+    (tmp_path / "step-000030" / "model" / "weights").write_text("31")
+    (tmp_path / "step-000020" / "manifest.json").unlink()
+    found = newest_intact(tmp_path)
+    assert found is not None
+    assert found[0].name == "step-000010"
+    assert json.loads((found[0] / "kernel.json").read_text())["version"] == 10
+    assert newest_intact(tmp_path / "nowhere") is None
+
+
+async def test_pruning_keeps_the_newest_and_says_what_they_need(tmp_path: Path) -> None:
+    for version, lowest in ((10, 5), (20, 17), (30, 25)):
+        await write(tmp_path, version, lowest)
+    assert prune(tmp_path, 2, checkpoint_name(30), {10}) == 17  # nobody goes on from one that is spared
+    assert (tmp_path / "step-000010").exists()
+    assert prune(tmp_path, 2, checkpoint_name(30)) == 17
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000030"]

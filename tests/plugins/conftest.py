@@ -1,0 +1,12 @@
+"""Fixtures of the plugins' tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_engine import Folders
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("models"))

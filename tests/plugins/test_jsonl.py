@@ -1,0 +1,70 @@
+"""The dataset `jsonl`, and prompts made of columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto import Context
+from stretto.errors import ConfigError
+from stretto_jsonl import JsonLines, JsonLinesConfig
+
+CONTEXT = Context(run="r", name="n", seed=1)
+
+
+def test_rows_are_read_by_index_and_the_fingerprint_tells_changes(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "a", "n": 1}\n\n  \n{"question": "b", "n": 2}')
+    rows = JsonLines(JsonLinesConfig(use="jsonl", path=str(file), prompt_column="question"), CONTEXT)
+    assert [rows[index] for index in range(len(rows))] == [
+        {"prompt": "a", "n": 1},
+        {"prompt": "b", "n": 2},
+    ]
+    before = rows.fingerprint
+    file.write_text('{"question": "a", "n": 1}\n')
+    assert JsonLines(JsonLinesConfig(use="jsonl", path=str(file)), CONTEXT).fingerprint != before
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: no column 'prompt'; its columns: question, n"):
+        JsonLines(JsonLinesConfig(use="jsonl", path=str(file)), CONTEXT)[0]
+
+
+def prompts(tmp_path: Path, row: Mapping[str, object], **options: object) -> object:
+    """What the dataset `jsonl` makes of one row."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    section = {"use": "jsonl", "path": str(tmp_path / "rows.jsonl"), **options}
+    return JsonLines(msgspec.convert(section, JsonLinesConfig), CONTEXT)[0]
+
+
+def test_a_prompt_is_made_of_plain_columns(tmp_path: Path) -> None:
+    row: dict[str, object] = {"question": "1+1?", "n": 3, "a b": "{x}"}
+    template = "{{{n}}} {a b}\nQuestion: {question}\nAnswer:"
+    asked = "{3} {x}\nQuestion: 1+1?\nAnswer:"
+    assert prompts(tmp_path, row, prompt_template=template) == {**row, "prompt": asked}
+    user, system = {"role": "user", "content": asked}, {"role": "system", "content": "Be brief."}
+    chat = {"prompt_template": template, "system_prompt": "Be brief."}
+    assert prompts(tmp_path, row, **chat) == {**row, "prompt": [system, user]}
+    assert prompts(tmp_path, {"q": asked}, prompt_column="q", chat=True) == {"prompt": [user]}
+    turns = {"prompt": [user]}
+    assert prompts(tmp_path, turns, system_prompt="Be brief.") == {"prompt": [system, user]}
+
+
+def test_a_prompt_that_cannot_be_made_of_the_columns_is_refused(tmp_path: Path) -> None:
+    row: dict[str, object] = {"question": "?", "n": [1]}
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:1: prompt_template: no column 'qestion'; its columns: q"
+    ):
+        prompts(tmp_path, row, prompt_template="{qestion}")
+    with pytest.raises(ConfigError, match="column 'n': expected text or a number, found list"):
+        prompts(tmp_path, row, prompt_template="{n}")
+    with pytest.raises(ConfigError, match="has a system message of its own"):
+        prompts(tmp_path, {"prompt": [{"role": "system", "content": ""}]}, system_prompt="Be brief.")
+    for wrong in ("{question", "question}", "{}", "{question:>9}", "{question!r}"):
+        with pytest.raises(
+            msgspec.ValidationError, match=r"prompt_template: .* a brace itself is written \{\{"
+        ):
+            prompts(tmp_path, row, prompt_template=wrong)
+    with pytest.raises(msgspec.ValidationError, match="prompt_template and prompt_column are both given"):
+        prompts(tmp_path, row, prompt_template="{n}", prompt_column="n")

@@ -1,0 +1,129 @@
+"""The rewards `exact` and `function`, and the forms that a reward may have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stretto import Context
+from stretto.children.reward import score_group
+from stretto_exact import ExactConfig
+from stretto_exact import make as make_exact
+from stretto_math import MathConfig
+from stretto_math import make as make_math
+
+CONTEXT = Context(run="r", name="n", seed=1)
+
+
+def test_exact_compares_texts() -> None:
+    exact = make_exact(ExactConfig(use="exact"), CONTEXT)
+    assert exact("", " 8 17\n", answer="8 17") == 1
+    assert exact("", "8 18", answer="8 17") == 0
+    assert make_exact(ExactConfig(use="exact", column="n"), CONTEXT)("", "7", n=7) == 1
+    with pytest.raises(KeyError, match="no column 'answer'; its columns: gold"):
+        exact("", "x", gold="x")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("So the answer is \\boxed{72}.", "72", 1.0),
+        ("It is $\\frac{1}{2}$.", "0.5", 1.0),
+        ("$x = 2\\sqrt{2}$", "$\\sqrt{8}$", 1.0),
+        ("\\boxed{71}", "72", 0.0),
+        ("no idea", "72", 0.0),
+        ("", "72", 0.0),
+    ],
+)
+def test_math_compares_values(completion: str, answer: str, reward: float) -> None:
+    assert make_math(MathConfig(use="math"), CONTEXT)("", completion, answer=answer) == reward
+
+
+def test_math_refuses_an_expected_answer_that_is_none() -> None:
+    with pytest.raises(ValueError, match="cannot read the expected answer"):
+        make_math(MathConfig(use="math"), CONTEXT)("", "1", answer="?")
+
+
+def plain(prompt: str, completion: str, answer: str, **columns: Any) -> float:
+    assert prompt == "p"
+    assert columns == {"extra": 3}
+    return float(completion == answer)
+
+
+def narrow(completion: str, answer: str) -> dict[str, float]:
+    return {"reward": len(completion), "accuracy": float(completion == answer)}
+
+
+def positional(_: str, text: str) -> int:
+    return len(text)
+
+
+async def awaited(prompt: str, completion: str) -> float:
+    return 2.0
+
+
+def trl(completions: list[str], prompts: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    assert prompts == ["p"] * 2
+    assert kwargs == {"extra": [3, 3]}
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+ROW = {"prompt": "p", "answer": "ab", "extra": 3}
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (plain, [(1.0, {}), (0.0, {})]),
+        (narrow, [(2.0, {"accuracy": 1.0}), (1.0, {"accuracy": 0.0})]),
+        (positional, [(2.0, {}), (1.0, {})]),
+        (awaited, [(2.0, {}), (2.0, {})]),
+        (trl, [(1.0, {}), (0.0, {})]),
+    ],
+)
+def test_rewards_are_called_in_their_own_form(reward: Callable[..., Any], expected: Any) -> None:
+    assert score_group(reward, ROW, ("ab", "c"), {}) == expected
+
+
+def test_a_rows_columns_do_not_stand_for_what_was_sampled() -> None:
+    """A dataset made for supervised training has the right answer in the column `completion`."""
+    assert score_group(plain, {**ROW, "completion": "ab"}, ("ab", "c"), {}) == [(1.0, {}), (0.0, {})]
+    assert score_group(trl, {**ROW, "completions": "ab"}, ("ab", "c"), {}) == [(1.0, {}), (0.0, {})]
+
+
+def test_trl_rewards_of_chat_rows_get_messages() -> None:
+    def chat(completions: list[Any], **kwargs: Any) -> list[float]:
+        assert completions == [[{"role": "assistant", "content": "hi"}]]
+        return [1.0]
+
+    score_group(chat, {"prompt": [{"role": "user", "content": "?"}]}, ("hi",), {})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "is None, not a finite number"),
+        (math.nan, "is nan, not a finite number"),
+        ({"score": 1.0}, "without 'reward'"),
+        ({"reward": None}, "is None, not a finite number"),
+        (1e39, "is 1e\\+39, not a finite number"),
+        ({"reward": 1.0, "length": math.inf}, "'length' of completion 0 is inf"),
+    ],
+)
+def test_what_is_no_number_is_a_failure(value: Any, words: str) -> None:
+    def reward(prompt: str, completion: str) -> Any:
+        return value
+
+    with pytest.raises(ValueError, match=words):
+        score_group(reward, ROW, ("ab",), {})
+
+
+def test_a_reward_of_groups_gives_a_value_for_each() -> None:
+    def reward(completions: list[str]) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(ValueError, match="returned 1 values for 2 completions"):
+        score_group(reward, ROW, ("a", "b"), {})

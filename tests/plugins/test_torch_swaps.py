@@ -1,0 +1,189 @@
+"""The torch inference engine under changing weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.engine import GenerateRequest
+from stretto.errors import WeightsError
+from stretto.models.digest import digest_of
+from torch_engine import (
+    NORM,
+    Folders,
+    Result,
+    Update,
+    load,
+    own_logprobs,
+    perturbed,
+    request,
+    serving,
+    weights_of,
+)
+
+
+async def swapped_in_flight(
+    folder: Path, models: list[Any], **config: Any
+) -> list[tuple[GenerateRequest, Result]]:
+    """Answers during which each model in turn was swapped in, as versions 0, 1, ..."""
+    # Prompts of more than one length, and answers that grow beyond the first class of rows.
+    requests = [request(f"{i}", prompt=6 + 30 * i, n=2, max_tokens=300) for i in range(5)]
+    answers = {(asked.id, i): asked for asked in requests for i in range(2)}
+    async with serving(folder, version=None, slots=16, **config) as served:
+        await served.engine.swap(Update(weights_of(models[0]), 0))
+        for asked in requests:
+            served.engine.generate(asked)
+        for version, model in enumerate(models[1:], 1):
+            await served.until(("0", 0), tokens=30 * version)
+            await served.engine.swap(Update(weights_of(model), version))
+        await served.until(*answers)
+    assert any(len(set(served.results[key].versions)) > 1 for key in answers), "no swap fell into an answer"
+    return [(asked, served.results[key]) for key, asked in answers.items()]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+async def test_recompute_makes_each_logprob_its_versions_own(folders: Folders, name: str) -> None:
+    first = load(folders[name])
+    models = [first, perturbed(first, 1), perturbed(first, 2)]
+    for asked, result in await swapped_in_flight(folders[name], models, on_swap="recompute"):
+        assert sorted(result.versions) == result.versions
+        by_version = np.stack([own_logprobs(model, asked, result.tokens) for model in models])
+        expected = by_version[result.versions, np.arange(len(result.tokens))]
+        np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
+
+
+async def test_keep_cache_goes_on_over_what_older_weights_computed(folders: Folders) -> None:
+    first = load(folders["qwen2"])
+    models = [first, perturbed(first, 1)]
+    drift: list[float] = []
+    for asked, result in await swapped_in_flight(folders["qwen2"], models):
+        if set(result.versions) == {0, 1}:
+            switch = result.versions.index(1)
+            expected = logprobs_over_kept_cache(models, asked, result.tokens, switch)
+            np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
+            own = own_logprobs(models[1], asked, result.tokens)[switch:]
+            drift += np.abs(own - result.logprobs[switch:]).tolist()
+    assert 1e-4 < np.mean(drift) < 0.5
+
+
+def logprobs_over_kept_cache(
+    models: list[Any], asked: GenerateRequest, tokens: list[int], switch: int
+) -> list[float]:
+    """What was really sampled from: transformers' own cache, with other weights from token `switch` on.
+    The token before is sampled by the old weights and goes into the cache by the new ones."""
+    prompt = asked.prompt_ids.numpy().tolist()
+    known = torch.tensor([prompt + tokens[: switch - 1]])
+    before = models[0](known, use_cache=True)
+    found = before.logits[0, len(prompt) - 1 :].log_softmax(-1)
+    rows = [found]
+    for token in tokens[switch - 1 : -1]:
+        after = models[1](torch.tensor([[token]]), past_key_values=before.past_key_values, use_cache=True)
+        rows.append(after.logits[0].log_softmax(-1))
+    return torch.cat(rows).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+async def test_a_swap_reports_the_digest_of_what_it_loaded(folders: Folders) -> None:
+    weights = weights_of(load(folders["qwen2"]))
+    tied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    async with serving(folders["qwen2"], version=None) as served:
+        assert served.engine.load().version == -1
+        report = await served.engine.swap(Update(weights, 3))
+        with_tied = await served.engine.swap(Update(tied, 4))
+        figures = served.engine.load()
+
+    assert report.version == 3
+    assert report.digest == digest_by_hand(weights)
+    assert with_tied.digest == digest_by_hand(tied)
+    assert (figures.version, figures.swaps) == (4, 2)
+    assert figures.pause_s == pytest.approx(report.pause_s + with_tied.pause_s)
+    assert figures.pause_max_s == max(report.pause_s, with_tied.pause_s)
+
+
+def digest_by_hand(weights: Mapping[str, Tensor]) -> str:
+    hashes = {name: sha256(tensor.numpy().astype("<f4").tobytes()) for name, tensor in weights.items()}
+    return digest_of((name, whole.hexdigest()) for name, whole in hashes.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (NORM, None, f"lacks the tensor '{NORM}'"),
+        (NORM, torch.ones(63), rf"'{NORM}' .* shape \(63,\)"),
+        (NORM, torch.ones(64, dtype=torch.int64), f"'{NORM}' .*is torch.int64"),
+        ("model.normal.weight", torch.ones(64), f"did you mean '{NORM}'"),
+    ],
+    ids=["missing", "shape", "integers", "unknown"],
+)
+async def test_weights_that_do_not_fit_leave_the_old_ones(
+    folders: Folders, name: str, tensor: Tensor | None, message: str
+) -> None:
+    model = load(folders["qwen2"])
+    unfit = {**weights_of(perturbed(model, 1)), name: tensor}
+    asked = request(max_tokens=10)
+    async with serving(folders["qwen2"]) as served:
+        with pytest.raises(WeightsError, match=message) as raised:
+            await served.engine.swap(Update({n: t for n, t in unfit.items() if t is not None}, 1))
+        sample = await served.answer(asked)
+
+    assert raised.value.version == 1
+    assert set(sample.versions) == {0}
+    np.testing.assert_allclose(sample.logprobs, own_logprobs(model, asked, sample.tokens), atol=1e-4)
+
+
+async def test_of_several_swaps_the_last_counts_and_all_are_answered(folders: Folders) -> None:
+    model = load(folders["qwen2"])
+    updates = [Update(weights_of(perturbed(model, version)), version) for version in (1, 2, 3, 4)]
+    reports: dict[int, Any] = {}
+
+    async def swap(update: Update) -> None:
+        reports[update.version] = await served.engine.swap(update)
+
+    async with serving(folders["qwen2"]) as served:
+        served.engine.generate(request("busy", n=8, max_tokens=400))
+        async with anyio.create_task_group() as tasks:
+            for update in updates:
+                tasks.start_soon(swap, update)
+        assert served.engine.load().version == 4
+
+    assert sorted(reports) == [1, 2, 3, 4]
+    assert reports[4].digest == digest_by_hand(updates[-1].weights)
+    assert all(report.version >= version for version, report in reports.items())
+
+
+async def test_requests_wait_for_the_version_they_need_and_hold_up_nobody(folders: Folders) -> None:
+    async with serving(folders["qwen2"], version=None, slots=2) as served:
+        for i in range(4):
+            served.engine.generate(request(f"new {i}", min_version=1))
+        served.engine.generate(request("old", n=3))
+        await served.engine.swap(Update(weights_of(load(folders["qwen2"])), 0))
+        old = await served.until(*(("old", i) for i in range(3)))
+        figures = served.engine.load()
+        early = [key for key in served.results if key[0] != "old"]
+        await served.engine.swap(Update(weights_of(load(folders["qwen2"])), 1))
+        new = await served.until(*((f"new {i}", 0) for i in range(4)))
+
+    assert {version for sample in old for version in sample.versions} == {0}
+    assert (figures.waiting, figures.running, early) == (4, 0, [])
+    assert {version for sample in new for version in sample.versions} == {1}
+
+
+async def test_nothing_goes_on_under_older_weights_than_it_needs(folders: Folders) -> None:
+    weights = weights_of(load(folders["slow"]))
+    async with serving(folders["slow"], version=7) as served:
+        served.engine.generate(request("needs 7", min_version=7, max_tokens=480))
+        served.engine.generate(request("needs 3", min_version=3, max_tokens=480))
+        await served.until(("needs 7", 0), ("needs 3", 0), tokens=1)
+        await served.engine.swap(Update(weights, 3))
+        one, other = await served.until(("needs 7", 0), ("needs 3", 0))
+
+    assert (one.finish, set(one.versions)) == ("error", {7})
+    assert "went back to version 3" in one.error
+    assert (other.finish, set(other.versions)) == ("length", {7, 3})
