@@ -237,6 +237,11 @@ def test_what_a_run_waits_for_is_said(rule: str) -> None:
     assert suggestion in advice.message
 
 
+def test_memory_that_is_used_as_much_as_the_slots_is_not_the_bound() -> None:
+    figures = {"train_s": 0.2, "slots_used": 0.73, "samples_waiting": 60.0, "kv_used": 0.72}
+    assert "kv_bound" not in {advice.rule for advice in advised(Steps()(60, **figures))}
+
+
 def test_synchronous_training_is_told_to_overlap() -> None:
     run = {**RUN, "queue": {"batch_size": 32, "max_staleness": 0}}
     advice = only(advised(Steps()(60, train_s=0.2), run), "training_waits")

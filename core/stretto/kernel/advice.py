@@ -536,6 +536,8 @@ def _kv_bound(history: _History, knobs: _Knobs) -> _Finding | None:
     used, waiting, memory = (_mean(lines, name) for name in ("slots_used", "samples_waiting", "kv_used"))
     if used is None or waiting is None or memory is None or memory < 0.7 or used > 0.75:
         return None
+    if memory < 1.2 * used:  # equal shares: the memory is not what leaves slots empty
+        return None
     if waiting < 0.25 * knobs.number("inference.slots", math.inf):
         return None
     return _finding(
