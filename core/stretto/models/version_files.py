@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stretto.component import Context
 
 __all__ = [
+    "AskOutline",
     "FolderUpdate",
     "Manifest",
     "Outline",
@@ -100,6 +101,12 @@ class Manifest(msgspec.Struct, frozen=True):
     def hashes(self) -> dict[str, str]:
         """Tensor name -> SHA-256 of its bytes, over all files."""
         return {name: value for tensors in self.files.values() for name, value in tensors.items()}
+
+
+class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
+    """Ask which files a version has. The answer is an `Outline`."""
+
+    version: int
 
 
 class Outline(msgspec.Struct, frozen=True, array_like=True):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import anyio.to_thread
+import msgspec
 import numpy as np
 
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Sampling
@@ -34,8 +35,10 @@ from stretto.serving.stop_strings import StopStrings, stop_tokenizer
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-__all__ = ["Ask", "RequestQueue", "StreamChunk", "Streams"]
+__all__ = ["FINISH_REASONS", "Ask", "RequestQueue", "StreamChunk", "Streams", "VersionSpan"]
 
+FINISH_REASONS: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+"""The finish of a stream by the server's word for it; every other word is an error."""
 _EMIT_EVERY_S = 0.02
 _LOOK_EVERY_S = 0.1
 _DRAIN_S = 30.0
@@ -70,6 +73,12 @@ class StreamChunk:
     error: str = ""
     versions: Sequence[str] = ()
     """With the last piece, if the server tells it: the versions whose weights gave the stream's tokens."""
+
+
+class VersionSpan(msgspec.Struct, gc=False):
+    """A part of a stream that one version of the weights gave, as servers report it."""
+
+    version: str
 
 
 @dataclass(eq=False)

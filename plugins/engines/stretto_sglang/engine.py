@@ -16,11 +16,11 @@ import anyio.to_thread
 import msgspec
 
 from stretto.component import Context
-from stretto.engine import Finish, Sampling
+from stretto.engine import Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.serving.config import Flag, flags
 from stretto.serving.engine import SidecarEngine
-from stretto.serving.requests import Ask, StreamChunk
+from stretto.serving.requests import FINISH_REASONS, Ask, StreamChunk, VersionSpan
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto_sglang.checksums import Checksums
 
@@ -37,36 +37,30 @@ _SPARE = 16  # SGLang reserves a few tokens of the context length
 _LIKELIEST = 1024  # largest number of tokens to draw from if top_p, top_k or min_p is used
 _GPU_SHARE = 0.85  # of the worker's share of the GPU; the rest is for activations and CUDA itself
 
-_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
-
 
 class _Reason(msgspec.Struct, gc=False):
     type: str
     message: str = ""
 
 
-class _Span(msgspec.Struct, gc=False):
-    version: str
-
-
 class _Meta(msgspec.Struct, gc=False):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_token_sampling_logprobs: list[float | None] | None = None
     finish_reason: _Reason | None = None
-    weight_versions: list[_Span] = []
+    weight_versions: list[VersionSpan] = []
 
 
-class _Fault(msgspec.Struct, gc=False):
+class _SGLangFault(msgspec.Struct, gc=False):
     message: str = ""
 
 
-class _Event(msgspec.Struct, gc=False):
+class _SGLangEvent(msgspec.Struct, gc=False):
     output_ids: list[int] = []
     meta_info: _Meta | None = None
-    error: _Fault | None = None
+    error: _SGLangFault | None = None
 
 
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_SGLangEvent)
 
 
 class SglangEngine(SidecarEngine):
@@ -252,7 +246,7 @@ def _piece(tokens: list[int], meta: _Meta) -> StreamChunk:
     reason = meta.finish_reason
     if reason is None:
         return StreamChunk(tokens, known)
-    finish = _FINISH.get(reason.type, "error")
+    finish = FINISH_REASONS.get(reason.type, "error")
     if finish == "abort":
         # SGLang does not check whether these tokens end the answer, so they are drawn again later.
         return StreamChunk((), (), finish, "", versions)

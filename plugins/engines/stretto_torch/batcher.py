@@ -22,7 +22,7 @@ from stretto.errors import RequestError
 from stretto.serving.stop_strings import StopStrings
 from stretto_torch.model import LoadedModel
 from stretto_torch.requests import UNWANTED, SampleJob, SlotSample, open_job
-from stretto_torch.slots import NO_TOKENS, Ending, SlotOutput, Slots
+from stretto_torch.slots import NO_TOKENS, SampleEnding, SlotOutput, Slots
 from stretto_torch.swap import Targets
 from stretto_torch.waiting import WaitingLine
 
@@ -257,7 +257,7 @@ class Batcher:
             self._end_all(job.samples, "error", f"not finished within {job.request.deadline_s:g} s")
         self._next_deadline = min((job.deadline for job in self._jobs.values()), default=inf)
 
-    def _take_out(self, endings: Iterable[Ending]) -> None:
+    def _take_out(self, endings: Iterable[SampleEnding]) -> None:
         """Say what ended by itself and has left its slot."""
         for ending in endings:
             self._end(ending.sample, ending.finish, ending.error, ending.unsent)

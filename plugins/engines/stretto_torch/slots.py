@@ -47,7 +47,7 @@ NO_TOKENS = SlotOutput(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SampleEnding:
     """A sample that has drawn its last token and left its slot."""
 
     sample: SlotSample
@@ -135,7 +135,7 @@ class Slots:
             del needs[leave[-1]]
         return leave
 
-    def admit(self, samples: Sequence[SlotSample], version: int) -> list[Ending]:
+    def admit(self, samples: Sequence[SlotSample], version: int) -> list[SampleEnding]:
         """Give each sample a slot, compute its prompt and draw its first token."""
         for sample in samples:
             self._seat(sample)
@@ -149,7 +149,7 @@ class Slots:
             self.remove([ending.sample for ending in endings])
         return endings
 
-    def step(self, version: int) -> list[Ending]:
+    def step(self, version: int) -> list[SampleEnding]:
         """Draw one more token of every running sample. `surplus` must be empty."""
         live = len(self.running)
         if self._steps_in_order == 0:
@@ -193,7 +193,7 @@ class Slots:
             sample.row = -1
         self._arrange([row for row, sample in enumerate(self.running) if sample.row >= 0], left)
 
-    def weights_changed(self, version: int, *, recompute: bool) -> list[Ending]:
+    def weights_changed(self, version: int, *, recompute: bool) -> list[SampleEnding]:
         """Continue with new weights: recompute keys and values with them, or keep those in the cache."""
         if self._prefixes is not None:
             self._prefixes.clear()
@@ -325,7 +325,7 @@ class Slots:
 
     # ------------------------------------------------------------------------------------ tokens
 
-    def _append(self, rows: NDArray[np.int64], logits: Tensor, version: int) -> list[Ending]:
+    def _append(self, rows: NDArray[np.int64], logits: Tensor, version: int) -> list[SampleEnding]:
         """Draw a token for each of these rows from their logits (rows, V); return the samples that end."""
         lane, position = self._lane[rows], self._position[rows]
         tokens, logprobs = draw(logits, self._uniforms[lane, position], self._settings(lane))
@@ -365,20 +365,20 @@ class Slots:
             np.concatenate([np.array([*bias.values()], np.float32) for _, bias in biases]),
         )
 
-    def _ending(self, row: int, stopped: bool, version: int) -> Ending:
+    def _ending(self, row: int, stopped: bool, version: int) -> SampleEnding:
         if not np.isfinite(self._logprobs[self._lane[row], self._position[row]]):
             self._position[row] -= 1  # the drawn token is not valid
             return self._not_finite(row, version)
         sample = self.running[row]
-        return Ending(sample, "stop" if stopped else "length", "", self.answer(sample, sample.sent))
+        return SampleEnding(sample, "stop" if stopped else "length", "", self.answer(sample, sample.sent))
 
-    def _not_finite(self, row: int, version: int) -> Ending:
+    def _not_finite(self, row: int, version: int) -> SampleEnding:
         """End a sample whose keys and values are not finite: clear them, and keep nothing of them."""
         self._cache.clear(row)
         sample = self.running[row]
         sample.pure = False
         error = f"the logits of version {version} are not finite"
-        return Ending(sample, "error", error, self.answer(sample, sample.sent))
+        return SampleEnding(sample, "error", error, self.answer(sample, sample.sent))
 
     # -------------------------------------------------------------------------------------- rows
 

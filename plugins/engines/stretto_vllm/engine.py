@@ -20,7 +20,7 @@ from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.serving.config import Flag, flags
 from stretto.serving.engine import SidecarEngine
-from stretto.serving.requests import Ask, StreamChunk
+from stretto.serving.requests import FINISH_REASONS, Ask, StreamChunk, VersionSpan
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ _ASK_EVERY_S = 0.02
 _BATCH = 2048
 _GPU_SHARE = 0.9  # of the worker's share of the GPU: vLLM does not count the memory that CUDA itself needs
 
-_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
-
 
 class _Logprob(msgspec.Struct, gc=False):
     logprob: float
@@ -49,28 +47,24 @@ class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob]
 
 
-class _Span(msgspec.Struct, gc=False):
-    version: str
-
-
 class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int]
     logprobs: _Logprobs
     finish_reason: str | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
-class _Fault(msgspec.Struct, gc=False):
+class _VLLMFault(msgspec.Struct, gc=False):
     message: str = ""
     code: int = 500
 
 
-class _Event(msgspec.Struct, gc=False):
+class _VLLMEvent(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
-    error: _Fault | None = None
+    error: _VLLMFault | None = None
 
 
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_VLLMEvent)
 
 
 class VllmEngine(SidecarEngine):
@@ -251,6 +245,6 @@ def _piece(choice: _Choice) -> StreamChunk:
     if not all(map(math.isfinite, logprobs)):
         return StreamChunk((), (), "error", "the server's logits are not finite")
     versions = [span.version for span in choice.weight_versions or ()]
-    finish: Finish = _FINISH.get(choice.finish_reason, "error") if choice.finish_reason else ""
+    finish: Finish = FINISH_REASONS.get(choice.finish_reason, "error") if choice.finish_reason else ""
     error = f"the server ended the answer with {choice.finish_reason!r}" if finish == "error" else ""
     return StreamChunk(choice.token_ids, logprobs, finish, error, versions)

@@ -6,13 +6,9 @@ import zlib
 
 import msgspec
 
+from stretto.models.version_files import AskOutline
+
 __all__ = ["AskOutline", "AskPiece", "Question", "TensorPiece", "checksum"]
-
-
-class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
-    """Ask which files a version has. The answer is a `stretto.models.version_files.Outline`."""
-
-    version: int
 
 
 class AskPiece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):

@@ -13,13 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented there
 
+from stretto.models.version_files import AskOutline
+
 __all__ = ["AskOutline", "HashStore", "Put", "Question", "Send", "Store", "Take", "buckets", "joined"]
-
-
-class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
-    """Ask which files a version has. The answer is a `stretto.models.version_files.Outline`."""
-
-    version: int
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
