@@ -482,7 +482,7 @@ def test_the_schema_accepts_what_compose_accepts_and_no_more(run_file: Path) -> 
         corrected = plain | {"algorithm": {"use": "grpo", "correction": name}}
         assert validator.is_valid(corrected) is accepted
     definition = schema["$defs"]["algorithm_grpo"]["properties"]["eps_clip"]
-    assert definition["description"].startswith("Half-width of the trust region")
+    assert definition["description"].startswith("Clip range of the ratio")
     composed = compose(run_file, ["evaluation.dataset={use: jsonl, path: rows.jsonl}"])
     document = json.loads(json.dumps(dict(composed.document)))
     assert list(validator.iter_errors(document)) == []

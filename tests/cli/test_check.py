@@ -160,7 +160,7 @@ def variant(base: type, **members: Any) -> object:
         (variant(_Tracker, step=3), Tracker, "has 'step', which cannot be called"),
         (variant(_Rows, fingerprint=takes_nothing), Dataset, "method 'fingerprint'; expected an attribute"),
         (variant(_Rows, __getitem__=None), Dataset, "has no method '__getitem__'"),
-        (variant(object, run=takes_one), Workflow, r"called as run\(prompt, session\)"),
+        (variant(object, run=takes_one), Workflow, r"calls run\(prompt, session\)"),
     ],
 )
 def test_a_broken_contract_is_named(made: object, contract: type, fault: str) -> None:
@@ -195,7 +195,7 @@ def test_arguments_by_name_are_checked_by_name() -> None:
 
         def train(self, batch: Any, loss: Any, heat: float) -> Any: ...
 
-    with pytest.raises(ContractError, match=r"called as train\(batch, loss, temperature=\)"):
+    with pytest.raises(ContractError, match=r"calls train\(batch, loss, temperature=\)"):
         expect_contract(Engine(), TrainingEngine, "mine")
 
 
@@ -218,7 +218,7 @@ def test_check_makes_every_component_and_names_what_each_lacks(run_file: Path) -
     assert "has no method 'swap'" in text["inference"]
     assert f"({files['inference']}:3)" in text["inference"]
     assert "has no method 'save'" in text["training"]
-    assert "called as run(prompt, session): too many positional arguments" in text["workflow"]
+    assert "calls run(prompt, session): too many positional arguments" in text["workflow"]
     assert "tracker 'mine' of my_tracker.py" in text["trackers.0"]
     assert "has no method 'step'" in text["trackers.0"]
     assert text["weights"] == (

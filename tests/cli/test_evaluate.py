@@ -131,11 +131,11 @@ def run_folder(tmp_path: Path) -> Path:
         (MODEL, {"dataset": "jsonnl"}, [], "neither a file nor a dataset component; did you mean 'jsonl'"),
         (MODEL, {"dataset": "jsonl"}, [], "evaluation.dataset.path: this key is required"),
         (MODEL, {"version": "3"}, [], "is not a run's folder"),
-        (MODEL, {}, ["dataset.path=x"], "say evaluation.dataset.path=x"),
+        (MODEL, {}, ["dataset.path=x"], "write evaluation.dataset.path=x"),
         (MODEL, {}, ["inference.slotz=2"], "did you mean 'slots'"),
         (MODEL, {"n": 0}, [], "evaluation.samples: .*>= 1; found 0"),
         ("{run}", {}, [], "has no checkpoint; `--version 0` evaluates the model it started from"),
-        ("{run}", {"version": "40"}, [], "no checkpoint 'step-000040' in .*; found: none"),
+        ("{run}", {"version": "40"}, [], "no checkpoint 'step-000040' in .*; checkpoints: none"),
         ("{run}", {"version": "best"}, [], "no checkpoint 'best'"),
     ],
 )
