@@ -516,10 +516,11 @@ def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Pa
 def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from stretto.workers import rollout\nfrom stretto.children.first_row import fault_of_first_row\n"
+        "from stretto.workers import rollout, ticket_runner\n"
+        "from stretto.children.first_row import fault_of_first_row\n"
         f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r})\n"
         f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
-        "assert (rollout._seen(vision, row) == vision.image_token).sum() > 1\n"
+        "assert (ticket_runner._encode_with_images(vision, row) == vision.image_token).sum() > 1\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
