@@ -1,12 +1,12 @@
-"""(torch) What a Hugging Face model in training leaves in a checkpoint, whatever its layout.
+"""(torch) The checkpoint files of a Hugging Face model in training. They are the same for every layout.
 
     model/              Hugging Face format: config, weights in safetensors, tokenizer
-    adapter/            peft format, with LoRA: model/ then holds the merged weights
+    adapter/            only with LoRA: peft format; model/ then holds the merged weights
     optimizer*.safetensors   full tensors named `<parameter>.<key>`
-    random.safetensors  states of the generators
-    engine.json         optimizer steps
+    random.safetensors  states of the random number generators
+    engine.json         number of optimizer steps; a skipped step counts too
 
-Full tensors come by one after the other in every rank; rank 0 writes them, about a GiB at a time.
+Every rank iterates over the full tensors, one after the other. Rank 0 writes them, about 1 GiB per file.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ _FILE_BYTES = 2**30
 def write_tensors(
     folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, writes: bool, limit: int = _FILE_BYTES
 ) -> str:
-    """Go through all tensors; where this rank `writes`, put them into `<stem>.safetensors`, or into several
-    such files with an index, as Hugging Face names them.
+    """Iterate over all tensors. If this rank `writes`, write them to `<stem>.safetensors`, or to several
+    files and an index under the names that Hugging Face uses.
+
+    Args:
+        limit: largest size of a file in bytes. A single larger tensor gets a file of its own.
 
     Returns:
-        What went wrong, empty if nothing: the other ranks must not be left alone amid the tensors.
+        The error, or an empty string. An error is returned, not raised: the tensors need all ranks, so this
+        rank must not stop before the other ranks do.
     """
     files = _Files(folder, stem, limit)
     problem = tried(lambda: folder.mkdir(parents=True, exist_ok=True)) if writes else ""
@@ -55,16 +59,16 @@ def write_tensors(
 
 
 def tried(act: Callable[..., object], *arguments: Any) -> str:
-    """Do something to files; returns what went wrong, empty if nothing."""
+    """Call a function that works on files. Return its error as text, or an empty string."""
     try:
         act(*arguments)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of every error
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 class _Files:
-    """Numbered files; what they are called is known when their number is."""
+    """Numbered files. They get their final names at the end: a name contains the number of files."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
         self._folder = folder
@@ -99,7 +103,7 @@ class _Files:
     def _flush(self) -> None:
         part = self._part(len(self._written))
         save_file(self._held, part, metadata={"format": "pt"})
-        part.chmod(self._folder.stat().st_mode & 0o666)  # else nobody but the owner could read it
+        part.chmod(self._folder.stat().st_mode & 0o666)  # otherwise only the owner could read it
         self._written.append(list(self._held))
         self._held, self._held_bytes = {}, 0
 
@@ -108,10 +112,10 @@ class _Files:
 
 
 class _CheckpointFile:
-    """The tensors of `write_tensors`, read one by one.
+    """The tensors that `write_tensors` wrote, read one by one.
 
     Raises:
-        EngineError: if there are none.
+        EngineError: if the folder has no such file.
     """
 
     def __init__(self, folder: Path, stem: str) -> None:
@@ -124,7 +128,7 @@ class _CheckpointFile:
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     def keys_of(self, name: str) -> list[str]:
-        """What is stored of a parameter: the last parts of the names."""
+        """The keys stored for a parameter: the last part of each tensor's name."""
         return [key.rpartition(".")[2] for key in self._files if key.rpartition(".")[0] == name]
 
     def __contains__(self, name: str) -> bool:
@@ -144,7 +148,7 @@ def restore_parameters(
     """Fill parameters from full tensors named `<prefix><name>`.
 
     Raises:
-        EngineError: if one is not there, or has another shape.
+        EngineError: if a tensor is missing or has another shape.
     """
     stored = _CheckpointFile(folder, stem)
     for name, parameter in parameters.items():
@@ -167,7 +171,7 @@ def _take(layout: Layout, into: Tensor, full: Tensor, name: str) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors of the optimizer's state; plain numbers are none."""
+    """This rank's tensors of the optimizer's state. Plain numbers in the state are left out."""
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -178,7 +182,7 @@ def optimizer_tensors(
 def restore_optimizer(
     folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout
 ) -> None:
-    """Read back what `optimizer_tensors` gave, whatever the layout was."""
+    """Restore the state that `optimizer_tensors` returned. Another layout may have saved it."""
     stored = _CheckpointFile(folder, "optimizer")
     for name, parameter in parameters.items():
         for key in stored.keys_of(name):
@@ -195,14 +199,14 @@ def restore_optimizer(
 
 
 def random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """States of the generators."""
+    """The states of the random number generators."""
     yield "cpu", torch.get_rng_state()
     if device.type == "cuda":
         yield "cuda", torch.cuda.get_rng_state()
 
 
 def read_random(folder: Path, device: torch.device) -> None:
-    """Set the generators to the states that were saved."""
+    """Set the random number generators to the saved states."""
     states = load_file(folder / "random.safetensors")
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:

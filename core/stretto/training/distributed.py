@@ -1,6 +1,7 @@
-"""(torch) What distributed layouts have in common: the process group, exchanges of figures, the norm.
+"""(torch) The common base of distributed layouts: the process group, exchanges of figures, the norm.
 
-Nothing is pickled: figures travel as JSON, ranks meet by a file. Gloo listens on one interface only.
+Nothing is pickled: ranks send figures as JSON and find each other through a file. Gloo listens on one network
+interface only.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["RankLayout"]
 
-# Engines in this process that use its process group.
+# Number of engines in this process that use its process group.
 _users = 0
 
 
 class RankLayout(Layout):
-    """A model over `processes` ranks: `parts` rows of `width` ranks that follow each other.
+    """A model over `processes` ranks: `parts` rows of `width` consecutive ranks.
 
     Args:
-        width: ranks that compute a part together.
-        inner: what their dimension of the mesh is called.
+        width: number of ranks that compute a part together.
+        inner: name of the mesh dimension of these ranks.
     """
 
     def __init__(self, config: GroupTrainingConfig, context: Context, *, width: int, inner: str) -> None:
@@ -51,17 +52,22 @@ class RankLayout(Layout):
 
     @property
     def staging(self) -> torch.device:
-        """The host's memory: on a device the whole model may have no room."""
+        """The host's memory: the whole model may not fit on a device."""
         return torch.device("cpu")
 
     @property
     def mesh(self) -> DeviceMesh:
-        """(parts, width), named `dp` and `inner`."""
+        """The mesh of shape (parts, width); its dimensions are named `dp` and by the argument `inner`."""
         assert self._mesh is not None, "connect comes first"
         return self._mesh
 
     def connect(self) -> None:
-        """Join the process group, or begin it; engines of one process share it."""
+        """Join the process group, or create it. The engines of one process share the group.
+
+        Raises:
+            EngineError: if the existing group has another number of ranks, or several ranks have no file to
+                find each other through.
+        """
         global _users
         if self._mesh is not None:
             return
@@ -80,10 +86,10 @@ class RankLayout(Layout):
         config, context = self._config, self._context
         if config.interface or "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = config.interface or "lo"
-        # Figures, and parameters kept in the host's memory, go by gloo in any case.
+        # Gloo always carries the figures, and the parameters that are in the host's memory.
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if context.rendezvous:
-            # Not by `init_method`: in a URL, `#` and `%` of a path mean something else.
+            # Do not pass the path as `init_method`: in a URL, `#` and `%` have another meaning.
             store: Any = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
                 context.rendezvous, config.processes
             )
@@ -100,7 +106,7 @@ class RankLayout(Layout):
         )
 
     def close(self) -> None:
-        """Leave the process group, if no other engine uses it."""
+        """Stop using the process group. The last engine that used it destroys it."""
         global _users
         if self._mesh is None:
             return
@@ -110,7 +116,7 @@ class RankLayout(Layout):
             dist.destroy_process_group()
 
     def everyone(self, value: Any) -> list[Any]:
-        """What each rank says, in order; the same list in all ranks."""
+        """The value of every rank, in the order of the ranks; all ranks get the same list."""
         said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         ranks = self._config.processes
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ranks)]
@@ -125,20 +131,20 @@ class RankLayout(Layout):
 
     @abstractmethod
     def local(self, tensor: Tensor) -> Tensor:
-        """The memory in which this rank holds its shard of a tensor."""
+        """This rank's shard of a tensor. It shares the tensor's memory."""
 
     @abstractmethod
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether this rank's shard of a parameter is to be counted, where all ranks' are added up: not if
-        another rank counts the same numbers."""
+        """Whether a sum over all ranks includes this rank's shard of a parameter. It does not where another
+        rank already counts the same numbers."""
 
     def add_up(
         self, tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Sums over a group's ranks, in place, in one flat reduction.
+        """Sum the tensors over a group's ranks, in place, in one flat reduction.
 
         Args:
-            dtype: in which they travel.
+            dtype: dtype in which the ranks send and add the tensors.
         """
         flat = torch.cat([tensor.flatten().to(dtype) for tensor in tensors])
         dist.all_reduce(flat, group=group)
@@ -147,7 +153,7 @@ class RankLayout(Layout):
             tensor.copy_(piece.view_as(tensor))
 
     def clip(self, model: nn.Module, limit: float | None) -> float:
-        """By the norm over all ranks' shards, each number counted once."""
+        """Clip by the norm over the shards of all ranks; each number counts once."""
         squares = torch.zeros((), dtype=torch.float64)
         gradients: list[Tensor] = []
         for name, parameter in model.named_parameters():

@@ -1,8 +1,9 @@
-"""(torch) A Hugging Face model in training: the frame of every engine that trains one.
+"""(torch) A Hugging Face model in training: the common base of all engines that train one.
 
-Parameters and optimizer are float32. A batch is split into micro-batches of a token budget; the loss of each
-token is weighted by what it counts in the whole batch, over all ranks, so the gradient is that of the unsplit
-batch. Where the model lies and who adds up what is the layout's business; see `stretto.training.layout`.
+Parameters and optimizer are float32. The engine splits a batch into micro-batches of a token budget. It
+weights the loss of each token by its share in the whole batch, over all ranks, so the gradient equals that of
+the unsplit batch. The layout decides which rank holds what, and reduces over ranks; see
+`stretto.training.layout`.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ if TYPE_CHECKING:
 
 __all__ = ["HFTraining"]
 
-# How peft names what is in a model it has wrapped.
+# The prefix that peft gives to the names of tensors in a model that it has wrapped.
 _ADAPTED = "base_model.model."
 
 
 class HFTraining:
-    """A training engine: a model, its optimizer and its schedule, over a layout."""
+    """A training engine: a model, its optimizer and its learning rate schedule, in a layout."""
 
     def __init__(self, config: ModelTrainingConfig, context: Context, layout: Layout) -> None:
         self._config = config
@@ -95,7 +96,7 @@ class HFTraining:
             self._restore(folder)
 
     def save(self, folder: Path) -> None:
-        """See `stretto.training.checkpoint` for what is written."""
+        """Write a checkpoint; `stretto.training.checkpoint` lists its files."""
         self._check_trainable("saved")
         writes, layout = self._layout.rank == 0, self._layout
         problem = write_tensors(folder / "model", "model", self._full_weights(), writes=writes)
@@ -112,8 +113,8 @@ class HFTraining:
             raise OSError(f"checkpoint {folder} cannot be written: {problem}")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, tied ones once, and buffers that the model's files hold, on CPU; adapters merged, or
-        alone as `stretto.models.lora_files` wants them."""
+        """Parameters, and the buffers that the model's files contain, on CPU; tied parameters appear once.
+        Adapters are merged, or sent alone in the form of `stretto.models.lora_files`."""
         dtype = getattr(torch, self._config.dtype)
         if (lora := self._sent_alone) is not None:
             own = ((name, tensor.detach()) for name, tensor in self._trained.items())
@@ -124,11 +125,12 @@ class HFTraining:
             yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
 
     def stop(self) -> None:
-        """The model goes with the process; the other ranks are left."""
+        """Disconnect from the other ranks. The memory of the model is freed when the process ends."""
         self._layout.close()
 
     def _built(self, folder: Path | None) -> PreTrainedModel:
-        """The model as this rank holds it; with adapters, the one they were put into."""
+        """Load the model and keep this rank's share of it. With adapters, load the initial model and add
+        them."""
         config, adapted = self._config, self._trainable and self._config.lora is not None
         source = str(folder / "model") if folder is not None and not adapted else self._initial
         if source is None:
@@ -149,7 +151,7 @@ class HFTraining:
         return model
 
     def _forget(self) -> None:
-        """Let go of the model held so far, before there is another."""
+        """Free the memory of the current model before another one is loaded."""
         if "_model" in self.__dict__:
             for name in ("_model", "_trained", "_optimizer"):
                 self.__dict__.pop(name, None)
@@ -157,7 +159,7 @@ class HFTraining:
 
     def _made_optimizer(self) -> torch.optim.Optimizer:
         config = self._config
-        # The fused step takes parameters of one mesh at a time.
+        # The fused step accepts only parameters of the same mesh, so each mesh gets a group.
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in self._trained.values():
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -188,12 +190,12 @@ class HFTraining:
 
     @property
     def _sent_alone(self) -> LoraConfig | None:
-        """The adapters, if these are all that is published."""
+        """The config of the adapters if the engine publishes only them, else None."""
         lora, policy = self._config.lora, self._trainable and self._head == "policy"
         return lora if lora is not None and lora.send == "adapter" and policy else None
 
     def _see_sendable(self) -> None:
-        """Raise EngineError where the model's files do not have what is adapted: nobody could merge it."""
+        """Raise EngineError if the model's files lack an adapted matrix: its adapter could not be merged."""
         folder = folder_of_model(self._initial)
         own = tensors_of_model(Path(folder)) if folder is not None else {}
         for name in self._trained:
@@ -204,13 +206,13 @@ class HFTraining:
                 )
 
     def _describe(self, folder: Path) -> None:
-        """What stands beside the tensors."""
+        """Write the files beside the tensors: configs, tokenizer, processor, number of steps."""
         model, config = self._model, self._config
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         model.config.dtype = "float32"
         model.config.save_pretrained(folder / "model")
         if model.can_generate():
-            # Not by its `save_pretrained`, which refuses files that models of the hub come with.
+            # Do not call its `save_pretrained`: it refuses the generation configs of some models of the hub.
             text = model.generation_config.to_json_string()
             (folder / "model" / "generation_config.json").write_text(text)
         if self._initial is not None:
@@ -233,7 +235,8 @@ class HFTraining:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """(T,) float32: what the head says of every token."""
+        """The head's figure for every token, (T,) float32: its logprob, value or reward. It is 0 for tokens
+        without one."""
         micro_batches = batch.micro_batches(self._config.micro_batch_tokens)
         work = [self._work(micro, self._judged(micro)) for micro in micro_batches]
         result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
@@ -247,7 +250,7 @@ class HFTraining:
         return self._layout.share(torch.cat(result))
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
-        """One optimizer step; with a gradient that is not finite, none, and `skipped` is 1."""
+        """Take one optimizer step. If the gradient is not finite, skip the step and set `skipped` to 1."""
         self._check_trainable("trained")
         mask = batch["loss_mask"] & self._judged(batch)
         micro_batches = batch.with_columns({"loss_mask": mask}).micro_batches(
@@ -264,7 +267,7 @@ class HFTraining:
 
         def loss_of(index: int, output: Tensor) -> Tensor:
             if index >= len(work):
-                return output.float().sum() * 0.0  # another rank has one more
+                return output.float().sum() * 0.0  # another rank has more micro-batches
             return self._loss(work[index], output, loss, sum(counts), temperature, statistics)
 
         self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
@@ -296,7 +299,7 @@ class HFTraining:
         """One micro-batch's part of the loss, a scalar with gradient.
 
         Args:
-            count: the denominator, of the whole batch.
+            count: the denominator of the loss, for the whole batch.
         """
         picked = work.rows.pick(output)
         said = self._said(work, picked, temperature)
@@ -313,13 +316,13 @@ class HFTraining:
             losses = losses - loss.entropy_coef * own["entropy"]
         index = batch.sequence_index().to(mask.device)
         weights = loss_weights(mask, index, len(batch), loss.reduction, count=count)
-        # Not a product alone: 0 x inf of a token that does not count would be NaN.
+        # Mask with `where`, not by the weight 0 alone: 0 x inf of a masked token would be NaN.
         total = (torch.where(mask, losses, 0.0) * weights).sum()
         statistics.add(mask, float(total.detach()), {**own, **figures})
         return total
 
     def _judged(self, batch: Batch) -> Tensor:
-        """(T,) bool: tokens that the head can say something of."""
+        """(T,) bool: the tokens for which the head has a figure."""
         if self._head == "reward":
             return torch.ones(batch.num_tokens, dtype=torch.bool)
         return batch.positions() > 0
@@ -327,14 +330,15 @@ class HFTraining:
     def _work(self, micro: Batch, wanted: Tensor) -> _Work:
         device = self._layout.device
         micro, places = micro.to(device), wanted.nonzero().squeeze(1).to(device)
-        # What comes before a token says how likely it is, and what that state is worth.
+        # The output at the token before gives a token's logprob, and the value of the state it was chosen in.
         at = places if self._head == "reward" else places - 1
         rows = self._make_rows(self._looked_at(micro), at, keep=self._head == "policy")
         return _Work(micro, places, rows)
 
     def _looked_at(self, micro: Batch) -> Batch:
-        """The micro-batch, where it must with a blank image at its end that nothing is asked of: all ranks
-        have to go through the vision tower alike, or they would wait for each other for ever."""
+        """The micro-batch as the model reads it. Where it has no image, a blank image may be added at its
+        end, whose output is not used: if only some ranks ran the vision tower, the ranks would wait for each
+        other forever."""
         if any(micro.media):
             if not self._reads_images:
                 raise EngineError(f"the batch carries images, and model {self._initial!r} reads none")
@@ -345,16 +349,20 @@ class HFTraining:
         return Batch.concat([plain, self._blank.to(self._layout.device)])
 
     def _rows(self, work: list[_Work], most: int) -> list[ModelInputs]:
-        """The rows of each micro-batch, filled up to as many as the other ranks have."""
+        """The rows of each micro-batch.
+
+        Args:
+            most: the largest number of micro-batches in any part; blank ones fill the list up to it.
+        """
         blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
         filling = self._work(blank, torch.tensor([False, True])).rows
         return [item.rows for item in work] + [filling] * (most - len(work))
 
     def _said(self, work: _Work, picked: Tensor, temperature: float) -> Tensor:
-        """What the head says of the wanted tokens, 0 elsewhere: (T,) float32.
+        """The head's figures of the wanted tokens, 0 elsewhere: (T,) float32.
 
         Args:
-            picked: (N, V) or (N, 1), the head's output for them.
+            picked: (N, V) or (N, 1), the head's output for the wanted tokens.
         """
         if self._head == "policy":
             said = logprobs_of(picked, work.batch["tokens"][work.places], temperature)
@@ -365,7 +373,7 @@ class HFTraining:
     def _own_figures(
         self, work: _Work, picked: Tensor, temperature: float, *, with_gradient: bool
     ) -> dict[str, Tensor]:
-        """(T,) figures of the engine's own, beside the loss's."""
+        """(T,) figures that the engine adds to those of the loss."""
         if self._head != "policy":
             return {}
         with torch.set_grad_enabled(with_gradient):
@@ -378,20 +386,20 @@ class _Work:
 
     batch: Batch
     places: Tensor
-    """(N,) int64, indices of the tokens that the head is to say something of."""
+    """(N,) int64, indices of the tokens whose figures are wanted of the head."""
     rows: ModelInputs
 
 
 def _spread(values: Tensor, work: _Work) -> Tensor:
-    """(N,) figures of the wanted tokens as (T,), 0 elsewhere."""
+    """Spread the (N,) figures of the wanted tokens over all tokens, (T,), with 0 elsewhere."""
     return torch.zeros(work.batch.num_tokens, device=values.device).index_put((work.places,), values)
 
 
 class _Statistics:
-    """Means over the trained tokens of a whole batch, and maxima, gathered micro-batch by micro-batch.
+    """Means and maxima over the trained tokens of a whole batch, collected micro-batch by micro-batch.
 
     Args:
-        tokens: trained tokens of all parts.
+        tokens: number of trained tokens in all parts.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -400,7 +408,7 @@ class _Statistics:
         self._maxima: dict[str, float] = {}
 
     def add(self, mask: Tensor, loss: float, figures: Mapping[str, Tensor]) -> None:
-        """Take in (T,) figures; `loss` is already a part of the whole's."""
+        """Add the (T,) figures of a micro-batch; `loss` is its part of the loss of the whole batch."""
         self._sums["loss"] = self._sums.get("loss", 0.0) + loss
         for name, values in figures.items():
             values = values.detach()[mask]
@@ -410,7 +418,7 @@ class _Statistics:
                 self._sums[name] = self._sums.get(name, 0.0) + float(values.sum()) / self._tokens
 
     def together(self, layout: Layout) -> dict[str, float]:
-        """Over all parts, the same in all ranks."""
+        """The statistics over all parts, the same in all ranks."""
         result: dict[str, float] = {}
         for sums, maxima in layout.gather((self._sums, self._maxima)):
             for name, value in sums.items():
@@ -421,7 +429,7 @@ class _Statistics:
 
 
 def _blank_image(model: str) -> Batch:
-    """One sequence, of a blank image."""
+    """A batch of one sequence, which contains a blank image."""
     seen = Vision(model).blank()
     tokens = torch.from_numpy(seen.ids.astype("int64"))
     media = {name: torch.from_numpy(array) for name, array in seen.media.items()}
@@ -429,7 +437,7 @@ def _blank_image(model: str) -> Batch:
 
 
 def _copy_processor(source: str, folder: Path) -> None:
-    """Put what a model has for its processor beside its weights, as it is."""
+    """Copy the processor files of a model to a folder, unchanged."""
     for name in PROCESSOR_FILES:
         found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if found is not None:
@@ -437,7 +445,8 @@ def _copy_processor(source: str, folder: Path) -> None:
 
 
 def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
-    """Warm-up to 1, then constant, or down to `final_lr_ratio` at `decay_steps`."""
+    """The factor of the learning rate: warm-up to 1, then constant, or decay to `final_lr_ratio` at
+    `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant" or config.decay_steps is None:

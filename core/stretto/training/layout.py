@@ -1,10 +1,10 @@
-"""(torch) How a model in training lies over processes: the seams between an engine and its layout.
+"""(torch) How a model in training is distributed over processes: the interface between engine and layout.
 
-`Layout` is one process with all of the model. `stretto.training.distributed.RankLayout` and the distributed
+`Layout` puts all of the model into one process. `stretto.training.distributed.RankLayout` and the distributed
 engines override its methods.
 
-Words: a *rank* is one process of the group; a *part* is one of the parts a batch is split into, computed by
-one rank or by several that follow each other.
+Words: a *rank* is one process of the group. The engine splits a batch into *parts*; one rank, or several
+consecutive ranks, compute a part.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["Layout"]
 class Layout:
     """All of the model in one process.
 
-    Methods are called in all ranks, in the same order and with as many micro-batches, as they may
-    communicate.
+    The methods may communicate, so the engine calls them in all ranks, in the same order and with the same
+    number of micro-batches.
     """
 
     rank: int = 0
-    """This process's number in the group."""
+    """Number of this process in the group."""
     parts: int = 1
-    """Parts that a batch is split into."""
+    """Number of parts that a batch is split into."""
     width: int = 1
-    """Ranks that compute a part together."""
+    """Number of ranks that compute a part together."""
     autocast: bool = True
-    """Whether `dtype: bfloat16` is had by autocast, rather than by what holds the parameters."""
+    """Use autocast for `dtype: bfloat16`. If False, the layout itself casts the parameters."""
 
     def __init__(self, config: ModelTrainingConfig, context: Context) -> None:
         del context
@@ -55,46 +55,56 @@ class Layout:
 
     @property
     def staging(self) -> torch.device:
-        """Where a model is loaded and tried, as a whole, before it is distributed."""
+        """The device on which the engine loads and tries the whole model before it distributes it."""
         return self.device
 
     def connect(self) -> None:
-        """Meet the other ranks. Called before anything else; again, it does nothing."""
+        """Connect to the other ranks. The engine calls it before all other methods; a second call does
+        nothing."""
 
     def distribute(self, model: PreTrainedModel) -> None:
-        """Leave of a whole model what this rank is to hold, in place.
+        """Reduce a whole model to the parts that this rank holds, in place.
 
         Raises:
-            EngineError: if the model cannot lie so.
+            EngineError: if the model cannot be distributed in this layout.
         """
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Disconnect from the other ranks."""
 
     def name(self, own: str) -> str:
-        """The name in the files of what this rank's parameters call `own`."""
+        """The name that a tensor has in the model's files.
+
+        Args:
+            own: its name among this rank's parameters.
+        """
         return own
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors made of all ranks' tensors, one after the other, the same in all ranks."""
+        """The full tensors, assembled from those of all ranks, one after the other; the same in all ranks."""
         yield from tensors
 
     def take(self, into: Tensor, full: Tensor) -> None:
-        """Copy from a full tensor what a rank's tensor holds of it."""
+        """Copy a rank's share of the tensor `full` to the rank's tensor `into`."""
         into.copy_(full)
 
     # ------------------------------------------------------------------------------ the numbers
 
     def everyone(self, value: Any) -> list[Any]:
-        """What each rank says, in order; the same list in all ranks. `value` is of JSON's types."""
+        """The value of every rank, in the order of the ranks; all ranks get the same list.
+
+        Args:
+            value: made of JSON types.
+        """
         return [value]
 
     def gather(self, value: Any) -> list[Any]:
-        """What each part says, by its last rank, which is one that computes the model's output."""
+        """The value of every part, taken from the last rank of the part: that rank computes the model's
+        output."""
         return self.everyone(value)[self.width - 1 :: self.width]
 
     def share(self, output: Tensor) -> Tensor:
-        """A tensor that some ranks of a part have computed, in all of them."""
+        """Give a tensor that some ranks of a part have computed to all ranks of the part."""
         return output
 
     # --------------------------------------------------------------------------------- computing
@@ -107,21 +117,22 @@ class Layout:
     def forward(
         self, model: nn.Module, rows: Sequence[ModelInputs], take: Callable[[int, Tensor], object]
     ) -> None:
-        """Give each micro-batch's output to `take`, with its number, in the ranks that compute it."""
+        """Call `take` with the number and the output of each micro-batch, in the ranks that compute the
+        output."""
         for index, row in enumerate(rows):
             take(index, self.compute(model, row.arguments))
 
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Leave in the parameters the gradient of the sum of all parts' losses.
+        """Compute the gradient of the sum of the losses of all parts, and keep it in the parameters.
 
         Args:
-            loss_of: a micro-batch's number and output -> its part of the loss, a scalar.
+            loss_of: called with a micro-batch's number and output; returns its part of the loss, a scalar.
         """
         for index, row in enumerate(rows):
             loss_of(index, self.compute(model, row.arguments)).backward()
 
     def clip(self, model: nn.Module, limit: float | None) -> float:
-        """Scale the gradient down to a norm of `limit`; returns what the norm was."""
+        """Scale the gradient down to a norm of at most `limit`. Return the norm before that."""
         return float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit))

@@ -1,6 +1,6 @@
 """(torch) LoRA adapters of a Hugging Face model in training, and the names of its tensors.
 
-Tensors go by the names they have in the model's files: the modules that adapters live in are looked through.
+Tensors have the names of the model's files. The names of the modules that peft adds are removed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = [
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None:
-    """Freeze the model and put adapters into it, in place; the head of values or rewards is trained whole.
+    """Freeze the model and put adapters into it, in place. A value or reward head is trained in full.
 
     Raises:
-        EngineError: if a target matches nothing, or no linear module.
+        EngineError: if a target matches no linear module.
     """
     from peft import inject_adapter_in_model
 
     shared: Any = (
         model.get_input_embeddings()
-    )  # a tied head's weight: what is added to one is not to the other
+    )  # excludes a head with tied weights: its adapter would not change the embeddings
     linear = [
         name
         for name, module in model.named_modules()
@@ -63,7 +63,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None
 
 
 def adapter_config(model: PreTrainedModel, config: LoraConfig, head: Head, source: str) -> Any:
-    """peft's description of the adapters, and of a head that is trained whole."""
+    """peft's config of the adapters, and of a head that is trained in full."""
     from peft import LoraConfig as PeftConfig
 
     heads = sorted(
@@ -86,17 +86,19 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """GPT-2's linear modules are of a class of their own, and hold their weights the other way round."""
+    """Whether this is a linear module of GPT-2: they have their own class, whose weights are transposed."""
     return type(module).__name__ == "Conv1D"
 
 
 def file_name(name: str) -> str:
-    """A parameter's name in files: adapters wrap the module they are for, and have a name themselves."""
+    """The name of a parameter in files. peft wraps the adapted module and gives each adapter a name; both
+    appear in the parameter's name and are removed here."""
     return name.replace(".base_layer.", ".").replace(".default.", ".")
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones once, and buffers that the model's files hold, under their module's names."""
+    """Parameters, and the buffers that the model's files contain, under the names in the module. Tied
+    parameters appear once."""
     kept = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in kept:
@@ -106,12 +108,12 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def merge_adapters(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The model's own tensors, each with what its adapter adds, under the names of the files.
+    """The model's own tensors with their adapters merged, under the names of the files.
 
     Args:
         tensors: full tensors in the order of `published_tensors`: a module's weight comes before the two
             factors of its adapter.
-        model: where some of them are from.
+        model: the model as this rank holds it; it may have only some of the tensors.
     """
     transposed = _transposed(model)
     waiting: dict[str, Tensor] = {}
@@ -132,11 +134,12 @@ def merge_adapters(
 def adapter_factors(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Adapters in the form of `stretto.models.lora_files`: two factors a matrix; their product is added.
+    """Adapters in the form of `stretto.models.lora_files`: two factors for each matrix; a reader adds their
+    product to the matrix.
 
     Args:
         tensors: full tensors of the adapters under the names of the files, A of a module before B.
-        model: where some of them are from.
+        model: the model as this rank holds it; it may have only some of the tensors.
     """
     transposed = _transposed(model)
     a: Tensor | None = None
@@ -152,5 +155,6 @@ def adapter_factors(
 
 
 def _transposed(model: nn.Module) -> set[str]:
-    """Modules whose weights, and what an adapter adds to them, lie the other way round."""
+    """Names of the modules whose weights are transposed; the product of their adapter's factors must be
+    transposed too."""
     return {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}

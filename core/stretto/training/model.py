@@ -1,4 +1,4 @@
-"""(torch) A Hugging Face model made ready for training: its head, its rows and its layers."""
+"""(torch) Prepare a Hugging Face model for training: its head, the rows of its inputs, its layers."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ log = structlog.get_logger()
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, MakeInputs]:
-    """The model in float32 on a device, and how batches are laid out for it: packed if that is exact.
+    """Load a model in float32 on a device, and choose how batches are laid out for it. Rows are packed if
+    that gives exact results and the config allows it.
 
     Raises:
-        EngineError: if it cannot be loaded, or must be packed and cannot.
+        EngineError: if the model cannot be loaded, or `packing` is 'packed' and the model cannot be packed.
     """
     try:
         made_for = _without_dropout(AutoConfig.from_pretrained(source))
@@ -70,17 +71,18 @@ def load_model(
             if config.packing == "packed":
                 raise EngineError(f"training.packing is 'packed', and {source!r} does not allow it: {reason}")
             log.info("rows are padded", reason=reason)
-            del model  # before there is another
+            del model  # free its memory before the next model is loaded
         return _from_pretrained(source, made_for, head, None, device), padded_rows
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
 
 def load_policy(source: str) -> PreTrainedModel:
-    """A model as its files have it, in their own type and on the CPU: to be passed on, not to be trained.
+    """Load a model unchanged from its files, in the dtype of the files and on the CPU. It is for publishing
+    and not for training.
 
     Raises:
-        EngineError: if it cannot be loaded, or is no language model.
+        EngineError: if the model cannot be loaded, or is not a language model.
     """
     try:
         made_for = AutoConfig.from_pretrained(source)
@@ -91,15 +93,15 @@ def load_policy(source: str) -> PreTrainedModel:
 
 
 def reads_images(config: Any) -> bool:
-    """Whether a model's config is of a vision-language one."""
+    """Whether this is the config of a vision-language model."""
     return hasattr(config, "vision_config")
 
 
 def _vision_language(
     source: str, made_for: Any, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, MakeInputs]:
-    """A vision-language model. Its rows are padded: images have attention, and often positions, of their
-    own, of which a packed row knows nothing."""
+    """Load a vision-language model. Its rows are padded: images have their own attention, and often their
+    own positions, which packed rows do not support."""
     if head != "policy":
         raise EngineError(
             f"{source!r} is a vision-language model, and a {head} head on one is not supported; give a text "
@@ -112,10 +114,11 @@ def _vision_language(
 
 
 def _rows_with_images(model: PreTrainedModel) -> MakeInputs:
-    """Padded rows, with what the model is to know of the images in them."""
+    """Make padded rows with the arguments that the model needs for the images in them."""
     config: Any = model.config
     image_token: int = getattr(config, "image_token_id", None) or config.image_token_index
-    # Some are told by the caller which tokens stand for an image: without, positions would be those of text.
+    # Some models need an argument that marks the image tokens; without it, they would treat the positions of
+    # these tokens as positions of text.
     marks = {"mm_token_type_ids", "token_type_ids"} & {*inspect.signature(model.forward).parameters}
 
     def rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
@@ -147,13 +150,13 @@ def _read(
     dtype: torch.dtype | str = torch.float32,
     **options: Any,
 ) -> PreTrainedModel:
-    """The model of a folder or of the hub, on a device. Nothing is unpickled, and nothing drawn at random.
+    """Load the model of a folder or of the hub on a device. Nothing is unpickled, and no weight is random.
 
     Args:
-        new_head: a head that the source lacks begins at 0; otherwise it must have everything.
+        new_head: a head that the source lacks starts at 0. If False, the source must have all tensors.
     """
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it would warn of what is missing; here that is judged
+    transformers_logging.set_verbosity_error()  # it would warn of missing tensors; this function checks them
     try:
         model, found = kind.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
@@ -170,7 +173,7 @@ def _read(
 
 @torch.no_grad()
 def _begin_at_zero(model: PreTrainedModel, missing: Iterable[str], source: str) -> None:
-    """A head that the source lacks says 0 of every token, in whatever rank."""
+    """Set the weights of a head that the source lacks to 0: its output is 0 for every token, in all ranks."""
     parameters = dict(model.named_parameters())
     for name in missing:
         if name.startswith(f"{model.base_model_prefix}.") or name not in parameters:
@@ -179,7 +182,7 @@ def _begin_at_zero(model: PreTrainedModel, missing: Iterable[str], source: str) 
 
 
 def _without_dropout(config: Any) -> Any:
-    """What a model says must not depend on chance."""
+    """Turn off all dropout in a config: the model's output must not be random."""
     parts = [getattr(config, name, None) for name in config.sub_configs]
     for owner in (config, config.get_text_config(), *(part for part in parts if part is not None)):
         for name, value in vars(owner).items():
@@ -189,7 +192,8 @@ def _without_dropout(config: Any) -> Any:
 
 
 def _output_of(model: PreTrainedModel, head: Head) -> Callable[[dict[str, Any]], Tensor]:
-    """What tells whether a model packs: a new head is 0 everywhere, so there it is what goes into it."""
+    """The output that the packing test compares. The output of a new head is 0 everywhere, so the test
+    compares the input of the head instead."""
     if head == "policy":
         return lambda arguments: model(**arguments).logits
     base: Any = model.base_model
@@ -200,22 +204,23 @@ def _output_of(model: PreTrainedModel, head: Head) -> Callable[[dict[str, Any]],
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that Hugging Face names as never to be split, in order; none for an unknown model."""
+    """The modules that Hugging Face declares in `_no_split_modules`, in order; empty if the model declares
+    none."""
     names: set[str] = {*(getattr(model, "_no_split_modules", None) or ())}
-    # By its ancestors too: FSDP2 makes a class of its own of every module's.
+    # Look at base classes too: FSDP2 replaces the class of every module by a subclass.
     return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Have the backward pass compute each layer again, rather than hold what it needs."""
-    # Later versions of transformers have another name for it, and warn of the old one.
+    """Let the backward pass compute each layer again instead of keeping its activations."""
+    # Later versions of transformers renamed the method, and warn about the old name.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
     enable({"use_reentrant": False})
 
 
 def compile_layers(model: nn.Module) -> None:
-    """torch.compile for the feed-forward part of every layer, whatever the number of tokens.
+    """Apply torch.compile to the feed-forward part of every layer, for any number of tokens.
 
     Raises:
         EngineError: if the layers have no module `mlp`.

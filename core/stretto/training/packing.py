@@ -1,8 +1,9 @@
-"""(torch) How a packed batch goes through a Hugging Face model: one row end to end, or padded rows.
+"""(torch) How a batch becomes the input of a Hugging Face model: one packed row, or padded rows.
 
-Packed: one row of all tokens with restarting positions, and causal attention for each sequence by
-itself, so that nothing attends across. It is the fastest on CPU and computes no padding, and it is
-valid where attention is full and causal. Every other model gets rows padded on the right, with a mask.
+A packed row holds all tokens end to end. Positions restart with each sequence, and causal attention is
+computed for each sequence separately, so no token attends to another sequence. This is the fastest way on
+CPU and computes no padding. It is valid where attention is full and causal. Every other model gets rows
+padded on the right, with a mask.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _attend_per_sequence(
     sequence_lengths: list[int] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row; a transformers attention function."""
+    """Causal attention within each sequence of a packed row, as an attention function of transformers."""
     del module, attention_mask
     if sequence_lengths is None or dropout or options.get("sliding_window") or options.get("softcap"):
         raise ValueError("packed attention is full, causal and without dropout")
@@ -59,12 +60,12 @@ AttentionInterface.register(ATTENTION, _attend_per_sequence)
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A batch as a model's arguments."""
+    """A batch as the arguments of a model."""
 
     arguments: dict[str, Any]
-    """Beside the ids, whatever each layer has to know. `logits_to_keep` is for the head alone."""
+    """The ids and the arguments that each layer needs. Only the head uses `logits_to_keep`."""
     pick: Callable[[Tensor], Tensor]
-    """The model's output -> (N, V): that at the wanted tokens, in the batch's order."""
+    """Select from the model's output the rows of the wanted tokens, (N, V), in the batch's order."""
 
 
 class MakeInputs(Protocol):
@@ -75,19 +76,19 @@ class MakeInputs(Protocol):
 
         Args:
             at: (N,) int64, indices of the tokens at which the model's output is wanted.
-            keep: the model's head can be told by `logits_to_keep` to compute those alone.
+            keep: the model's head accepts `logits_to_keep` and then computes these tokens only.
         """
         ...
 
 
 def packed_rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
-    """One row of all sequences; see `MakeInputs`."""
+    """Put all sequences into one row; see `MakeInputs`."""
     device = batch["tokens"].device
     arguments = {
         "input_ids": batch["tokens"][None],
         "position_ids": batch.positions().to(device)[None],
         "sequence_lengths": batch.lengths,
-        "use_cache": False,  # with a cache, positions that restart are not seen as new sequences
+        "use_cache": False,  # with a cache, transformers does not treat restarting positions as new sequences
     }
     if keep:
         return ModelInputs({**arguments, "logits_to_keep": at}, lambda output: output[0])
@@ -95,7 +96,8 @@ def packed_rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
 
 
 def padded_rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
-    """One row a sequence, padded on the right; see `MakeInputs`. The head computes all of them."""
+    """Put each sequence into its own row, padded on the right; see `MakeInputs`. The head computes all
+    tokens."""
     del keep
     device = batch["tokens"].device
     longest = max(batch.lengths)
@@ -113,12 +115,12 @@ def padded_rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
 def packs_exactly(
     compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device, *, keep: bool
 ) -> str:
-    """Why a model cannot be given packed rows, found by trying; empty if it can.
+    """Try whether a model computes packed rows exactly. Return the reason if not, else an empty string.
 
-    Compares a packed row of three sequences with each of them alone.
+    The test compares a packed row of three sequences with each sequence alone.
 
     Args:
-        compute: a row's arguments -> the model's output.
+        compute: computes the model's output from the arguments of a row.
         keep: as for `MakeInputs`.
     """
     generator = torch.Generator().manual_seed(0)
@@ -137,6 +139,6 @@ def packs_exactly(
         return f"{type(error).__name__}: {error}"
     scale = together.float().abs().max().clamp(min=1)
     off = float((together.float() - alone.float()).abs().max() / scale)
-    # bfloat16 rounds each to within 0.4 %; a leak across sequences is off by far more.
+    # bfloat16 rounds each number to within 0.4 %; a leak across sequences gives a far larger difference.
     limit = 1e-4 if together.dtype == torch.float32 else 0.03
     return "" if off <= limit else f"sequences of a packed row are not independent (off by {off:.1e})"
