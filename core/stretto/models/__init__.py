@@ -1,4 +1,4 @@
-"""A model's own files, its tokenizer and its prompts, read without torch.
+"""Read a model's files, its tokenizer and its prompts without torch.
 
 Public: for authors of engines, datasets and weight transports.
 """

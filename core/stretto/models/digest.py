@@ -1,4 +1,4 @@
-"""The digest of a set of weights: trainer and engines compute it over the same bytes, tensor by tensor."""
+"""The digest of a set of weights. Trainer and engines compute it over the same bytes, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
 
 
 def differing(loaded: Mapping[str, str], published: Mapping[str, str]) -> list[str]:
-    """Names of the tensors whose hashes differ, or that are on one side only, sorted."""
+    """Sorted names of the tensors whose hashes differ or that only one side has."""
     names = loaded.keys() | published.keys()
     return sorted(name for name in names if loaded.get(name) != published.get(name))

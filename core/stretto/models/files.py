@@ -1,4 +1,4 @@
-"""A model's own files, in a folder or the hub's cache, as far as they are read without torch."""
+"""Read a model's files, in a folder or in the hub's cache, without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def known_config(model: str | None) -> Mapping[str, Any]:
-    """A model's `config.json` where it is on this machine, in a folder or the hub's cache; else empty."""
+    """A model's `config.json` if this machine has it, in a folder or in the hub's cache; otherwise empty."""
     if model is None:
         return {}
     path: Path | None = Path(model, "config.json")
@@ -32,17 +32,17 @@ def known_config(model: str | None) -> Mapping[str, Any]:
 
         try:
             cached = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:  # no name of a model at all; `check` says so
+        except HFValidationError:  # not a valid name of a model; `check` reports that
             cached = None
         path = Path(cached) if isinstance(cached, str) else None
     return _read(path) if path is not None and path.is_file() else {}
 
 
 def fetched_config(model: str | None) -> Mapping[str, Any]:
-    """A model's `config.json`, from the hub if it is not here; empty without a model.
+    """A model's `config.json`. It is downloaded if this machine does not have it; empty without a model.
 
     Raises:
-        ConfigError: if it cannot be had.
+        ConfigError: if the file cannot be downloaded or read.
     """
     known = known_config(model)
     if known or model is None:
@@ -57,14 +57,14 @@ def fetched_config(model: str | None) -> Mapping[str, Any]:
 
 
 def text_config(model: str | None) -> Mapping[str, Any]:
-    """The text model's part of what `known_config` finds."""
+    """The text model's part of the config that `known_config` finds."""
     known = known_config(model)
     return known.get("text_config") or known
 
 
 def folder_of_model(model: str | None) -> str | None:
-    """Where the files of a model are on this machine: its folder, or the hub's cache; None if they are
-    not."""
+    """The folder that holds a model's files on this machine: its own folder, or one in the hub's cache. None
+    without a model, or if the machine does not have the files."""
     if model is None or Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download
@@ -77,7 +77,7 @@ def folder_of_model(model: str | None) -> str | None:
 
 
 def end_tokens_in(folder: str) -> frozenset[int]:
-    """Tokens with which the answers of the model in a folder end."""
+    """The tokens that end an answer, for the model in a folder."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(folder, name)
@@ -88,12 +88,12 @@ def end_tokens_in(folder: str) -> frozenset[int]:
 
 
 def shapes_in(folder: str) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, of the safetensors files in a folder; empty without any."""
+    """Tensor name -> shape, for the safetensors files in a folder; empty if there are none."""
     return {name: place.shape for name, place in places_in(Path(folder)).items()}
 
 
 def tensors_of_model(folder: Path) -> dict[str, Place]:
-    """Tensor name -> its place, of a model in the files that Hugging Face gives it."""
+    """Tensor name -> its place, for a model in files with the names that Hugging Face uses."""
     return places_in(folder, "model*.safetensors")
 
 

@@ -1,9 +1,9 @@
-"""Versions that are an adapter alone, and the whole models that they make of the one they were trained on.
+"""Versions that contain only an adapter, and their merge into the model that the adapter was trained on.
 
-For each matrix W that a training engine adapts it publishes two factors: `<name>.lora_A.weight` A and
-`<name>.lora_B.weight` B, oriented and scaled so that the matrix is now W + B A. What it does not publish is
-as it was. A version travels so, by whichever transport, and is made whole beside each engine, of the model's
-own files.
+A training engine publishes two factors for each matrix W that it adapts: A as `<name>.lora_A.weight` and B as
+`<name>.lora_B.weight`. It orients and scales them so that the new matrix is W + B A. Tensors that it does not
+publish are unchanged. Any weight transport can send such a version. Beside each engine, the adapter is merged
+into the model's own files.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ _TYPES: Mapping[str, np.dtype[Any]] = {
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Whether a version with tensors of these names is an adapter alone."""
+    """Whether a version whose tensors have these names contains only an adapter."""
     return any(name.endswith(FACTOR_A) for name in names)
 
 
 def matrix_of(factor: str) -> str:
-    """Name of the matrix that a tensor is a factor for."""
+    """Name of the matrix that a factor belongs to."""
     return f"{factor.removesuffix(FACTOR_A).removesuffix(FACTOR_B)}.weight"
 
 
 def made_whole(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
-    """The model that an adapter makes.
+    """Merge an adapter into the model that it was trained on.
 
-    A matrix that is adapted is worked out in float32 and kept in the type of its factors; every other tensor
-    is the model's own, to the byte.
+    An adapted matrix is computed in float32 and stored in the dtype of its factors. Every other tensor is
+    copied from the model, byte for byte.
 
     Args:
         update: the adapter.
-        model: folder of the model that it was trained on.
-        folder: where the whole is written; it goes with the returned update.
+        model: folder of the model that the adapter was trained on.
+        folder: where the merged model is written. Closing the returned update removes it.
 
     Raises:
-        WeightsError: if the adapter does not fit the model, naming the tensor, or a file cannot be read or
-            written.
+        WeightsError: if the adapter does not fit the model (the error names the tensor), or a file cannot be
+            read or written.
     """
     note = update.note
     assert update.folder is not None
@@ -100,14 +100,14 @@ def _see_fitting(given: Mapping[str, Place], own: Mapping[str, Place], model: Pa
 
 
 def _factors(matrix: str, given: Mapping[str, Place]) -> tuple[Place, Place] | None:
-    """B and A of a matrix, if it is adapted."""
+    """The factors B and A of a matrix; None if it is not adapted."""
     owner = matrix.removesuffix(".weight")
     b, a = given.get(owner + FACTOR_B), given.get(owner + FACTOR_A)
     return (b, a) if b is not None and a is not None else None
 
 
 def _write(file: Path, own: list[Place], given: Mapping[str, Place]) -> dict[str, str]:
-    """Write one file of the whole; tensor name -> SHA-256."""
+    """Write one file of the merged model. Return tensor name -> SHA-256."""
     hashes: dict[str, str] = {}
     with file.open("wb") as opened:
         write_header(opened, [_outline(place, given) for place in own])
@@ -119,7 +119,7 @@ def _write(file: Path, own: list[Place], given: Mapping[str, Place]) -> dict[str
 
 
 def _outline(place: Place, given: Mapping[str, Place]) -> Place:
-    """What a tensor of the model becomes: its matrix is of the type of its factors."""
+    """A tensor as it is in the merged model: an adapted matrix gets the dtype of its factors."""
     factors = _factors(place.name, given)
     if factors is None:
         return place

@@ -1,6 +1,6 @@
-"""Prompts made of a row's columns: the keys that datasets of plain tables share, and what they do.
+"""Make prompts from a row's columns: the config keys that datasets of plain tables share.
 
-A dataset whose section extends `ColumnsConfig` gives each row to `with_prompt`.
+A dataset whose section extends `ColumnsConfig` calls `with_prompt` with each row.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["ColumnsConfig"]
 
 
 class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the sections of datasets whose rows have columns of any name."""
+    """Base of the sections of datasets whose rows have columns with any names."""
 
     prompt_column: str = "prompt"
     """Column that holds the prompt."""
     prompt_template: str | None = None
-    """The prompt as a text with columns in braces: `"Question: {question}\\nAnswer:"`; the columns stay
-    in the row. `{{` and `}}` stand for braces."""
+    """The prompt as a text with column names in braces: `"Question: {question}\\nAnswer:"`. The columns stay
+    in the row. Write `{{` and `}}` for braces."""
     chat: bool = False
-    """Make a user's message of a prompt that is text, so that the model's chat template is applied."""
+    """Turn a text prompt into a user message, so that the model's chat template is applied."""
     system_prompt: str | None = None
-    """System message before the prompt, which becomes a user's message if it is text."""
+    """System message that is put before the prompt. A text prompt then becomes a user message."""
 
     def __post_init__(self) -> None:
-        """Relations between fields."""
+        """Check the relations between fields."""
         if self.prompt_template is None:
             return
         if self.prompt_column != "prompt":
@@ -40,8 +40,9 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
         """The row with its prompt in the column `prompt`.
 
         Raises:
-            ConfigError: if the row lacks a column that the prompt is made of, or one that the template names
-                holds neither text nor a number; its prompt has a system message beside `system_prompt`.
+            ConfigError: if the row lacks a column that the prompt needs, if a column in the template holds
+                neither text nor a number, or if `system_prompt` is given and the prompt already has a system
+                message.
         """
         if self.prompt_template is None:
             if self.prompt_column not in row:
@@ -66,10 +67,10 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:
-    """The texts of a template, each with the column that follows it, or None at the end.
+    """The texts of a template, each with the column that follows it; None if no column follows.
 
     Raises:
-        ValueError: for a brace without its other half, or anything but a column's name in braces.
+        ValueError: for a single brace without its partner, or braces that hold no column name.
     """
     hint = "expected columns such as {question}; a brace itself is written {{ or }}"
     try:

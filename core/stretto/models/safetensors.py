@@ -1,6 +1,6 @@
-"""safetensors files without torch: where their tensors lie, and how a file begins.
+"""safetensors files without torch: find the tensors of a file, and write the header of a new file.
 
-The format: 8 bytes, little-endian, the length of a JSON header; the header; then the tensors' bytes.
+The format: the length of a JSON header in 8 bytes, little-endian; the header; then the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Place", "places", "places_in", "write_header"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor's bytes lie."""
+    """The location of a tensor's bytes in a file."""
 
     name: str
     dtype: str
-    """As the format names it, such as `F32`."""
+    """The format's name of the dtype, such as `F32`."""
     shape: tuple[int, ...]
     file: Path
     start: int
@@ -28,7 +28,7 @@ class Place:
     """In bytes."""
 
     def read(self) -> bytes:
-        """Its bytes, little-endian."""
+        """The bytes of the tensor, little-endian."""
         with self.file.open("rb") as file:
             file.seek(self.start)
             return file.read(self.size)
@@ -38,8 +38,8 @@ def places(file: Path) -> Iterator[Place]:
     """The tensors of a file.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not of the format.
+        OSError: if the file cannot be read.
+        ValueError: if the header is not JSON.
     """
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
@@ -51,12 +51,13 @@ def places(file: Path) -> Iterator[Place]:
 
 
 def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
-    """Tensor name -> its place, of the files in a folder that match; empty without any."""
+    """Tensor name -> its place, for the matching files in a folder; empty if no file matches."""
     return {place.name: place for file in sorted(folder.glob(files)) for place in places(file)}
 
 
 def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
-    """Begin a file: the tensors' bytes must follow in the same order, wherever they lay so far."""
+    """Write the header of a file. The caller must then write the tensors' bytes in the same order. `file` and
+    `start` of the given places are not used."""
     header: dict[str, Any] = {}
     end = 0
     for place in tensors:

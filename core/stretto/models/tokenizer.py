@@ -1,4 +1,4 @@
-"""Text to tokens and back, in processes that never import torch."""
+"""Turn text into tokens and back, in processes that never import torch."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from stretto.errors import ConfigError
 __all__ = ["ByteTokenizer", "Message", "Tokenizer", "fault_of", "load_tokenizer", "shows_tools"]
 
 Message = Mapping[str, Any]
-"""One chat message: `role`, `content`, and whatever else a template knows, such as `tool_calls`."""
+"""One chat message: `role`, `content`, and other keys that a template may use, such as `tool_calls`."""
 
 
 class Tokenizer(Protocol):
-    """What rollout workers and engines need of a tokenizer."""
+    """The tokenizer methods that rollout workers and engines use."""
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
-        """(P,) ids of a prompt: text, or chat messages to which the template is applied once, with the
-        opening of the assistant's turn.
+        """(P,) ids of a prompt. For chat messages, the chat template is applied once and opens the
+        assistant's turn.
 
         Raises:
-            ConfigError: for messages where there is no chat template.
+            ConfigError: if the prompt is chat messages and the tokenizer has no chat template.
         """
         ...
 
     def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        """(A,) ids of what follows a prompt: text as it stands, or chat messages, the contents one after the
-        other, and the end of the text, if there is a token for it."""
+        """(A,) ids of the answer to a prompt: the text, or the contents of the chat messages one after the
+        other. Then comes the end-of-sequence token, if the tokenizer has one."""
         ...
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Chat messages as the template writes them, with the opening of the assistant's turn.
+        """Chat messages as text in the form of the chat template, with the opening of the assistant's turn.
 
         Args:
-            tools: JSON schemas of functions, for templates that show them to the model.
+            tools: JSON schemas of functions, for chat templates that show them to the model.
 
         Raises:
-            ConfigError: if there is no chat template, or it refuses the messages.
+            ConfigError: if there is no chat template, or the template refuses the messages.
         """
         ...
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        """(L,) ids of a part of a text: nothing is put before or after it; special tokens are read as
-        such."""
+        """(L,) ids of a part of a text. No token is added before or after it. The text of a special token
+        becomes that token."""
         ...
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
-        """The text of tokens, without special tokens unless these are asked for."""
+        """The text of tokens. Special tokens are left out unless `special` is True."""
         ...
 
     @property
@@ -60,10 +60,10 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(model: str | None) -> Tokenizer:
-    """The tokenizer of a model folder or hub id; without a model, one token a byte.
+    """Load the tokenizer of a model folder or hub id. Without a model, every byte is a token.
 
     Raises:
-        ConfigError: if the model has none that can be loaded.
+        ConfigError: if the model has no tokenizer that can be loaded.
     """
     if model is None:
         return ByteTokenizer()
@@ -77,17 +77,21 @@ def load_tokenizer(model: str | None) -> Tokenizer:
 
 
 def shows_tools(model: str) -> bool:
-    """Whether the chat template of a model's folder lets the model see the tools it is given.
+    """Whether the chat template of a model puts the given tools into the prompt.
+
+    Args:
+        model: folder or hub id.
 
     Raises:
-        ConfigError: if it has no chat template, or one that refuses a plain question.
+        ConfigError: if the tokenizer cannot be loaded, the model has no chat template, or the template
+            refuses a plain question.
     """
     tool = {"type": "function", "function": {"name": "a_tool", "description": "", "parameters": {}}}
     return "a_tool" in load_tokenizer(model).render([{"role": "user", "content": "hello"}], tools=[tool])
 
 
 def fault_of(prompt: Any) -> str:
-    """Why something is no prompt, or an empty string."""
+    """The reason why a value is not a valid prompt; an empty string if it is valid."""
     if isinstance(prompt, str):
         return ""
     turns = cast("list[Any]", prompt) if isinstance(prompt, list) else []
@@ -97,30 +101,30 @@ def fault_of(prompt: Any) -> str:
 
 
 class ByteTokenizer:
-    """Token = byte, for runs of mock engines without a model."""
+    """A tokenizer whose tokens are bytes, for runs of mock engines without a model."""
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
-        """UTF-8 of the text, or of the messages' contents one after the other."""
+        """The UTF-8 bytes of the text, or of the messages' contents, each on its own line."""
         text = prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        """The same as of a prompt."""
+        """The same as for a prompt."""
         return self.encode_prompt(answer)
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The contents, each on a line of its own."""
+        """The contents of the messages, each on its own line."""
         del tools
         return "".join(f"{message['content']}\n" for message in messages)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        """UTF-8."""
+        """The UTF-8 bytes of the text."""
         return self.encode_prompt(text)
 
     end = ""
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
-        """The bytes as text; what is not UTF-8 is replaced."""
+        """The bytes as text; bytes that are not UTF-8 are replaced."""
         del special
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
 
