@@ -1,7 +1,8 @@
-"""A version of the weights as a folder of safetensors: written whole or not at all, opened and checked.
+"""A version of the weights as a folder of safetensors: write it atomically, open it and check it.
 
-What weight transports have in common whose versions lie in folders at one end or both. A folder holds the
-files `model-00000.safetensors` and so on, and `manifest.json`, written last, with the hash of every tensor.
+Weight transports that keep versions in folders, at one end or at both, share this module. A folder holds the
+files `model-00000.safetensors` and so on, and `manifest.json` with the hash of every tensor. The manifest is
+written last.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are pri
 
 
 class RunFolders:
-    """Where the processes of a run put versions on a machine, each into a folder of its own.
+    """The folders of versions that the processes of a run have on a machine; each process has its own.
 
     Args:
-        folder: for all of them. Default: shared memory where this machine has some, else `otherwise`, or the
-            machine's folder for temporary files.
+        folder: parent of all these folders. Default: shared memory if this machine has it, else `otherwise`,
+            else the machine's folder for temporary files.
     """
 
     def __init__(self, context: Context, folder: str | None, otherwise: Path | None = None) -> None:
@@ -62,19 +63,20 @@ class RunFolders:
             self._parent = otherwise or Path(tempfile.gettempdir())
 
     def own(self, purpose: str = "") -> Path:
-        """This process's, named after it: one that is going must not take away what its successor has. What
-        a former life of the worker left behind here is removed.
+        """The path of this process's folder. The name contains the process id, so that a process that is
+        ending does not remove the folder of its successor. Folders that earlier processes of this worker left
+        here are removed.
 
         Args:
-            purpose: where a worker has several. The one without is to be made first: all that a former life
-                had is removed then.
+            purpose: tells several folders of a worker apart. Call without a purpose first: that call removes
+                all folders of the worker's earlier processes.
         """
         mine = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
         self._remove(mine)
         return self._parent / f"{mine}{os.getpid()}"
 
     def clean(self) -> None:
-        """Remove those of all processes on this machine."""
+        """Remove the folders of all processes of the run on this machine."""
         self._remove(self._prefix)
 
     def _remove(self, prefix: str) -> None:
@@ -83,7 +85,7 @@ class RunFolders:
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a version's folder holds."""
+    """The content of a version's folder."""
 
     version: int
     digest: str
@@ -92,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @classmethod
     def write(cls, folder: Path, version: int, files: dict[str, dict[str, str]]) -> Manifest:
-        """Complete a folder that has its files."""
+        """Complete a folder that already has its tensor files: write the manifest."""
         digest = digest_of((name, value) for hashes in files.values() for name, value in hashes.items())
         manifest = cls(version, digest, files)
         (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
@@ -110,12 +112,12 @@ class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
 
 
 class Outline(msgspec.Struct, frozen=True, array_like=True):
-    """A version, as the end that has it describes it to one that is to have it: what it must come to."""
+    """The description of a version that its sender gives to a receiver. The receiver checks against it."""
 
     manifest: bytes
     """JSON of the `Manifest`."""
     sizes: tuple[int, ...]
-    """Bytes of its files, in the manifest's order."""
+    """Size of each file in bytes, in the manifest's order."""
 
 
 @dataclass(frozen=True)
@@ -124,23 +126,23 @@ class StoredVersion:
 
     folder: Path
     files: list[Path]
-    """In the manifest's order."""
+    """Paths of the files, in the manifest's order."""
     outline: Outline
 
     @classmethod
     def of(cls, folder: Path) -> StoredVersion:
-        """Of a folder that is complete."""
+        """Read the description of a complete folder."""
         data = (folder / "manifest.json").read_bytes()
         files = [folder / name for name in msgspec.json.decode(data, type=Manifest).files]
         return cls(folder, files, Outline(data, tuple(file.stat().st_size for file in files)))
 
 
 class VersionFolders:
-    """The newest versions of one publisher, each in a folder of its own below `root`, which it owns.
+    """The newest versions of one publisher, each in its own folder below `root`. This object owns `root`.
 
     Args:
-        keep: versions that are kept, beside those that are needed.
-        shard_gb: largest file in GiB; no more than this is held in memory besides the model.
+        keep: number of newest versions to keep. Older versions that are needed are kept too.
+        shard_gb: largest file in GiB. Writing holds at most this much in memory besides the model.
     """
 
     def __init__(self, root: Path, keep: int, shard_gb: float) -> None:
@@ -152,11 +154,11 @@ class VersionFolders:
     def write(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
-        """Write a version aside, rename it, and remove the oldest, but for `needed` ones. The note's address
-        is its folder.
+        """Write a version to a temporary folder, rename the folder, and remove the oldest versions that are
+        not in `needed`. The note's address is the version's folder.
 
         Raises:
-            WeightsError: if it cannot be written.
+            WeightsError: if the version cannot be written.
         """
         final = self._root / f"v{version:08d}"
         aside = self._root / f".v{version:08d}-{os.getpid()}"
@@ -178,10 +180,10 @@ class VersionFolders:
         return WeightsNote(version, str(final), digest)
 
     def find(self, version: int) -> StoredVersion:
-        """A version that is there; it may be gone by the time its files are opened. From any thread.
+        """Find a version. It may be removed before the caller opens its files. Any thread may call this.
 
         Raises:
-            WeightsError: if it is not there, or not any more.
+            WeightsError: if the version was never here or has been removed.
         """
         found = self._stored.get(version)
         if found is None:
@@ -191,16 +193,16 @@ class VersionFolders:
         return found
 
     def copy(self, version: int, folder: Path) -> None:
-        """Write a version into a folder that is not there yet.
+        """Copy a version to a folder that does not exist yet.
 
         Raises:
-            WeightsError: if it is not here, or not any more.
+            WeightsError: if the version was never here or has been removed.
             OSError: if the folder cannot be written.
         """
         shutil.copytree(self.find(version).folder, folder)
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove all versions and `root`."""
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -218,7 +220,7 @@ class FolderUpdate:
     """One checked version.
 
     Args:
-        temporary: the folder is this update's own, and goes with it.
+        temporary: the folder belongs to this update; `close` removes it.
     """
 
     def __init__(self, note: WeightsNote, folder: Path, manifest: Manifest, *, temporary: bool) -> None:
@@ -229,11 +231,11 @@ class FolderUpdate:
         self._hashes = manifest.hashes()
 
     def hashes(self) -> Mapping[str, str]:
-        """As the manifest has them, which was found to be the announced one."""
+        """The hashes in the manifest, which was checked against the announced digest."""
         return self._hashes
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Every tensor, mapped from its file."""
+        """All tensors, memory-mapped from their files."""
         from safetensors import safe_open
 
         tensors: dict[str, Tensor] = {}
@@ -243,17 +245,17 @@ class FolderUpdate:
         return tensors
 
     def close(self) -> None:
-        """The maps go with their tensors."""
+        """Remove the folder if it is temporary. A file stays mapped until its tensors are freed."""
         if self._temporary and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def lay_out(outline: Outline, note: WeightsNote, folder: Path) -> dict[Path, int]:
-    """Make the folder of a version that is to be received. Returns its files, which are to be filled, with
-    the bytes of each.
+    """Make the folder of a version that this process will receive. Return the path of each file that the
+    caller must fill, with its size in bytes.
 
     Raises:
-        WeightsError: if the outline is not that of the announced version, or the folder cannot be written.
+        WeightsError: if the outline does not describe the announced version, or the folder cannot be written.
     """
     files = [*_read_manifest(outline.manifest, note).files]
     if len(files) != len(outline.sizes):
@@ -272,13 +274,14 @@ def lay_out(outline: Outline, note: WeightsNote, folder: Path) -> dict[Path, int
 
 
 def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) -> FolderUpdate:
-    """A version's folder, every tensor of which is what was announced.
+    """Open a version's folder and check that every tensor matches the announcement.
 
     Args:
         temporary: remove the folder when the update is closed.
 
     Raises:
-        WeightsError: if it is gone, damaged, or not the announced one, naming the tensors.
+        WeightsError: if the folder is missing or damaged, or is not the announced version. The error names
+            tensors that differ.
     """
     where = f"version {note.version} at {note.address}"
     try:
@@ -292,10 +295,11 @@ def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) ->
 
 
 def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
-    """The manifest of a version.
+    """Read the manifest of a version.
 
     Raises:
-        WeightsError: if it is not that of the announced one.
+        WeightsError: if it cannot be read, names files that are not plain names, or is not the manifest of
+            the announced version.
     """
     where = f"version {note.version} at {note.address}"
     try:
@@ -312,7 +316,7 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
 
 
 def _file_hashes(path: Path) -> Iterator[tuple[str, str]]:
-    """(tensor name, SHA-256 of its bytes) of a safetensors file."""
+    """(tensor name, SHA-256 of its bytes) for every tensor of a safetensors file."""
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -324,7 +328,7 @@ def _file_hashes(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in groups of at most `limit` bytes; a larger one stands alone."""
+    """Group the tensors into shards of at most `limit` bytes; a larger tensor gets its own shard."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:

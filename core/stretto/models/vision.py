@@ -1,11 +1,13 @@
-"""Rows with images, and what a vision-language model is given of them.
+"""Rows with images, and the inputs that a vision-language model needs for them.
 
-A row's images are its column `images`, a list, or `image`, a single one: paths, `{"bytes": ..., "path": ...}`
-as the `datasets` library has them undecoded, or what it decodes. The model's own processor says by how many
-tokens each image is stood for in the prompt, and what arrays the model reads beside the ids. It runs in its
-form for Pillow and NumPy, so that every process makes the same of an image.
+A row has its images in the column `images`, a list, or in `image`, a single one. An image is a path,
+`{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. The
+model's own processor decides how many tokens of the prompt represent each image, and which arrays the model
+reads beside the ids. It always uses its Pillow and NumPy backend, so that every process gets the same result
+for an image.
 
-Pixels do not travel: rollout workers make the ids, and trainers the arrays, each from the dataset.
+Pixels are not sent between workers: rollout workers make the ids, and trainers the arrays, each from the
+dataset.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""What a model's folder holds for its processor, besides the tokenizer's files. Not each model has all."""
+"""The files of a model's processor, besides those of the tokenizer. Not every model has all of them."""
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-# What a processor gives for each token; all else is of the images.
+# The outputs of a processor that have an entry for each token; all others belong to the images.
 _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
@@ -61,7 +63,7 @@ _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_tok
 
 
 def is_vision_language(config: Mapping[str, Any]) -> bool:
-    """Whether a model's `config.json` is of one that reads images."""
+    """Whether this `config.json` belongs to a model that reads images."""
     return "vision_config" in config
 
 
@@ -69,15 +71,16 @@ def is_vision_language(config: Mapping[str, Any]) -> bool:
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Whether a row has an image column with something in it."""
+    """Whether a row has an image column that is not empty."""
     return any(row.get(column) for column in IMAGE_COLUMNS)
 
 
 def images_of(row: Mapping[str, Any]) -> list[Image]:
-    """The images of a row, in RGB, turned as their EXIF data says.
+    """The images of a row, in RGB and rotated according to their EXIF data.
 
     Raises:
-        ConfigError: if the columns hold anything else, or an image cannot be read; Pillow is missing.
+        ConfigError: if both columns hold images, if a column holds something else, if an image cannot be
+            read, or if Pillow is not installed.
     """
     found = [column for column in IMAGE_COLUMNS if row.get(column)]
     if len(found) > 1:
@@ -101,7 +104,7 @@ def _opened(row: Mapping[str, Any], column: str, value: Any) -> Image:
     if isinstance(value, Image.Image):
         return ImageOps.exif_transpose(value).convert("RGB")
     source: Any = value
-    if isinstance(value, Mapping):  # the library's form; the bytes are there unless it only has a path
+    if isinstance(value, Mapping):  # the form of `datasets`; it has bytes, or only a path
         held = cast("Mapping[str, Any]", value)
         source = io.BytesIO(held["bytes"]) if held.get("bytes") else held.get("path")
     if not isinstance(source, str | io.BytesIO):
@@ -126,16 +129,17 @@ def _shown(value: Any) -> str:
 
 
 def keep_torch_out() -> None:
-    """Import transformers as if torch were not installed, in a process that is to stay without it.
+    """Import transformers as if torch were not installed, in a process that must not import torch.
 
-    Its image processors do without torch where there is none, and import it where there is. transformers
-    remembers what it found when it was imported, so this has to come first, and what needs torch of it is
-    not to be had in this process any more. Where torch is imported already, nothing changes.
+    The image processors of transformers import torch if it is installed, and work without it if not.
+    transformers looks for torch only once, at its own import, so call this function before that. Afterwards
+    the parts of transformers that need torch are not available in this process. If torch is already
+    imported, this function does nothing.
     """
     if "torch" in sys.modules:
         return
     modules, advice = cast("dict[str, Any]", sys.modules), os.environ.get(_ADVICE)
-    modules["torch"], os.environ[_ADVICE] = None, "1"  # it would tell the user that torch is not found
+    modules["torch"], os.environ[_ADVICE] = None, "1"  # it would warn the user that torch was not found
     try:
         importlib.import_module("transformers.models.auto.processing_auto")
     finally:
@@ -146,41 +150,41 @@ def keep_torch_out() -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """A prompt with its images, as the model reads it."""
+    """A prompt with its images, in the form that the model reads."""
 
     ids: NDArray[np.int32]
-    """(P,) with as many image tokens as the model has features of the images."""
+    """(P,) ids of the prompt. The number of image tokens equals the number of image features in the model."""
     media: Mapping[str, NDArray[Any]]
-    """Arguments of the model, such as `pixel_values`; the first dimension counts images, or their patches.
+    """Arguments of the model, such as `pixel_values`. The first dimension counts images or their patches.
     Empty without an image."""
 
 
 class Vision:
-    """The processor of a vision-language model: tokenizer, image processor, and how they go together.
+    """The processor of a vision-language model: its tokenizer and its image processor, used together.
 
-    Methods may be called from any thread, by one at a time.
+    Any thread may call the methods, but only one thread at a time.
 
     Raises:
-        ConfigError: if the model has none that can be loaded.
+        ConfigError: if the model has no processor that can be loaded, or its config names no image token.
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self.tokenizer: Tokenizer = load_tokenizer(model)
-        """For text without images."""
+        """The tokenizer for text without images."""
         self._processor = _loaded(model)
         config = fetched_config(model)
         token = config.get("image_token_id", config.get("image_token_index"))
         if not isinstance(token, int):
             raise ConfigError(f"model {model!r} names no image token: its config.json has no image_token_id")
         self.image_token: int = token
-        """Id of the token that stands for a part of an image."""
+        """Id of the token that represents a part of an image."""
 
     def blank(self) -> Seen:
-        """The smallest prompt with an image: one that is black."""
+        """The smallest prompt with an image, which is black."""
         from PIL import Image
 
-        # Where one token stands for the whole image in the text, it is another than the one it becomes.
+        # In some processors one token of the text represents the whole image; in the ids, other tokens do.
         place = getattr(self._processor, "boi_token", None) or self._processor.image_token
         return self.see(place, [Image.new("RGB", (32, 32))])
 
@@ -193,7 +197,7 @@ class Vision:
         return RowTokenizer(self, images_of(row))
 
     def media(self, row: Row) -> Mapping[str, NDArray[Any]]:
-        """What the model reads of a row's images; see `Seen`.
+        """The arrays that the model reads for a row's images; see `Seen`.
 
         Raises:
             ConfigError: as `images_of` and `see`.
@@ -202,11 +206,12 @@ class Vision:
         return self.see(row["prompt"], images).media if images else {}
 
     def see(self, prompt: str | Sequence[Message], images: Sequence[Image]) -> Seen:
-        """A prompt with its images. Each has its place: in text the model's own placeholder; in chat messages
-        a part `{"type": "image"}`, or `<image>` in a text.
+        """Process a prompt with its images. The prompt has a placeholder for each image: in text, the model's
+        own placeholder; in chat messages, a part `{"type": "image"}` or the string `<image>` in a text.
 
         Raises:
-            ConfigError: if there are not as many places as images, or the images do not suit the model.
+            ConfigError: if the number of placeholders is not the number of images, if the images do not suit
+                the model, or if the prompt is chat messages and the model has no chat template.
         """
         plain = isinstance(prompt, str)
         text = prompt if plain else self._rendered(prompt, wanted=bool(images))
@@ -214,7 +219,7 @@ class Vision:
             found: Mapping[str, Any] = self._processor(
                 images=list(images) or None,
                 text=[text],
-                add_special_tokens=plain,  # the template has them
+                add_special_tokens=plain,  # the chat template already contains them
                 return_tensors="np",
             )
         except (ValueError, TypeError, IndexError, StopIteration) as error:
@@ -232,7 +237,7 @@ class Vision:
 
 
 class RowTokenizer:
-    """`stretto.models.tokenizer.Tokenizer` for one row: its prompts have the row's images in their places."""
+    """A `stretto.models.tokenizer.Tokenizer` for one row. It puts the row's images into its prompts."""
 
     def __init__(self, vision: Vision, images: Sequence[Image]) -> None:
         self._vision = vision
@@ -243,29 +248,30 @@ class RowTokenizer:
         return self._vision.see(prompt, self._images).ids
 
     def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        """As of a row without images."""
+        """The same as for a row without images."""
         return self._vision.tokenizer.encode_answer(answer)
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """As of a row without images."""
+        """The same as for a row without images."""
         return self._vision.tokenizer.render(messages, tools=tools)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        """As of a row without images."""
+        """The same as for a row without images."""
         return self._vision.tokenizer.encode_text(text)
 
     @property
     def end(self) -> str:
-        """As of a row without images."""
+        """The same as for a row without images."""
         return self._vision.tokenizer.end
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
-        """As of a row without images."""
+        """The same as for a row without images."""
         return self._vision.tokenizer.decode(ids, special=special)
 
 
 def _parts(content: Any, *, wanted: bool) -> Any:
-    """A message's content as parts, the only form that all templates of such models read."""
+    """A message's content as a list of parts: the only form that all chat templates of vision-language
+    models read."""
     if not isinstance(content, str):
         return content
     texts = content.split("<image>") if wanted else [content]
@@ -276,10 +282,10 @@ def _parts(content: Any, *, wanted: bool) -> Any:
 
 
 def _loaded(model: str) -> Any:
-    """The model's processor, with Pillow's form of its image processor.
+    """Load the model's processor with the Pillow backend of its image processor.
 
-    AutoProcessor would take torchvision's form where that is installed, and wants torchvision for a part
-    that reads videos, which rows have not: that part is left out.
+    AutoProcessor would choose the torchvision backend if torchvision is installed. It also needs torchvision
+    for the video processor. Rows have no videos, so the video processor is left out.
     """
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerFast
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
