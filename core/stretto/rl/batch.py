@@ -1,8 +1,8 @@
-"""(torch) Packed batches of variable-length sequences, and how they are split and joined.
+"""(torch) Packed batches of variable-length sequences: split and join them.
 
-A batch holds S sequences end to end: token columns are flat, (T,) with T the sum of the lengths;
-sequence columns are (S,). There is no padding anywhere, so no mask for it either. What a sequence carries
-beside its tokens, its media, stays with it: the arrays that a vision-language model reads of its images.
+A batch holds S sequences end to end. Token columns are flat: (T,), where T is the sum of the lengths.
+Sequence columns are (S,). There is no padding and no padding mask. A sequence may also have media: the arrays
+that a vision-language model reads for its images. They stay with the sequence when a batch is split.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ __all__ = ["Batch"]
 
 
 class Batch:
-    """S sequences with their columns. Operations return new batches; columns are never written to.
+    """S sequences with their columns. Operations return new batches and never write to columns.
 
     Args:
-        lengths: tokens of each sequence, all at least 1.
+        lengths: number of tokens of each sequence, at least 1.
         tokens: token columns, (T,) each.
         sequences: sequence columns, (S,) each.
-        media: of each sequence, arguments of the model by name, of any shape and dtype, whose first
-            dimension those of several sequences are joined along; a sequence without images has none.
-            Left out, no sequence has.
+        media: for each sequence, arguments of the model by name, of any shape and dtype. The arrays of
+            several sequences are joined along the first dimension. The mapping of a sequence without images
+            is empty. None means that no sequence has media.
 
     Raises:
-        ValueError: if a column's size does not fit the lengths.
+        ValueError: if the size of a column, or the number of media entries, does not fit the lengths.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Batch:
         return name in self.tokens or name in self.sequences
 
     def __getitem__(self, name: str) -> Tensor:
-        """A column by name, of either kind."""
+        """A token or sequence column by name."""
         if name in self.tokens:
             return self.tokens[name]
         if name in self.sequences:
@@ -76,10 +76,11 @@ class Batch:
         return sum(self.lengths)
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
-        """The batch with more columns: (T,) ones become token columns, (S,) ones sequence columns.
+        """The batch with more columns. A column of size (T,) becomes a token column, one of size (S,) a
+        sequence column. A column whose name exists already is replaced and keeps its kind.
 
         Raises:
-            ValueError: for a column of neither size.
+            ValueError: if a column has neither size.
         """
         tokens, sequences = dict(self.tokens), dict(self.sequences)
         for name, column in columns.items():
@@ -103,7 +104,14 @@ class Batch:
         )
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Consecutive batches of so many sequences each; the sizes add up to S."""
+        """Split into consecutive batches.
+
+        Args:
+            sizes: number of sequences in each batch; their sum is S.
+
+        Raises:
+            ValueError: if the sum of the sizes is not S.
+        """
         if sum(sizes) != len(self):
             raise ValueError(f"sizes {list(sizes)} do not add up to {len(self)} sequences")
         batches: list[Batch] = []
@@ -124,7 +132,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The sequences of all batches, in order. All have the same columns."""
+        """The sequences of all batches, in order. All batches must have the same columns."""
         first = batches[0]
         return Batch(
             [length for batch in batches for length in batch.lengths],
@@ -134,11 +142,12 @@ class Batch:
         )
 
     def micro_batches(self, max_tokens: int, *, whole_groups: bool = False) -> list[Batch]:
-        """Consecutive batches of at most `max_tokens` tokens each; a longer sequence stands alone.
+        """Split into consecutive batches of at most `max_tokens` tokens each. A longer sequence gets its own
+        batch.
 
         Args:
-            whole_groups: sequences that follow each other with the same `group` stay together, and it is
-                a longer group that stands alone.
+            whole_groups: keep consecutive sequences with the same `group` together. A group longer than
+                `max_tokens` then gets its own batch.
         """
         sizes: list[int] = []
         room = 0
@@ -151,7 +160,7 @@ class Batch:
         return self.split(sizes)
 
     def _groups(self) -> list[tuple[int, int]]:
-        """Sequences and tokens of each run of sequences with the same `group`."""
+        """(number of sequences, number of tokens) of each run of sequences with the same `group`."""
         runs = torch.unique_consecutive(self["group"], return_counts=True)[1].tolist()
         ends = [0, *torch.tensor(self.lengths).cumsum(0).tolist()]
         groups: list[tuple[int, int]] = []
@@ -171,13 +180,13 @@ class Batch:
         )
 
     def joined_media(self) -> dict[str, Tensor]:
-        """The media of all sequences in order, end to end: arguments for the model. Where arrays differ in
-        another dimension than the first, they are filled up with zeros, as the models' processors do."""
+        """The media of all sequences in order, joined into arguments for the model. Arrays that differ in
+        size beyond the first dimension are padded with zeros, as the models' processors do."""
         names = dict.fromkeys(name for media in self.media for name in media)
         return {name: _joined([media[name] for media in self.media if name in media]) for name in names}
 
     def starts(self) -> list[int]:
-        """Index in the token columns at which each sequence begins."""
+        """The index in the token columns at which each sequence starts."""
         starts, at = [0] * len(self), 0
         for index, length in enumerate(self.lengths):
             starts[index], at = at, at + length
@@ -196,9 +205,9 @@ class Batch:
 
 
 def _joined(arrays: Sequence[Tensor]) -> Tensor:
-    """(N1 + N2 + ..., ...) of (N1, ...), (N2, ...), ..."""
+    """Join arrays of shapes (N1, ...), (N2, ...), ... to one of shape (N1 + N2 + ..., ...)."""
     most = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
-    # F.pad counts dimensions from the last one, and has a size before and one after for each.
+    # F.pad counts dimensions from the last one and takes two sizes for each: before and after.
     wanted = [
         [size for have, full in zip(array.shape[:0:-1], most[::-1], strict=True) for size in (0, full - have)]
         for array in arrays

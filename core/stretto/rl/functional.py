@@ -1,8 +1,8 @@
 """(torch) The arithmetic of reinforcement learning on packed batches: pure functions of tensors.
 
-Shapes: T tokens of S sequences end to end; `index` (T,) names each token's sequence. A column of
-logprobs stands at the token it is the probability of. Policies are named: *behaviour* sampled the
-token, *proximal* is the policy at the start of the train step, *current* is being optimised.
+Shapes: T tokens of S sequences end to end; `index` (T,) names each token's sequence. A logprob is stored
+at the token that it belongs to. Three policies have names: *behaviour* sampled the token, *proximal* is the
+policy at the start of the train step, *current* is being optimised.
 
 Papers: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (1506.02438); dual-clip, Ye et
 al. 2019 (1912.09729); GRPO, Shao et al. 2024 (2402.03300); decoupled PPO, Hilton et al. 2021 (2110.00641) as
@@ -75,7 +75,8 @@ def sequence_sum(values: Tensor, index: Tensor, num_sequences: int) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor, index: Tensor, num_sequences: int) -> Tensor:
-    """Mean of each sequence's masked tokens, 0 without one: (T,), (T,) bool, (T,) int64 -> (S,)."""
+    """Mean over each sequence's tokens where `mask` is True, 0 if there are none: (T,), (T,) bool, (T,) int64
+    -> (S,)."""
     count = sequence_sum(mask.to(values.dtype), index, num_sequences).clamp(min=1)
     return sequence_sum(torch.where(mask, values, 0.0), index, num_sequences) / count
 
@@ -94,16 +95,17 @@ def group_normalise(
 ) -> Tensor:
     """Group-relative rewards, GRPO eq. 3: (R - mean_G) / (std_G + eps), with the unbiased standard deviation.
 
-    A group of one has nothing to be compared with: its advantage is 0.
+    A group of one sample has no other sample to compare with: its advantage is 0.
 
     Args:
         rewards: (S,) float32.
-        group: (S,) int64, equal for sequences of one prompt; any numbers.
-        sample: (S,) int64, equal for sequences of a group that are one sample, such as the pieces of a
-            conversation: mean and standard deviation count it once, with the mean of their rewards. None
-            where each sequence is one.
+        group: (S,) int64, equal for the sequences of one prompt; any numbers.
+        sample: (S,) int64, equal for the sequences of a group that belong to one sample, such as the pieces
+            of a conversation. Mean and standard deviation count a sample once, with the mean reward of its
+            sequences. None if each sequence is a sample.
         std: divide by the standard deviation; without it this is Dr. GRPO's advantage.
-        leave_one_out: subtract the mean of the others, as in RLOO (2402.14740): G / (G - 1) times as much.
+        leave_one_out: subtract the mean of the other samples, as in RLOO (2402.14740). This multiplies
+            R - mean_G by G / (G - 1), with G samples in the group.
 
     Returns:
         (S,) float32.
@@ -121,7 +123,8 @@ def group_normalise(
 
 
 def _by_sample(rewards: Tensor, members: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean reward and group of each of N samples, (N,) and (N,), from those of their sequences, (S,)."""
+    """Mean reward and group of each of N samples, (N,) and (N,), from the rewards and groups of the
+    sequences, (S,)."""
     numbers, places = torch.unique(sample, return_inverse=True)
     keys, pieces = torch.unique(members * len(numbers) + places, return_inverse=True)  # (N,), (S,) 0..N-1
     everywhere = torch.ones_like(rewards, dtype=torch.bool)
@@ -129,10 +132,10 @@ def _by_sample(rewards: Tensor, members: Tensor, sample: Tensor) -> tuple[Tensor
 
 
 def at_last_token(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
-    """One number a sequence, put at the last of its masked tokens: (S,), (T,) bool, (T,) -> (T,), 0
-    elsewhere.
+    """Put one number per sequence at the sequence's last token where `mask` is True: (S,), (T,) bool, (T,)
+    -> (T,), 0 elsewhere.
 
-    A sequence without a masked token loses its number.
+    The number of a sequence without such a token is dropped.
     """
     positions = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
     last = positions.new_full((len(values),), -1).scatter_reduce(0, index, positions, "amax")  # (S,)
@@ -146,10 +149,10 @@ def overlong_penalty(lengths: Tensor, *, limit: int, buffer: int, factor: float 
     limit.
 
     Args:
-        lengths: (S,) sampled tokens of each sequence.
+        lengths: (S,) number of sampled tokens of each sequence.
 
     Returns:
-        (S,) float32, to be added to the rewards.
+        (S,) float32; the caller adds it to the rewards.
     """
     return factor * ((limit - buffer - lengths.float()) / buffer).clamp(min=-1.0, max=0.0)
 
@@ -165,20 +168,21 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over each sequence's own tokens, GAE eq. 11, 12 and 16.
 
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lam)^k delta_{t+k}, where t runs over the
-    tokens with `mask` only: prompts, and text between turns, are stepped over. After a sequence's last
-    such token the value is 0. With values 0 and gamma = lam = 1 every token gets the sequence's return.
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lam)^k delta_{t+k}, where t counts only the
+    tokens with `mask`: prompts, and text between turns, are skipped. After the last such token of a sequence
+    the value is 0. With values 0 and gamma = lam = 1, a token's advantage is the sum of the rewards from it
+    on: the sequence's return, if the only reward is at the end.
 
     Args:
-        rewards: (T,) float32, reward that follows each token.
-        values: (T,) float32, value of the state in which each token is chosen.
-        mask: (T,) bool, tokens the policy chose.
-        lengths: tokens of each sequence, S of them.
+        rewards: (T,) float32, the reward that follows each token.
+        values: (T,) float32, the value of the state in which each token is chosen.
+        mask: (T,) bool, the tokens that the policy chose.
+        lengths: number of tokens of each of the S sequences.
 
     Returns:
         advantages and returns (advantages + values), (T,) float32, 0 where `mask` is False.
     """
-    # (S, L): the chosen tokens of each sequence, moved together to the left.
+    # (S, L): the chosen tokens of each sequence, aligned to the left.
     index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[mask.cpu()]
     counts = torch.bincount(index, minlength=len(lengths))
     starts = counts.cumsum(0) - counts
@@ -200,12 +204,13 @@ def gae(
 
 
 def masked_whiten(values: Tensor, mask: Tensor, group: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """Values to mean 0 and standard deviation 1 over the masked tokens, of the batch or of each group.
+    """Scale values to mean 0 and standard deviation 1 over the tokens where `mask` is True, in the batch or
+    in each group.
 
     Args:
         values: (T,) float32.
         mask: (T,) bool.
-        group: (T,) int64, the group of each token; None takes all tokens as one.
+        group: (T,) int64, the group of each token; None puts all tokens into one group.
 
     Returns:
         (T,) float32, 0 where `mask` is False.
@@ -231,18 +236,18 @@ def clipped_objective(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's clipped surrogate as a loss per token, PPO eq. 7, with dual clip for negative advantages.
 
-    r = exp(logprobs - anchor); loss = -min(r A, clip(r, 1 - eps, 1 + eps_high) A), and for A < 0 at most
-    -c A (dual-clip PPO eq. 5), so that a ratio that exploded cannot dominate.
+    r = exp(logprobs - anchor); loss = -min(r A, clip(r, 1 - eps, 1 + eps_high) A). For A < 0 the loss is at
+    most -c A (dual-clip PPO eq. 5), so that a very large ratio cannot dominate.
 
     Args:
-        logprobs: (T,) current, with gradient.
-        anchor_logprobs: (T,) of the policy that the ratio is taken to, without gradient.
+        logprobs: (T,) of the current policy, with gradient.
+        anchor_logprobs: (T,) of the policy in the denominator of the ratio, without gradient.
         advantages: (T,).
-        eps_clip: half-width of the trust region below 1, and above unless `eps_clip_high` is given.
-        c_clip: c > 1; None is without dual clip.
+        eps_clip: width of the trust region below 1, and also above 1 unless `eps_clip_high` is given.
+        c_clip: c > 1; None turns dual clip off.
 
     Returns:
-        loss (T,); whether the clip was active (T,) bool; whether the dual clip was (T,) bool.
+        loss (T,); whether the clip was active (T,) bool; whether the dual clip was active (T,) bool.
     """
     high = eps_clip if eps_clip_high is None else eps_clip_high
     ratio = torch.exp(logprobs - anchor_logprobs)
@@ -260,19 +265,19 @@ def clipped_objective(
 def soft_gate(
     logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float
 ) -> Tensor:
-    """SAPO's loss per token (arXiv 2511.20347): -f(r) A with f = sigmoid(tau (r - 1)) * 4 / tau, so that the
-    slope at r = 1 is that of r itself. tau depends on the sign of A; 0 takes `tau_neg`. (T,)."""
+    """SAPO's loss per token (arXiv 2511.20347), (T,): -f(r) A with f = sigmoid(tau (r - 1)) * 4 / tau. The
+    slope of f at r = 1 is 1, the slope of r itself. tau is `tau_pos` for A > 0, else `tau_neg`."""
     ratio = torch.exp(logprobs - anchor_logprobs)
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
 
 def second_moment_mask(delta: Tensor, mask: Tensor, tau: float) -> Tensor:
-    """M2PO's trust region (2510.01161): drop the masked tokens with the largest delta^2, one by one, until
-    the mean of the rest is at most tau.
+    """M2PO's trust region (2510.01161): drop the trained tokens with the largest delta^2, one by one, until
+    the mean of delta^2 over the other trained tokens is at most tau.
 
     Args:
-        delta: (T,) behaviour minus proximal logprobs, of the whole batch.
+        delta: (T,) behaviour logprobs minus proximal logprobs, of the whole batch.
         mask: (T,) bool, trained tokens.
 
     Returns:
@@ -281,7 +286,7 @@ def second_moment_mask(delta: Tensor, mask: Tensor, tau: float) -> Tensor:
     ascending, order = delta[mask].square().sort()
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=delta.device)
     within = torch.zeros_like(ascending, dtype=torch.bool)
-    within[order] = means <= tau  # means of ascending numbers ascend
+    within[order] = means <= tau  # the running mean of ascending numbers ascends
     kept = torch.zeros_like(mask)
     kept[mask] = within
     return kept
@@ -294,12 +299,13 @@ def importance_weight(
     cap: float | None,
     over_cap: Literal["mask", "truncate"] = "mask",
 ) -> Tensor:
-    """Weight that corrects for tokens sampled by older weights, pi_prox / pi_behav, AReaL eq. 5.
+    """Weight that corrects for tokens that older weights sampled: pi_prox / pi_behav, AReaL eq. 5.
 
     Args:
         proximal_logprobs, behaviour_logprobs: (T,), without gradient.
-        cap: largest weight that counts; None for no bound.
-        over_cap: a token above the cap is left out (AReaL), or weighs `cap` (truncated importance sampling).
+        cap: largest weight that is allowed; None for no bound.
+        over_cap: "mask" gives a token above the cap the weight 0 (AReaL); "truncate" gives it the weight
+            `cap` (truncated importance sampling).
 
     Returns:
         (T,), without gradient.
@@ -313,7 +319,7 @@ def importance_weight(
 
 
 def loss_count(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction) -> int:
-    """What a batch adds to the denominator of its loss: trained tokens, or sequences that have one.
+    """The denominator of a batch's loss: the number of trained tokens, or of sequences with a trained token.
 
     Args:
         mask: (T,) bool, trained tokens.
@@ -327,17 +333,17 @@ def loss_count(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduc
 def loss_weights(
     mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction, *, count: int | None = None
 ) -> Tensor:
-    """What each token's loss counts in the loss of the whole batch; see `stretto.algorithm.Reduction`.
+    """The weight of each token's loss in the loss of the whole batch; see `stretto.algorithm.Reduction`.
 
     The sum of `weights * losses` over any partition of the batch is the batch's loss, so micro-batches,
-    accumulation and packing cannot change the gradient. Tokens that a loss zeroes still count in the
-    denominator; sequences without a trained token do not.
+    accumulation and packing do not change the gradient. A token whose loss is set to 0 still counts in the
+    denominator. A sequence without a trained token does not count.
 
     Args:
         mask: (T,) bool, trained tokens.
         index: (T,) int64, each token's sequence.
-        count: the denominator: the sum of `loss_count` over all parts of the batch, where this is one of
-            several; None where it is all of it.
+        count: the denominator. If these tokens are one of several parts of the batch, pass the sum of
+            `loss_count` over all parts; None if they are the whole batch.
 
     Returns:
         (T,) float32, 0 where `mask` is False.
@@ -353,17 +359,17 @@ def loss_weights(
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of a critic per token, as in its authors' code: with V' = clip(V, V_old - eps, V_old + eps),
-    1/2 max((V - R)^2, (V' - R)^2).
+    """PPO's loss of a critic per token, as in the code of PPO's authors: 1/2 max((V - R)^2, (V' - R)^2) with
+    V' = clip(V, V_old - eps, V_old + eps).
 
     Args:
-        values: (T,) current, with gradient.
+        values: (T,) of the current critic, with gradient.
         old_values: (T,) of the critic at the start of the train step.
-        returns: (T,) what the values should have been.
-        value_clip: eps; None is without clipping, 1/2 (V - R)^2.
+        returns: (T,) the targets of the values.
+        value_clip: eps; None turns clipping off: 1/2 (V - R)^2.
 
     Returns:
-        loss (T,); whether the clip was active, so that the token has no gradient (T,) bool.
+        loss (T,); whether the clip was active, so that the token has no gradient, (T,) bool.
     """
     plain = (values - returns).square()
     if value_clip is None:
@@ -380,10 +386,12 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal
     """Estimate of KL(policy || reference) at tokens that the policy sampled (Schulman 2020, "Approximating KL
     divergence"), with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
-    k1 and k3 have the right mean, k2 and k3 are never negative. Nothing is clamped. As a loss, at tokens of
-    the current policy, their gradients are: k1, grad log policy, whose mean is 0: no pull at all; k2,
-    d grad log policy, that of KL(policy || reference); k3, (1 - exp(-d)) grad log policy, that of
-    KL(reference || policy).
+    k1 and k3 are unbiased; k2 and k3 are never negative. No estimate is clamped. As a loss at tokens that the
+    current policy sampled, they have these gradients:
+
+    - k1: grad log policy, whose mean is 0, so it has no effect on average.
+    - k2: d grad log policy, the gradient of KL(policy || reference).
+    - k3: (1 - exp(-d)) grad log policy, the gradient of KL(reference || policy).
 
     Returns:
         (T,), with the gradient of `logprobs`.
@@ -395,27 +403,27 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal
 
 
 def kl_to_behaviour(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """k3 estimate of KL(behaviour || policy) at tokens the behaviour policy sampled. (T,) -> (T,)."""
+    """k3 estimate of KL(behaviour || policy) at tokens that the behaviour policy sampled. (T,) -> (T,)."""
     return kl_estimate(behaviour_logprobs, logprobs, "k3")
 
 
 def bounded_kl(logprobs: Tensor, behaviour_logprobs: Tensor, *, bound: float = 1.0) -> Tensor:
-    """k3 estimate of KL(behaviour || policy) by token, each at most `bound` nats: (T,), (T,) -> (T,).
+    """k3 estimate of KL(behaviour || policy) per token, each at most `bound` nats: (T,), (T,) -> (T,).
 
-    The estimate has a long tail: a token that has become 1,000 times as likely counts as much as thousands of
-    others. The bound keeps the mean over a batch from resting on a few tokens.
+    The estimate has a long tail: a token that is now 1,000 times as likely counts as much as thousands of
+    other tokens. The bound prevents a few tokens from dominating the mean over a batch.
     """
     return kl_to_behaviour(logprobs, behaviour_logprobs).clamp(max=bound)
 
 
 def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """The KL coefficient of the next step, Ziegler et al. 2019 (1909.08593), section 2.2: it grows where the
-    KL is above its target and shrinks below.
+    """The KL coefficient of the next step, Ziegler et al. 2019 (1909.08593), section 2.2. It grows if the KL
+    is above `target` and shrinks if the KL is below.
 
     Args:
-        kl: of the step's samples to the reference, an answer, in nats.
-        horizon: samples over which the coefficient changes by at most a fifth; a step of more samples than
-            that counts as so many, lest the coefficient turn negative.
+        kl: KL per answer from the step's samples to the reference, in nats.
+        horizon: number of samples over which the coefficient changes by at most a fifth. A step with more
+            samples counts as `horizon` samples, so that the coefficient cannot become negative.
     """
     error = min(0.2, max(-0.2, kl / target - 1))
     return coef * (1 + error * min(1.0, samples / horizon))
@@ -425,13 +433,14 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, sa
 
 
 def pairs_of(group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The two sequences of each group, in the order in which they stand in the batch.
+    """The two sequences of each group, in the order that they have in the batch.
 
     Args:
-        group: (S,) int64, every number twice.
+        group: (S,) int64; every number occurs twice.
 
     Returns:
-        index of the first of each pair (P,), of the second (P,), and the pair of each sequence (S,); int64.
+        index of the first sequence of each pair (P,), index of the second (P,), and the pair of each sequence
+        (S,); all int64.
     """
     numbers, pair, sizes = torch.unique(group, return_inverse=True, return_counts=True)
     assert bool((sizes == 2).all()), "a group is not a pair"
@@ -446,11 +455,14 @@ def preference_loss(
     beta: float = 1.0,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Loss of each pair from h, by how much the chosen answer is ahead of the rejected one.
+    """Loss of each pair, computed from h: the score of the chosen answer minus that of the rejected one.
 
-    `sigmoid`, DPO eq. 7 and Bradley-Terry: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), where e is
-    the share of labels that are wrong (conservative DPO). `ipo`, IPO eq. 17: (h - 1 / (2 beta))^2. `hinge`,
-    RSO's hinge-norm: max(0, 1 - beta h). The latter two know no label smoothing.
+    - `sigmoid`, DPO eq. 7 and Bradley-Terry: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), where
+      e, `label_smoothing`, is the share of wrong labels (conservative DPO).
+    - `ipo`, IPO eq. 17: (h - 1 / (2 beta))^2.
+    - `hinge`, RSO's hinge-norm: max(0, 1 - beta h).
+
+    `ipo` and `hinge` ignore `label_smoothing`.
 
     Args:
         difference: h (P,), with gradient.
