@@ -1,13 +1,14 @@
-"""The samples of an engine that is a server: their line, the streams that they are in, and what is to be
-emitted of them.
+"""The samples of an engine that is a server: the waiting line, the streams, and the chunks to emit.
 
-A request's samples wait here and are sent to the server one by one, at most `slots` at a time, as streams.
-Before new weights are loaded, and after a server has ended, every stream is ended and its sample goes back to
-the head of the line; later it is sent again as its prompt and the tokens so far. So one stream lies within
-one version, and the version of a token is never a guess; a server that names the versions of a stream is held
-to it. What this costs is one more prefill, which the server's prefix cache makes a short one where the keys
-and values are to be kept: its entries are salted with the version that a sample was begun under, so only
-samples that were in flight at a swap ever read those of older weights.
+The samples of a request wait here. The queue sends them to the server one by one as streams, at most `slots`
+at a time. Before new weights are loaded, and after a server has ended, the queue ends every stream and puts
+its sample back at its place in the line. Later it sends the sample again: the prompt and the tokens so far.
+One stream therefore belongs to one version, and the version of every token is known exactly. If a server
+reports the versions of a stream, the queue checks them.
+
+The cost is one more prefill for each interrupted sample. Where the keys and values are kept over a swap, the
+server's prefix cache makes this prefill short. The entries of that cache are salted with the version under
+which a sample started, so only samples that were in flight at a swap read keys and values of older weights.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ _UNASKED_ABORTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One stream, as a server is asked for it."""
+    """The request for one stream that the queue sends to a server."""
 
     id: str
-    """Unique among the server's requests, and no prefix of another's."""
+    """Unique among the server's requests, and not a prefix of another id."""
     tokens: list[int]
-    """The prompt, and the answer so far."""
+    """The prompt and the answer so far."""
     max_tokens: int
-    """Tokens still to come at most, at least 1."""
+    """Largest number of tokens that the stream may add, at least 1."""
     seed: int
     """0 <= seed < 2**63."""
     sampling: Sampling
     salt: str
-    """Of the prefix cache: the version that the sample was begun under."""
+    """Salt of the prefix cache: the version under which the sample started."""
 
 
 @dataclass(slots=True)
@@ -69,10 +70,11 @@ class StreamChunk:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     finish: Finish = ""
-    """`abort` where the stream was ended before its end; its tokens then do not end the answer."""
+    """`abort` if the stream was interrupted; the answer is then not complete."""
     error: str = ""
     versions: Sequence[str] = ()
-    """With the last piece, if the server tells it: the versions whose weights gave the stream's tokens."""
+    """Only in the last chunk, and only if the server reports it: the versions whose weights sampled the
+    stream's tokens."""
 
 
 class VersionSpan(msgspec.Struct, gc=False):
@@ -83,51 +85,51 @@ class VersionSpan(msgspec.Struct, gc=False):
 
 @dataclass(eq=False)
 class _ServerSample:
-    """One answer in the making."""
+    """One answer that is being generated."""
 
     request: GenerateRequest
     index: int
     prompt: list[int]
     answer: list[int]
-    """What it had when it came, and all that the server has given since."""
+    """The tokens that the sample had on arrival, and all tokens that the server has returned since."""
     begun: int
-    """Tokens of the answer that it had when it came."""
+    """Number of answer tokens that the sample had on arrival."""
     sent: int
-    """Tokens of the answer that the asker has."""
+    """Number of answer tokens that the requester has."""
     place: int
-    """In the line; the same when it waits again."""
+    """Place in the line. The sample keeps it when it waits again."""
     expires: float
     salt: str = ""
-    """Of the prefix cache: the version that the server's first token of it was sampled by, or will be."""
+    """Salt of the prefix cache: the version that samples, or sampled, the server's first token of it."""
     version: int = -1
-    """Of the stream it is in, or was in last."""
+    """Version of the current stream, or of the last one."""
     logprobs: deque[float] = field(default_factory=deque[float])
-    """Of the tokens that are to be emitted; so are the versions."""
+    """Logprobs of the tokens that have not been emitted; `versions` are for the same tokens."""
     versions: deque[int] = field(default_factory=deque[int])
     finish: Finish = ""
     error: str = ""
     aborts: int = 0
-    """Streams that the server ended unasked."""
+    """Number of streams that the server ended although the queue did not ask for it."""
     scope: anyio.CancelScope | None = None
-    """Of the stream it is in."""
+    """Cancel scope of the current stream."""
     asked: str = ""
-    """Id of the stream it is in."""
+    """Id of the current stream, or of the last one."""
 
 
 class Streams(Protocol):
-    """What one kind of server is asked of streams."""
+    """The operations on streams for one kind of server."""
 
     def unfit(self, sampling: Sampling) -> str:
-        """Why tokens cannot be drawn in this way; empty if they can."""
+        """The reason why the server does not support this sampling; empty if it does."""
         ...
 
     def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
-        """Ask for one stream. Its last piece has a `finish`."""
+        """Request one stream. Its last chunk has a `finish`."""
         ...
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """End streams, each with a piece that says `abort`. Ids that the server does not know are passed
-        over."""
+        """End streams. The last chunk of each has the finish `abort`. Ids that the server does not know are
+        ignored."""
         ...
 
 
@@ -135,8 +137,8 @@ class RequestQueue:
     """The samples of one worker.
 
     Args:
-        slots: samples in streams at once.
-        room: tokens that a sample can have.
+        slots: largest number of samples in streams at the same time.
+        room: largest number of tokens of a sample, prompt and answer together.
         model: folder or hub id of the model, for stop strings.
     """
 
@@ -152,32 +154,32 @@ class RequestQueue:
         self._tasks: TaskGroup | None = None
         self._emit: Emit | None = None
         self._server: Server | None = None
-        """Where samples may be sent; None while they may not."""
+        """The server that samples are sent to; None while no samples may be sent."""
         self._version = -1
-        """What it serves."""
+        """The version that the server serves."""
         self._requests: dict[str, list[_ServerSample]] = {}
         self._line: list[tuple[int, _ServerSample]] = []
         self._aside: list[_ServerSample] = []
-        """Samples that need newer weights than there are."""
+        """Samples that need newer weights than the server has."""
         self._running: set[_ServerSample] = set()
         self._idle = anyio.Event()
         self._news = anyio.Event()
         self._fresh: dict[_ServerSample, None] = {}
-        """Samples with something to emit, in the order in which it came."""
+        """Samples with something to emit, in the order in which they got it."""
         self._numbers = count()
         self._busy_s = 0.0
         self._busy_since = 0.0
         self.generated = 0
-        """Tokens, since the start."""
+        """Number of tokens that the server has returned since the start."""
 
     @property
     def running(self) -> int:
-        """Samples in streams."""
+        """Number of samples in streams."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Samples not in streams."""
+        """Number of samples that are not in streams."""
         return max(0, sum(map(len, self._requests.values())) - len(self._running))
 
     @property
@@ -187,7 +189,7 @@ class RequestQueue:
 
     @property
     def expecting(self) -> bool:
-        """Whether the server should be sending something."""
+        """Whether the queue expects the server to send something."""
         return bool(self._running) and self._sending_to is not None
 
     @property
@@ -199,16 +201,17 @@ class RequestQueue:
     # ------------------------------------------------------------------------- what the engine tells
 
     def start(self, emit: Emit, tasks: TaskGroup) -> None:
-        """From now on chunks are emitted."""
+        """Start to emit chunks."""
         self._emit, self._tasks = emit, tasks
         tasks.start_soon(self._flush, name="chunks")
 
     def stop(self) -> None:
-        """Emit nothing more, and ask for nothing."""
+        """Stop: emit no more chunks and send no more samples."""
         self._emit = self._server = None
 
     def learn(self, vocabulary: int | None, ends: frozenset[int]) -> None:
-        """What is known of the model: the size of its vocabulary, and the tokens that end its answers."""
+        """Set the size of the model's vocabulary (None keeps the current one) and the tokens that end its
+        answers."""
         self._vocabulary = vocabulary or self._vocabulary
         self._ends = ends
 
@@ -246,7 +249,7 @@ class RequestQueue:
                     self._cut(sample, "error", "deadline passed")
 
     def send_to(self, server: Server, version: int) -> None:
-        """Send samples to a server that serves a version."""
+        """Send samples to this server, which serves this version."""
         self._server, self._version = server, version
         aside, self._aside = self._aside, []
         for sample in aside:
@@ -255,15 +258,15 @@ class RequestQueue:
         self._admit()
 
     def hold(self) -> None:
-        """Send none for now; streams go on."""
+        """Send no more samples until the next `send_to`. Running streams continue."""
         self._server = None
 
     async def drain(self, server: Server) -> None:
-        """End every stream at a server. One that it has only just been asked for it may not know yet, so it
-        is told again.
+        """End every stream at a server. The server may not know a very new stream yet, so the abort is
+        repeated until all streams have ended.
 
         Raises:
-            ServerLost: if some do not end.
+            ServerLost: if some streams do not end in time.
         """
         deadline = time.monotonic() + _DRAIN_S
         while self._running:
@@ -276,7 +279,8 @@ class RequestQueue:
                 await self._idle.wait()
 
     async def leave(self) -> None:
-        """Let go of every stream of a server that is lost, and of the keys and values that it had."""
+        """Cancel every stream of a server that is lost. The keys and values in it are lost too, so the
+        samples' salts are reset."""
         for sample in self._running:
             if sample.scope is not None:
                 sample.scope.cancel()
@@ -289,7 +293,11 @@ class RequestQueue:
     # -------------------------------------------------------------------------------- the line
 
     def _wanted(self, request: GenerateRequest) -> list[_ServerSample]:
-        """The samples that are wanted of a request; or `RequestError`."""
+        """The samples of a request that the requester still wants.
+
+        Raises:
+            RequestError: if the request cannot be served.
+        """
         prompt = request.prompt_ids.numpy().tolist()
         number, longest = len(request.seeds), request.sampling.max_tokens
         if not prompt or not number:
@@ -330,7 +338,7 @@ class RequestQueue:
         return token in sampling.stop_token_ids or (token in self._ends and not sampling.ignore_eos)
 
     def _place(self, sample: _ServerSample) -> None:
-        """Let a sample wait for its turn."""
+        """Put a sample into the line, at its place."""
         heapq.heappush(self._line, (sample.place, sample))
 
     def _admit(self) -> None:
@@ -355,14 +363,14 @@ class RequestQueue:
             self._tasks.start_soon(self._decode, server, sample)
 
     async def _decode(self, server: Server, sample: _ServerSample) -> None:
-        """One stream, from its question to its end; a sample that is unfinished then waits again."""
+        """Run one stream from its request to its end. An unfinished sample then waits again."""
         assert sample.scope is not None
         ended = False
         try:
             with sample.scope:
                 ended = await self._receive(server, sample)
         except RequestError as error:
-            ended = True  # it was not even asked for
+            ended = True  # it was never sent to the server
             self._end(sample, "error", str(error))
         except ServerRefused as error:
             ended = True
@@ -384,7 +392,7 @@ class RequestQueue:
         self._admit()
 
     async def _abort_at(self, server: Server, id: str) -> None:
-        """Have the server free the slot of a sample that is not wanted any more."""
+        """Tell the server to free the slot of a stream that is no longer wanted."""
         with anyio.CancelScope(shield=True):
             try:
                 await self._streams.abort_streams(server, [id])
@@ -392,7 +400,8 @@ class RequestQueue:
                 server.distrust(str(error))
 
     async def _receive(self, server: Server, sample: _ServerSample) -> bool:
-        """Take the pieces of a stream until it or the sample ends; whether the stream did."""
+        """Receive the chunks of a stream until the stream or the sample ends. Return False if the sample
+        ended first and the server still runs the stream."""
         sampling, done = sample.request.sampling, len(sample.answer)
         ask = Ask(
             id=sample.asked,
@@ -404,7 +413,7 @@ class RequestQueue:
         )
         stops = await self._stop_strings(sampling)
         if stops is not None and sample.answer and stops.end(sample.answer):
-            self._end(sample, "stop")  # it came so
+            self._end(sample, "stop")  # its answer was already complete
             return True
         ended = False
         async with aclosing(self._streams.stream(server, ask)) as pieces:
@@ -431,13 +440,13 @@ class RequestQueue:
             if len(sample.answer) > sample.sent:
                 sample.logprobs.append(logprob)
                 sample.versions.append(sample.version)
-            # SGLang passes over stop tokens together with the model's own ends.
+            # When SGLang is told to ignore the model's own end tokens, it ignores stop tokens too.
             if token in sampling.stop_token_ids or (stops is not None and stops.end(sample.answer)):
                 self._cut(sample, "stop")
                 return
         self._note(sample)
         if piece.finish == "abort":
-            # Ended for a swap, or because the server had no room: it goes on later.
+            # It ended for a swap, or because the server had no room. The sample continues later.
             sample.aborts += self._sending_to is not None
             if sample.aborts > _UNASKED_ABORTS:
                 self._end(sample, "error", f"the server ended the sample unasked, {sample.aborts} times")
@@ -448,8 +457,8 @@ class RequestQueue:
             self._end(sample, piece.finish, piece.error)
 
     async def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
-        """What recognises the stop strings of a request. That is done here, since a server sees only its own
-        part of an answer that goes on after a swap."""
+        """The detector of a request's stop strings; None if it has none. The queue detects them itself: the
+        server sees only one part of an answer that continues after a swap."""
         if not sampling.stop:
             return None
         async with self._loading:
@@ -460,7 +469,7 @@ class RequestQueue:
     # -------------------------------------------------------------------------------- chunks
 
     def _end(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
-        """A sample has ended: nothing more is taken of it."""
+        """End a sample: remove it from its request, and let the next chunk carry its finish."""
         if sample.finish:
             return
         sample.finish, sample.error = finish, error
@@ -470,25 +479,25 @@ class RequestQueue:
         self._note(sample)
 
     def _cut(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
-        """End a sample whose stream, if it is in one, would go on."""
+        """End a sample, and cancel its stream if it is in one."""
         self._end(sample, finish, error)
         if sample.scope is not None:
             sample.scope.cancel()
 
     def _refuse(self, request: GenerateRequest, why: str) -> None:
-        """Answer a request that cannot be served."""
+        """Answer a request that cannot be served with an error for every sample that is wanted."""
         for index in range(len(request.seeds)):
             if not request.have or (index < len(request.have) and request.have[index] >= 0):
                 sent = request.have[index] if request.have else 0
                 self._note(_ServerSample(request, index, [], [], 0, sent, 0, 0, finish="error", error=why))
 
     def _note(self, sample: _ServerSample) -> None:
-        """There is something to emit of a sample."""
+        """Mark a sample as having something to emit."""
         self._fresh[sample] = None
         self._news.set()
 
     async def _flush(self) -> None:
-        """Emit what is new, the first of it at once."""
+        """Emit new chunks. Emit at once if nothing was emitted recently; otherwise collect chunks first."""
         while True:
             await self._news.wait()
             self._news = anyio.Event()
@@ -500,7 +509,7 @@ class RequestQueue:
 
 
 def _chunk(sample: _ServerSample) -> Chunk:
-    """All that is new of a sample."""
+    """A chunk with everything of a sample that has not been emitted."""
     number = len(sample.logprobs)
     tokens = sample.answer[sample.sent : sample.sent + number]
     chunk = Chunk(
@@ -520,8 +529,8 @@ def _chunk(sample: _ServerSample) -> Chunk:
 
 
 def _seed(seed: int, position: int) -> int:
-    """The seed of a stream that begins at a position of the answer. A stream begun again must not draw with
-    the random numbers that its earlier tokens were drawn with."""
+    """The seed of a stream that starts at a position of the answer. It depends on the position: a later
+    stream of the same sample must not use the random numbers of the earlier tokens again."""
     if position == 0:
         return seed % 2**63
     drawn = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
