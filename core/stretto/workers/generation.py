@@ -1,5 +1,7 @@
-"""Requests to inference engines, as a rollout worker makes them: streams of chunks put together, lost ones
-asked for again, and what an engine had begun when it died, or gave it up, finished by another.
+"""The requests of a rollout worker to inference engines.
+
+This module joins the chunks of a request, asks again for lost chunks, and lets another engine finish the
+request when an engine dies or gives it up.
 """
 
 from __future__ import annotations
@@ -28,19 +30,22 @@ __all__ = ["GeneratedSample", "Generations", "VersionFloor"]
 log = structlog.get_logger()
 
 _SILENT_ASKS = 3
-"""A request that was asked for so often in vain leaves an engine that does nothing else either."""
+"""A request leaves an engine after this many unanswered asks, if the engine does nothing else either."""
 _GIVEN_UP = 5
-"""A request that engines gave up so often fails."""
+"""A request fails after engines have given it up this many times."""
 _TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
-"""A sampled token, as answers are kept: many pieces of a few tokens arrive, so a piece has to cost little."""
+"""The record of a sampled token. Answers are stored as such records: many chunks of a few tokens arrive, so
+adding a chunk must be cheap."""
 
 
 class VersionFloor:
-    """The version that no token of a ticket is older than: its `min_version`, until every request made so far
-    has begun; then that of the oldest token there is, which later requests must respect.
+    """A lower bound for the versions of a ticket's tokens.
+
+    At first it is the ticket's `min_version`. Once all requests made so far have begun, it is the version of
+    their oldest token, and stays so. Later requests ask for this version or a newer one.
 
     Args:
-        told: called once, with the version, when it is known.
+        told: called once, with the version of the oldest token, when it is known.
     """
 
     def __init__(self, min_version: int, told: Callable[[int], None]) -> None:
@@ -50,11 +55,15 @@ class VersionFloor:
         self._oldest: int | None = None
 
     def asked(self) -> None:
-        """One more request is being made."""
+        """Record that one more request is made."""
         self._not_begun += 1
 
     def begun(self, oldest: int) -> None:
-        """Every sample of a request has its first token; none of its tokens is older than this."""
+        """Record that every sample of a request has its first token.
+
+        Args:
+            oldest: version of the request's oldest token.
+        """
         self._not_begun -= 1
         self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
         if self._not_begun == 0 and self._told is not None:
@@ -65,19 +74,19 @@ class VersionFloor:
 
 @dataclass(slots=True)
 class GeneratedSample:
-    """What has arrived of one sample."""
+    """The part of one sample that has arrived."""
 
     records: bytearray = field(default_factory=bytearray)
-    """Its tokens, one `_TOKEN` after the other."""
+    """The tokens, one `_TOKEN` record after the other."""
     finish: Finish = ""
     engine: str = ""
-    """Who gave the last of them."""
+    """The engine that finished the sample; empty before."""
     told: int = 0
-    """How many of them whoever listens was told of."""
+    """Number of tokens that were passed to `on_tokens`."""
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return len(self.records) // _TOKEN.itemsize
 
     def tokens(self) -> NDArray[np.int32]:
@@ -85,7 +94,7 @@ class GeneratedSample:
         return self._column("token")
 
     def logprobs(self) -> NDArray[np.float32]:
-        """(A,) float32, as reported with the tokens."""
+        """(A,) float32, the logprob that the engine reported with each token."""
         return self._column("logprob")
 
     def versions(self) -> NDArray[np.int32]:
@@ -97,7 +106,7 @@ class GeneratedSample:
 
 
 class _Generation:
-    """One request under way, on one engine after another if they die."""
+    """One running request. If its engine dies, another engine continues it."""
 
     def __init__(
         self,
@@ -113,33 +122,33 @@ class _Generation:
         self.samples = [GeneratedSample() for _ in request.seeds]
         self.unfinished = len(self.samples)
         self.failure: Exception | None = None
-        """Why there will be no answer."""
+        """The error with which the request failed; None while it has not failed."""
         self.engine = ""
-        """Who is at it."""
+        """The engine that works on it now."""
         self.given_up = False
-        """That engine will not finish it."""
+        """The engine has given it up and will not finish it."""
         self.alive = False
-        """It has sent something since this was last looked at."""
+        """The engine has sent something since the last `look`."""
         self.heard_at = time.monotonic()
         self.in_vain = 0
-        """How often it was asked since it last sent anything."""
+        """Number of silent periods since the engine last sent something; the engine is asked after each."""
         self.wake = anyio.Event()
-        """Set when that engine is done with it, or silent."""
+        """Set when the engine is done with the request, or is silent."""
         self._begun = False
         floor.asked()
 
     @property
     def over(self) -> bool:
-        """Whether that engine has nothing more to say."""
+        """Whether nothing more is expected of the engine."""
         return self.given_up or self.failure is not None or not self.unfinished
 
     def move_to(self, engine: str) -> None:
-        """Another engine goes on with what is left, or the same one anew."""
+        """Continue on another engine, or start again on the same one."""
         self.engine, self.given_up, self.wake = engine, False, anyio.Event()
         self.heard_at, self.in_vain = time.monotonic(), 0
 
     def look(self, now: float, silence_s: float) -> None:
-        """Wake whoever waits if nothing has come for so long."""
+        """Wake the waiting task if the engine has sent nothing for `silence_s` seconds."""
         if self.alive:
             self.alive, self.heard_at, self.in_vain = False, now, 0
         elif now - self.heard_at >= silence_s:
@@ -148,7 +157,7 @@ class _Generation:
             self.wake.set()
 
     def add(self, head: ChunkHead, records: memoryview) -> bool:
-        """Take a chunk; False if something before it is missing."""
+        """Add a chunk. Return False if tokens before it are missing."""
         sample = self.samples[head.sample]
         self.alive = True
         if sample.finish:
@@ -167,14 +176,14 @@ class _Generation:
         return True
 
     def forget_unfinished(self) -> None:
-        """Before a deterministic engine repeats from their seeds what another had begun, perhaps with other
-        weights: parts of two answers make none."""
+        """Drop the tokens of unfinished samples. A deterministic engine repeats these samples from their
+        seeds, perhaps with other weights than the engine before, so parts of both cannot be joined."""
         for sample in self.samples:
             if not sample.finish:
                 sample.records = bytearray()
 
     def _end(self, sample: GeneratedSample, head: ChunkHead) -> None:
-        if head.finish == "abort":  # not asked for: nothing is listened to after that
+        if head.finish == "abort":  # the engine gave up: the worker does not listen after its own abort
             self.given_up = True
         elif head.finish == "error":
             self.failure = EngineError(f"{self.engine}: {head.error}")
@@ -193,7 +202,8 @@ class _Generation:
             self.wake.set()
 
     def _note_begun(self) -> None:
-        """Samples arrive in any order, so the first token of all is known only with that of each."""
+        """Report the oldest version once every sample has its first token. Samples arrive in any order, so it
+        is not known before."""
         if not self._begun and all(sample.records for sample in self.samples):
             self._begun = True
             records = np.frombuffer(b"".join(sample.records for sample in self.samples), _TOKEN)
@@ -204,7 +214,8 @@ class Generations:
     """The requests of this worker, and the subject on which their chunks arrive.
 
     Args:
-        silence_s: after so long without a chunk of a request, its engine is asked again at the next beacon.
+        silence_s: seconds without a chunk of a request after which its engine is asked again, at the next
+            beacon.
     """
 
     def __init__(self, context: WorkerContext, engines: Router, *, silence_s: float = 10.0) -> None:
@@ -215,7 +226,7 @@ class Generations:
         self._deterministic = context.composed.config.inference.deterministic
         self._reply = f"{context.bus.inbox('inference')}.chunks.in"
         self._under_way: dict[str, _Generation] = {}
-        """By the name that the engine at work on it knows it by."""
+        """Running requests by the name that their current engine knows."""
         context.on_beacon(self._look)
 
     async def open(self) -> None:
@@ -231,17 +242,19 @@ class Generations:
         affinity: str = "",
         on_tokens: OnTokens | None = None,
     ) -> list[GeneratedSample]:
-        """Every sample of a request, finished.
+        """Run a request until every sample is finished, and return the samples.
 
         Args:
-            exact_version: of an evaluation: the version that samples it. It goes to engines lent to that.
-            affinity: what requests have in common that should go to the same engine (see `Router.member`), as
-                it has their prefix; empty for none.
-            on_tokens: called with (sample, new tokens) as they arrive, each position of an answer once.
+            exact_version: only for an evaluation: the version that must sample it. The request goes to
+                engines that are lent to this evaluation.
+            affinity: requests with the same affinity go to the same engine if possible, because it has their
+                prefix (see `Router.member`); empty for none.
+            on_tokens: called with (sample, new tokens) as tokens arrive; each position of an answer is passed
+                once.
 
         Raises:
-            EngineError: if an engine refused it, or too many gave it up.
-            Exception: whatever `on_tokens` raised.
+            EngineError: if an engine refused the request, or engines gave it up too often.
+            Exception: any exception that `on_tokens` raised.
         """
         generation = _Generation(request, floor, exact_version, on_tokens)
         place, given_up, left = 0, 0, ""
@@ -265,12 +278,12 @@ class Generations:
         return generation.samples
 
     async def _on(self, engine: str, generation: _Generation, place: int) -> None:
-        """Let one engine go on with what is left, until it is done, or gives it up, or is stuck. Cancelled
-        when the engine is lost."""
+        """Run the unfinished samples on one engine until it finishes them, gives them up or is stuck. This is
+        cancelled when the engine is lost."""
         generation.move_to(engine)
         if self._deterministic:
             generation.forget_unfinished()
-        # Another name for every engine in turn: what a former one still sends does not count.
+        # Every engine gets another name for the request, so that late chunks of earlier engines are ignored.
         name = f"{generation.request.id}~{place}" if place else generation.request.id
         self._under_way[name] = generation
         try:
@@ -290,10 +303,11 @@ class Generations:
                 log.warning("engine is stuck, another goes on", engine=engine, request=name)
                 return
             generation.wake = anyio.Event()
-            await self._ask(engine, generation, name)  # the question or the answer was lost
+            await self._ask(engine, generation, name)  # the request or the answer was lost
 
     def _look(self, beacon: Beacon) -> None:
-        """Beacons come every second: one look at all requests costs less than a timer for each."""
+        """Check all requests for silence. Beacons come every second, and one check of all requests costs less
+        than a timer for each."""
         del beacon
         now = time.monotonic()
         for generation in self._under_way.values():
@@ -314,7 +328,7 @@ class Generations:
         await self._bus.publish(subject, Generate(request, self._reply, generation.exact_version))
 
     async def _release(self, engine: str, generation: _Generation, name: str) -> None:
-        """The engine can forget the request."""
+        """Tell the engine that it can forget the request."""
         names = self._context.names
         if generation.unfinished:
             await self._bus.publish(names.worker("inference", engine, "abort"), Abort(name))
@@ -322,14 +336,14 @@ class Generations:
             await self._bus.publish(names.worker("inference", engine, "confirm"), Confirm((name,)))
 
     async def _take(self, batch: ChunkBatch) -> None:
-        """Hand the chunks of a message to the requests they belong to."""
+        """Pass the chunks of a message to the requests that they belong to."""
         records = _records(batch)
         at = 0
         name, generation = "", None
         behind: set[str] = set()
         for head in batch.heads:
             start, at = at, at + head.count * _TOKEN.itemsize
-            if head.request != name:  # those of a request mostly follow each other
+            if head.request != name:  # the chunks of a request are mostly consecutive
                 name = head.request
                 generation = self._under_way.get(name)
             if generation is None or head.sample >= len(generation.samples):
@@ -344,7 +358,7 @@ class Generations:
 
 
 def _records(batch: ChunkBatch) -> memoryview:
-    """The tokens of a message, as the bytes of one `_TOKEN` after the other."""
+    """The tokens of a message as the bytes of `_TOKEN` records, one after the other."""
     records = np.empty(len(batch.tokens), _TOKEN)
     records["token"] = batch.tokens.numpy()
     records["logprob"] = batch.logprobs.numpy()

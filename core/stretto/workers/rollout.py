@@ -1,7 +1,8 @@
-"""The rollout worker: takes tickets and runs workflows, hundreds at once in one event loop.
+"""The rollout worker: takes tickets and runs workflows, hundreds at the same time in one event loop.
 
-A ticket ends here in one of three ways: its trajectories and then one `GroupDone` are in the log; one
-`GroupFailed` is; or nobody waits for it any more. Only then is it taken off the work queue.
+A ticket ends here in one of three ways: the worker wrote its trajectories and then one `GroupDone` to the
+log; the worker wrote one `GroupFailed`; or the kernel aborted the ticket. The worker takes a ticket off the
+work queue only after it has ended.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class RolloutWorker:
         self._context = context
         self._bus = context.bus
         self._slots: dict[Purpose, anyio.Semaphore] = {
-            # One each: training keeps its slots while its engine is lent to an evaluation.
+            # Each purpose has its own slots: training tickets keep theirs while their engine is lent.
             purpose: anyio.Semaphore(config.rollout.concurrency)
             for purpose in ("train", "eval")
         }
@@ -69,7 +70,7 @@ class RolloutWorker:
             ready()
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """With the tickets in hand."""
+        """Add the number of running tickets to the heartbeat."""
         return msgspec.structs.replace(heartbeat, tickets=len(self._running))
 
     async def _services(self) -> SessionServices:
@@ -96,7 +97,7 @@ class RolloutWorker:
     # --------------------------------------------------------------------------------- tickets
 
     async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
-        """Pull a ticket whenever a slot is free."""
+        """Take a ticket from the queue whenever a slot is free."""
         names = self._context.names
         tickets = self._bus.take(names.tickets_stream, names.ticket(purpose), Ticket)
         while True:
@@ -104,11 +105,11 @@ class RolloutWorker:
             tasks.start_soon(self._work, await anext(tickets), runner)
 
     async def _work(self, taken: Taken[Ticket], runner: TicketRunner) -> None:
-        """Run one ticket, write its outcome into the log, and take it off the queue."""
+        """Run one ticket, write its outcome to the log, and take the ticket off the queue."""
         ticket = taken.message
         key = (ticket.purpose, ticket.id, ticket.attempt)
         worker = self._context.worker
-        if key in self._running:  # delivered again, such as by a server that was killed
+        if key in self._running:  # delivered again, for example because the server was killed
             self._running[key] = (self._running[key][0], taken)
             self._slots[ticket.purpose].release()
             return
@@ -131,7 +132,7 @@ class RolloutWorker:
             running[0].cancel()
 
     async def _keep_alive(self) -> None:
-        """Keep the server from delivering long tickets again while they are in hand."""
+        """Tell the server that tickets are still running, so that it does not deliver long ones again."""
         while True:
             await anyio.sleep(_KEEP_ALIVE_S)
             for _, taken in list(self._running.values()):
@@ -140,7 +141,8 @@ class RolloutWorker:
     # -------------------------------------------------------------------------------- progress
 
     def _note_oldest_version(self, ticket: Ticket, version: int) -> None:
-        """The kernel may be able to use the version of a ticket's oldest token before the ticket is done."""
+        """Queue the version of a training ticket's oldest token for the kernel, which may be able to use it
+        before the ticket is done."""
         if ticket.purpose == "train":
             self._progress[ticket.id, ticket.attempt] = version
             self._progress_waits.set()
@@ -156,7 +158,7 @@ class RolloutWorker:
 
 
 def _vision_of(model: str | None) -> Vision | None:
-    """The processor of the run's model, if that reads images."""
+    """The processor of the run's model; None if the model reads no images."""
     if model is None or not is_vision_language(fetched_config(model)):
         return None
     keep_torch_out()

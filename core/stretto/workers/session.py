@@ -1,4 +1,5 @@
-"""The session of one ticket: a workflow samples and scores answers and calls tools and environments by it."""
+"""The session of one ticket. A workflow uses it to sample and score answers and to call tools and
+environments."""
 
 from __future__ import annotations
 
@@ -30,26 +31,26 @@ __all__ = ["RolloutSession", "SessionServices", "TicketClocks", "sample_seed"]
 
 @dataclass(frozen=True)
 class SessionServices:
-    """What the sessions of a rollout worker share."""
+    """The services that all sessions of a rollout worker share."""
 
     config: RunConfig
     generations: Generations
     verifiers: VerifierClient
     tokenizer: Tokenizer
     vision: Vision | None
-    """The processor of a model that reads images."""
+    """The processor of a model that reads images; None for a text model."""
     on_oldest_version: Callable[[Ticket, int], None]
     """Called when the version of a ticket's oldest token is known."""
 
     def sampling_of(self, ticket: Ticket) -> Sampling:
-        """How a ticket's tokens are drawn unless the workflow gives its own sampling."""
+        """The sampling of a ticket, unless the workflow gives its own sampling."""
         if ticket.purpose == "eval" and self.config.evaluation is not None:
             return self.config.evaluation.sampling or self.config.sampling
         return self.config.sampling
 
 
 class _Clock:
-    """Measures the seconds in which at least one of the blocks that it guards is running."""
+    """Measures the seconds during which at least one of its `with` blocks is running."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -76,7 +77,7 @@ class TicketClocks:
 
 
 class RolloutSession:
-    """`stretto.workflow.Session` of one ticket; the contract is written there."""
+    """The `stretto.workflow.Session` of one ticket; that protocol documents the contract."""
 
     def __init__(self, services: SessionServices, ticket: Ticket, clocks: TicketClocks) -> None:
         self._services = services
@@ -86,17 +87,17 @@ class RolloutSession:
             ticket.min_version, lambda version: services.on_oldest_version(ticket, version)
         )
         self._turns: Counter[str] = Counter()
-        """Requests made in each conversation."""
+        """Number of requests made in each conversation."""
         self._conversations = 0
 
     @property
     def group_size(self) -> int:
-        """Samples that the algorithm wants of the prompt."""
+        """Number of samples that the algorithm wants for the prompt."""
         return self._ticket.samples
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling of this ticket, unless the workflow gives its own."""
+        """The sampling of this ticket, unless the workflow gives its own."""
         return self._services.sampling_of(self._ticket)
 
     @property
@@ -154,7 +155,7 @@ class RolloutSession:
         limit: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Conversation:
-        """Begin a conversation of its own seeds and engine."""
+        """Begin a conversation. It has its own seeds, and its requests go to the same engine if possible."""
         self._conversations += 1
         conversation_id = f"c{self._conversations}"
 
@@ -173,7 +174,7 @@ class RolloutSession:
         *,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Score]:
-        """Rewards of answers to the prompt's row."""
+        """Let the verifiers score answers to the prompt's row."""
         texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
         with self._clocks.score:
             scored = await self._services.verifiers.score(self._row(prompt), texts, columns or {})
@@ -203,22 +204,23 @@ class RolloutSession:
 
     @property
     def _seed_scope(self) -> str:
-        """Attempts share their seeds: an interrupted answer is the same when it is repeated."""
+        """The scope of the ticket's seeds. All attempts of a ticket share their seeds, so that a repeated
+        attempt draws with the same random numbers."""
         ticket = self._ticket
         number = ticket.id if ticket.purpose == "train" else ticket.row
         return f"{self._services.config.seed}/{ticket.purpose}/{number}"
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
-        """The row as verifiers see it: pixels do not travel."""
+        """The row that is sent to verifiers. For a model that reads images, it has no images."""
         hidden = IMAGE_COLUMNS if self._services.vision is not None else ()
         return {name: value for name, value in prompt.row.items() if name not in hidden}
 
 
 def sample_seed(scope: str, turn: str, sample: int) -> int:
-    """The seed of one sample: the same in every attempt and every repetition of the run.
+    """The seed of one sample. It is the same in every attempt and in every repetition of the run.
 
     Args:
-        scope: the run's seed, the ticket's purpose and its number.
+        scope: the run's seed, the ticket's purpose, and the ticket's number or, in an evaluation, its row.
     """
     digest = hashlib.sha256(f"{scope}/{turn}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "little")

@@ -1,4 +1,4 @@
-"""From a ticket to its outcome: the row's prompt, the workflow, and the trajectories in the log."""
+"""Turn a ticket into its outcome: read the prompt, run the workflow, write the trajectories to the log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 class TicketRunner:
-    """Runs the workflow on tickets, any number at once."""
+    """Runs the workflow on tickets. Any number of tickets can run at the same time."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class TicketRunner:
         self._image_thread = anyio.CapacityLimiter(1)
 
     async def outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
-        """Run a ticket. Its trajectories are in the log when this returns.
+        """Run a ticket. When this returns `GroupDone`, the trajectories are in the log; for an evaluation,
+        only the answers are, if the config keeps them.
 
-        Everything that goes wrong in a ticket ends here, as a failed group.
+        Every exception of a ticket is caught here and reported as a failed group.
         """
         context, began, clocks = self._context, anyio.current_time(), TicketClocks()
         timeout_s = context.composed.config.workflow.timeout_s
@@ -99,7 +100,7 @@ class TicketRunner:
         return trajectories
 
     async def _prompt(self, ticket: Ticket) -> Prompt:
-        """The row of a ticket with the ids of its prompt."""
+        """The row of a ticket and the ids of its prompt."""
         row, config = self._datasets[ticket.purpose][ticket.row], self._services.config
         if fault := fault_of(row["prompt"]):
             raise ConfigError(f"row {ticket.row}: prompt: {fault}")
@@ -115,14 +116,15 @@ class TicketRunner:
         return Prompt(row, ids)
 
     async def _encode(self, row: Row) -> NDArray[np.int32]:
-        """The prompt's ids. Images take a while: a thread reads them, one row at a time."""
+        """The ids of a row's prompt. Reading images is slow, so a thread does it, one row at a time."""
         vision = self._services.vision
         if vision is None:
             return self._services.tokenizer.encode_prompt(row["prompt"])
         return await anyio.to_thread.run_sync(_encode_with_images, vision, row, limiter=self._image_thread)
 
     async def _store(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[Member]:
-        """Write the trajectories to the log in a few messages; of an evaluation only kept text."""
+        """Write the trajectories to the log in a few messages. For an evaluation, write only the answers that
+        the config keeps."""
         wired = wire_trajectories(ticket, trajectories)
         if ticket.purpose == "eval":
             kept = await self._keep_answers(ticket, trajectories)
@@ -141,7 +143,8 @@ class TicketRunner:
         return members
 
     async def _keep_answers(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> int:
-        """The sequence number of an evaluation ticket's answers in the log; 0 where they are not kept."""
+        """Write the answers of an evaluation ticket to the log, if the config keeps them. Return their
+        sequence number, or 0 if they are not kept."""
         evaluation = self._context.composed.config.evaluation
         if evaluation is None or not evaluation.keep_answers:
             return 0
@@ -154,19 +157,20 @@ class TicketRunner:
 
 
 class _TicketLimits:
-    """The time limits of tickets. They stand still while all engines are lent to others."""
+    """The time limits of tickets. A limit is extended by the time in which engines are there but none may
+    sample for the ticket, because all are lent to other work."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._running: set[tuple[int | None, anyio.CancelScope]] = set()
-        """(`exact_version` of the ticket, its limit)."""
+        """(`exact_version` of the ticket, its limit) of every running ticket."""
         self._beacon_s = 0.0
         self._serving: set[int | None] = set()
-        """`exact_version` of each engine, by the latest beacon."""
+        """`exact_version` of each engine in the latest beacon."""
         context.on_beacon(self._on_beacon)
 
     @contextmanager
     def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
-        """Raise TimeoutError where the block takes longer."""
+        """Raise TimeoutError if the block takes longer than `timeout_s`, extensions not counted."""
         with anyio.fail_after(timeout_s) as limit:
             entry = (ticket.exact_version, limit)
             self._running.add(entry)
@@ -176,8 +180,8 @@ class _TicketLimits:
                 self._running.discard(entry)
 
     def _on_beacon(self, beacon: Beacon) -> None:
-        """Move the limits on by the time that their engines were lent. Beacons come every second and at every
-        change."""
+        """Extend the limits by the time for which their engines were lent. Beacons come every second and at
+        every change."""
         now = anyio.current_time()
         passed, self._beacon_s = now - self._beacon_s, now
         for exact_version, limit in self._running:
@@ -187,7 +191,7 @@ class _TicketLimits:
 
 
 class _Unfit(Exception):
-    """The row cannot be trained on."""
+    """The row's prompt is too long or empty, so the ticket is filtered."""
 
 
 def _encode_with_images(vision: Vision, row: Row) -> NDArray[np.int32]:
@@ -195,8 +199,8 @@ def _encode_with_images(vision: Vision, row: Row) -> NDArray[np.int32]:
 
 
 def _check_image_tokens(image_token: int, ids: NDArray[np.int32], trajectories: Sequence[Trajectory]) -> None:
-    """Raise EngineError where a trajectory has more image tokens than its prompt: there is no image for them,
-    and no model could be given it."""
+    """Raise EngineError if a trajectory and its prompt have different numbers of image tokens: the images
+    would not match the tokens, so no model could read the trajectory."""
     expected = np.count_nonzero(ids == image_token)
     for trajectory in trajectories:
         found = np.count_nonzero(trajectory.tokens == image_token)

@@ -1,4 +1,4 @@
-"""Trajectories as they lie in the log, and as the kernel sees them."""
+"""Trajectories in the form that the log stores, and in the form that the kernel sees."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def _wire(ticket: Ticket, index: int, trajectory: Trajectory, sample: int) -> Wi
 
 
 def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Member:
-    """The trajectory as the kernel sees it.
+    """The figures of a trajectory that the kernel sees.
 
     Raises:
-        EngineError: if the policy sampled no token of it.
-        RewardError: if its score is not finite, which no later step could use.
+        EngineError: if the policy sampled no token of the trajectory.
+        RewardError: if its reward or a metric is not finite: no later step could use it.
     """
     if not all(map(is_number, (trajectory.score.reward, *trajectory.score.metrics.values()))):
         raise RewardError(f"the score is not finite: {trajectory.score}")
@@ -66,7 +66,8 @@ def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Mem
 
 
 def bundles_of(trajectories: list[WireTrajectory]) -> list[list[WireTrajectory]]:
-    """The trajectories in messages of a moderate size: a reader that wants one row gets few others."""
+    """Divide trajectories into messages of a moderate size, so that a reader who wants one row receives few
+    others."""
     bundles: list[list[WireTrajectory]] = []
     room = 0
     for trajectory in trajectories:
