@@ -1,4 +1,4 @@
-"""The inference engine that draws its answers from a hat, token by token in stated time."""
+"""The mock inference engine: it draws random tokens and emits them at a configured speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TICK_S = 0.01
 
 @dataclass
 class _MockSample:
-    """One answer; its tokens are drawn at the start and come out as time passes."""
+    """One answer. Its tokens are drawn at the start and emitted as time passes."""
 
     request: GenerateRequest
     index: int
@@ -37,7 +37,7 @@ class _MockSample:
     finish: Finish
     expires: float
     credit: float = 0.0
-    """Tokens due, whole and part."""
+    """Number of tokens that are due by now, with a fraction."""
     sent: int = 0
 
 
@@ -57,15 +57,15 @@ class MockInference:
         self._emit: Emit | None = None
 
     async def start(self, emit: Emit, tasks: TaskGroup) -> None:
-        """Begin to tick."""
+        """Start the task that emits tokens."""
         self._emit = emit
         tasks.start_soon(self._tick)
 
     async def stop(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the engine holds no resources."""
 
     def generate(self, request: GenerateRequest) -> None:
-        """Draw all answers at once; a second request with a running id is the same request."""
+        """Draw all answers at once. A request whose id is already running or waiting is ignored."""
         known = {sample.request.id for sample in (*self._waiting, *self._running)}
         if request.id not in known:
             expires = time.monotonic() + request.deadline_s
@@ -75,12 +75,12 @@ class MockInference:
             self._waiting.extend(self._draw(request, index, expires) for index in wanted)
 
     def abort(self, request: str) -> None:
-        """End what is left of a request."""
+        """End the unfinished samples of a request."""
         ended = [sample for sample in (*self._waiting, *self._running) if sample.request.id == request]
         self._end(ended, "abort", "")
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """Pause as long as stated, then serve the version."""
+        """Pause for `swap_s` seconds, then serve the version."""
         begun = time.monotonic()
         async with self._paused:
             await anyio.sleep(self._config.swap_s)
@@ -89,7 +89,7 @@ class MockInference:
         return SwapReport(self._version, update.note.digest, self._pauses[-1])
 
     async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """There is no model to ask."""
+        """Raise EngineError: the mock engine has no model."""
         raise EngineError("the mock inference engine has no model")
 
     def load(self) -> Load:
@@ -132,10 +132,11 @@ class MockInference:
                 if self._running:
                     self._busy_s += passed
                     self._advance(passed * self._config.tokens_per_s / self._config.slots)
-                self._admit(now)  # afterwards, so that no slot stands empty while samples wait
+                self._admit(now)  # after `_advance`, so that no slot stays empty while samples wait
 
     def _admit(self, now: float) -> None:
-        """Fill free slots in order of arrival with samples whose weights are there."""
+        """End the samples whose deadline has passed. Then fill free slots, in order of arrival, with samples
+        whose `min_version` is served."""
         late = [sample for sample in (*self._waiting, *self._running) if sample.expires < now]
         self._end(late, "error", "deadline passed")
         ready = [sample for sample in self._waiting if sample.request.min_version <= self._version]

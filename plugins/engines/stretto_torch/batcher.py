@@ -1,7 +1,7 @@
-"""Continuous batching: requests come in, tokens go out, weights change in between.
+"""Continuous batching: take requests, sample tokens, and change the weights between steps.
 
-Everything here happens in the engine's compute thread, one call after the other. Nothing waits: the
-thread in `inference.py` does, and asks for one step at a time.
+The engine's compute thread makes all calls, one after the other. No call here waits for requests: the thread
+in `inference.py` does that, and asks for one step at a time.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from stretto_torch.waiting import WaitingLine
 
 @dataclass
 class Figures:
-    """Totals since the start. Written by the compute thread, read by any."""
+    """Totals since the start. The compute thread writes them; any thread may read them."""
 
     generated_tokens: int = 0
     busy_s: float = 0.0
     preemptions: int = 0
-    """Times that a sample had to leave its slot for lack of cache."""
+    """Number of times that a sample had to leave its slot because the cache was full."""
     swaps: int = 0
     pause_s: float = 0.0
     pause_max_s: float = 0.0
 
 
 class Batcher:
-    """One model being served.
+    """Serves one model.
 
     Args:
         model: the loaded model.
-        tokenizer: gives its tokenizer; called only if a request has stop strings.
+        tokenizer: returns the model's tokenizer; called only for requests with stop strings.
     """
 
     def __init__(
@@ -63,18 +63,22 @@ class Batcher:
         self._deterministic = deterministic
         self._recompute_on_swap = recompute_on_swap
         self._slots = Slots(model.decoder, model.shapes, model.eos, deterministic=deterministic)
-        # With many slots, computing several new prompts together saves more than the slots lose by
-        # standing empty for a few steps.
+        # With many slots, it saves more time to compute several new prompts together than the slots lose
+        # while they are empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
         self._waiting = WaitingLine()
         self._jobs: dict[str, SampleJob] = {}
-        self._next_deadline = inf  # of a job; perhaps of one that has ended
+        self._next_deadline = inf  # the earliest deadline of a job; the job may have ended
         self._chunks: list[Chunk] = []
 
     # -------------------------------------------------------------------------- what is asked of it
 
     def take(self, request: GenerateRequest, arrived: float) -> None:
-        """Take a request that arrived at some time of `time.monotonic`."""
+        """Take a request. A request whose id is already running is ignored.
+
+        Args:
+            arrived: time of its arrival, on the clock of `time.monotonic`.
+        """
         if request.id in self._jobs:
             return
         try:
@@ -101,18 +105,19 @@ class Batcher:
         self._waiting.add(job, arrived)
 
     def abort(self, request: str) -> None:
-        """End what is left of a request."""
+        """End the unfinished samples of a request."""
         if request in self._jobs:
             self._end_all(self._jobs[request].samples, "abort")
 
     def give_up(self) -> list[Chunk]:
-        """The last chunks of a batcher that cannot go on. Another engine may finish what is unfinished."""
+        """The last chunks of a batcher that cannot continue: every unfinished sample ends with `abort`.
+        Another engine may finish these samples."""
         for job in self._jobs.values():
             self._chunks += [_chunk(sample, NO_TOKENS, "abort") for sample in job.samples]
         return self._chunks
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
-        """Serve these checked weights from the next token on. Returns the seconds it took."""
+        """Use these checked weights from the next token on. Return how many seconds the swap took."""
         started = monotonic()
         self.targets.load(tensors)
         self.version = version
@@ -134,7 +139,7 @@ class Batcher:
 
     @property
     def targets(self) -> Targets:
-        """Where weights go."""
+        """The model's tensors that a swap overwrites."""
         return self._model.decoder.targets
 
     @property
@@ -144,12 +149,12 @@ class Batcher:
 
     @property
     def running(self) -> int:
-        """Samples being decoded."""
+        """Number of samples that are being decoded."""
         return len(self._slots.running)
 
     @property
     def waiting(self) -> int:
-        """Samples without a slot."""
+        """Number of samples without a slot."""
         return len(self._waiting)
 
     @property
@@ -159,21 +164,21 @@ class Batcher:
 
     @property
     def prefix_hits(self) -> int:
-        """Samples that found the beginning of their text computed."""
+        """Number of samples for which the cache already held the beginning of their text."""
         return self._slots.prefix_hits
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens that were not computed for that."""
+        """Number of tokens that did not have to be computed because of these hits."""
         return self._slots.prefix_tokens
 
     @property
     def next_deadline(self) -> float:
-        """When `step` must be called even if there is nothing to do."""
+        """Time at which `step` must be called even if `busy` is False, on the clock of `time.monotonic`."""
         return self._next_deadline
 
     def step(self) -> None:
-        """Fill free slots if that is worth it, and draw one token of every running sample."""
+        """Fill free slots if enough are free, and sample one token for every running sample."""
         started = monotonic()
         if started >= self._next_deadline:
             self._expire(started)
@@ -187,7 +192,7 @@ class Batcher:
             self.figures.busy_s += monotonic() - started
 
     def logprobs(self, sequence: NDArray[np.int32]) -> NDArray[np.float32]:
-        """What the weights of now say of a text (L,), L >= 2: (L - 1,).
+        """The logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,) with L >= 2.
 
         Raises:
             RequestError: if there are no weights yet, or the text cannot be computed.
@@ -203,7 +208,7 @@ class Batcher:
         return self._model.decoder.score(tokens).cpu().numpy()
 
     def collect(self) -> list[Chunk]:
-        """All that is new since the last call."""
+        """All chunks since the last call."""
         for sample in self._slots.running:
             if self._slots.length(sample) > sample.sent:
                 answer = self._slots.answer(sample, sample.sent)
@@ -213,7 +218,8 @@ class Batcher:
         return chunks
 
     def _refill(self) -> int:
-        """Give slots to those whose turn it is. Returns how many, each of which has its first token."""
+        """Give free slots to waiting samples, in the order of the line, and sample the first token of each.
+        Return the number of these samples."""
         free, ready = self._slots.free, self._waiting.ready
         if not free or not ready or free < min(self._refill_from, ready):
             return 0
@@ -227,7 +233,8 @@ class Batcher:
         return len(samples)
 
     def _make_room(self) -> None:
-        """Let samples wait again, with what they have, if the cache is too small for the next step of all."""
+        """Put samples back into the waiting line, with their tokens so far, if the cache is too small for the
+        next step of all running samples."""
         leave = self._slots.surplus()
         for sample in leave:
             answer = self._slots.answer(sample, sample.sent)
@@ -244,7 +251,7 @@ class Batcher:
     # ------------------------------------------------------------------------------------ endings
 
     def _finish_of_begun(self, sample: SlotSample) -> Finish:
-        """The finish of an answer that was complete when it came."""
+        """The finish of an answer that was already complete on arrival; empty if it was not."""
         begun, job = sample.begun, sample.job
         if not len(begun):
             return ""
@@ -258,12 +265,12 @@ class Batcher:
         self._next_deadline = min((job.deadline for job in self._jobs.values()), default=inf)
 
     def _take_out(self, endings: Iterable[SampleEnding]) -> None:
-        """Say what ended by itself and has left its slot."""
+        """Emit the last chunks of samples that ended and have left their slots."""
         for ending in endings:
             self._end(ending.sample, ending.finish, ending.error, ending.unsent)
 
     def _end_all(self, samples: Iterable[SlotSample], finish: Finish, error: str = "") -> None:
-        """End samples before their time, running or waiting."""
+        """End running or waiting samples early."""
         samples = tuple(samples)
         running = [sample for sample in samples if sample.row >= 0]
         unsent = {sample: self._slots.answer(sample, sample.sent) for sample in running}
@@ -285,7 +292,7 @@ class Batcher:
 
 
 def last_chunks(request: GenerateRequest, finish: Finish, error: str = "") -> list[Chunk]:
-    """The answer to a request that is not served at all."""
+    """The answer to a request that is not served: one last chunk for every wanted sample."""
     count = max(1, len(request.seeds))
     positions = request.have if len(request.have) == count else (0,) * count
     empty = NO_TOKENS.tokens, NO_TOKENS.logprobs, NO_TOKENS.versions

@@ -1,4 +1,4 @@
-"""What the engine knows of a request it has taken, and of each of its samples."""
+"""The engine's state of a request, and of each sample of the request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 UNWANTED = -1
-"""Stands in `GenerateRequest.have` for a sample that the asker holds to its end."""
+"""Marks in `GenerateRequest.have` a sample that the requester already has completely."""
 
 _NOTHING: NDArray[np.int32] = np.empty(0, np.int32)
 
@@ -33,51 +33,52 @@ class SampleJob:
     deadline: float
     """On the clock of `time.monotonic`."""
     samples: list[SlotSample] = field(default_factory=list["SlotSample"])
-    """Those that have not ended."""
+    """The samples that have not ended."""
     ends: frozenset[int] = frozenset()
     """Tokens that end an answer."""
     stops: StopStrings | None = None
-    """What recognises the request's stop strings, if it has any."""
+    """The detector of the request's stop strings, if it has any."""
     shared: SharedPrompt | None = None
-    """The prompt, once it was computed with the weights of now."""
+    """The prompt, after it was computed with the current weights."""
 
     @property
     def prompt_is_lent(self) -> bool:
-        """Whether a running sample has the prompt's keys and values to copy."""
+        """Whether a running sample holds the prompt's keys and values, so that others can copy them."""
         return self.shared is not None and self.shared.lender.row >= 0
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompt:
-    """A prompt that was computed for one sample of a job, for the others to copy."""
+    """A prompt that was computed for one sample of a job, so that the other samples can copy it."""
 
     lender: SlotSample
-    """The sample whose slot holds its keys and values, while it is running."""
+    """The sample whose slot holds the prompt's keys and values, while the sample is running."""
     logits: Tensor
-    """(V,) float32, after the last token of the prompt."""
+    """(V,) float32, the logits after the last token of the prompt."""
 
 
 @dataclass(eq=False, slots=True)
 class SlotSample:
-    """One answer in the making."""
+    """One answer that is being generated."""
 
     job: SampleJob
     index: int
     begun: NDArray[np.int32]
-    """Tokens it had when it came, or when it last left its slot to others."""
+    """Answer tokens that the sample had on arrival, or when it last had to leave its slot."""
     sent: int
-    """Tokens of the answer that the asker has; grows with what is emitted."""
+    """Number of answer tokens that the requester has; it grows with every chunk."""
     place: tuple[float, int] = (0.0, 0)
-    """Its place in the waiting line, which it keeps: who has a later one gives way."""
+    """Place in the waiting line. The sample keeps it: if the cache is full, samples with later places leave
+    their slots first."""
     row: int = -1
-    """Its row among the running ones; -1 before and after."""
+    """Row among the running samples; -1 while the sample is not running."""
     pure: bool = True
-    """Whether all that its slot holds was computed with the weights of now."""
+    """Whether everything in the sample's slot was computed with the current weights."""
     ended: bool = False
 
     @property
     def seed(self) -> int:
-        """What its tokens are drawn with."""
+        """The seed with which the sample's tokens are drawn."""
         return self.job.request.seeds[self.index]
 
 
@@ -90,10 +91,17 @@ def open_job(
     eos: Iterable[int],
     deterministic: bool,
 ) -> SampleJob:
-    """Read a request that arrived at some time of `time.monotonic`.
+    """Check a request and make its job.
+
+    Args:
+        arrived: time of its arrival, on the clock of `time.monotonic`.
+        vocabulary: number of tokens in the vocabulary.
+        context: largest number of tokens of a sample, prompt and answer together.
+        eos: the tokens with which the model ends its answers.
+        deterministic: answers are repeated from their seeds, so a request must not have begun ones.
 
     Raises:
-        RequestError: if it cannot be served by this engine.
+        RequestError: if this engine cannot serve the request.
     """
     count, longest = len(request.seeds), request.sampling.max_tokens
     prompt = _tokens(request.prompt_ids, vocabulary, "prompt_ids")

@@ -9,8 +9,8 @@ from stretto_torch.requests import SampleJob, SlotSample
 
 
 class WaitingLine:
-    """Samples without a slot: first come, first served. Whoever needs newer weights than there are stands
-    aside and holds up nobody.
+    """Samples without a slot, in order of arrival. A sample that needs newer weights than the engine has
+    waits separately and does not block the others.
     """
 
     def __init__(self) -> None:
@@ -21,43 +21,44 @@ class WaitingLine:
         self._waiting = 0
 
     def __len__(self) -> int:
-        """Samples that wait, whether or not they could be served."""
+        """Number of samples that wait, including those that need newer weights."""
         return self._waiting
 
     @property
     def ready(self) -> int:
-        """How many could be served now; may count some that have ended, but never those alone."""
+        """Number of samples that could be served now. It may include samples that have ended, but is 0 if all
+        have ended."""
         while self._ready and self._ready[0][2].ended:
             heappop(self._ready)
         return len(self._ready)
 
     def add(self, job: SampleJob, arrived: float) -> None:
-        """Let all samples of a job wait, in their order."""
+        """Add all samples of a job to the line, in their order."""
         for sample in job.samples:
             sample.place = (arrived, next(self._tickets))
             self.put_back(sample)
 
     def put_back(self, sample: SlotSample) -> None:
-        """Let a sample that has left its slot wait again, at the place it had."""
+        """Put a sample into the line at its place. A sample that has left its slot keeps its old place."""
         self._place((*sample.place, sample))
         self._waiting += 1
 
     @property
     def first(self) -> SlotSample:
-        """The next sample to serve; only if `ready`."""
+        """The next sample to serve. Call only if `ready` is not 0."""
         return self._ready[0][2]
 
     def pop(self) -> SlotSample:
-        """Take out `first`."""
+        """Remove and return `first`."""
         self._waiting -= 1
         return heappop(self._ready)[2]
 
     def leave(self) -> None:
-        """One sample has ended while it waited; it is dropped when its turn comes."""
+        """Record that one sample has ended while it waited. It is removed from the line later."""
         self._waiting -= 1
 
     def set_version(self, version: int) -> None:
-        """Weights of another version are served from now on."""
+        """Set the version that the engine now serves, and sort the samples accordingly."""
         self._version = version
         entries = self._ready + self._aside
         self._ready, self._aside = [], []
