@@ -336,9 +336,13 @@ class HFTraining:
         return _Work(micro, places, rows)
 
     def _looked_at(self, micro: Batch) -> Batch:
-        """The micro-batch as the model reads it. Where it has no image, a blank image may be added at its
-        end, whose output is not used: if only some ranks ran the vision tower, the ranks would wait for each
-        other forever."""
+        """The micro-batch as the model reads it. If the model reads images and the layout has several parts,
+        a micro-batch without an image gets a blank image at its end, whose output is not used: if only some
+        ranks ran the vision tower, the ranks would wait for each other forever.
+
+        Raises:
+            EngineError: if the batch has images and the model reads none.
+        """
         if any(micro.media):
             if not self._reads_images:
                 raise EngineError(f"the batch carries images, and model {self._initial!r} reads none")
