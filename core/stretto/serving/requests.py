@@ -198,7 +198,7 @@ class RequestQueue:
         server = self._server
         return server if server is not None and not server.broken and self._emit is not None else None
 
-    # ------------------------------------------------------------------------- what the engine tells
+    # ---------------------------------------------------------------------- calls from the engine
 
     def start(self, emit: Emit, tasks: TaskGroup) -> None:
         """Start to emit chunks."""

@@ -71,7 +71,7 @@ class Batcher:
         self._next_deadline = inf  # the earliest deadline of a job; the job may have ended
         self._chunks: list[Chunk] = []
 
-    # -------------------------------------------------------------------------- what is asked of it
+    # ------------------------------------------------------------------------ calls that change the work
 
     def take(self, request: GenerateRequest, arrived: float) -> None:
         """Take a request. A request whose id is already running is ignored.
@@ -135,7 +135,7 @@ class Batcher:
         self.figures.pause_max_s = max(self.figures.pause_max_s, pause_s)
         return pause_s
 
-    # ------------------------------------------------------------------------------- what it does
+    # -------------------------------------------------------------------------------- state and steps
 
     @property
     def targets(self) -> Targets:
