@@ -1,8 +1,8 @@
 """Every message that travels between the processes of a run, in one file.
 
-A message is an array in msgpack: its tag, `Name/version`, then its fields in order. Fields may be
-appended with a default; any other change raises the version in the tag, and readers refuse the
-versions they do not know.
+A message is a msgpack array: its tag, `Name/version`, then its fields in order. A change may append a field
+with a default. Any other change raises the version in the tag, and readers refuse versions that they do not
+know.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ __all__ = [
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=lambda name: f"{name}/1"):
-    """Base of everything published on its own; parts of messages are plain structs."""
+    """Base of every message that is published on its own. Parts of messages are plain structs."""
 
 
 class Refusal(Message, frozen=True):
-    """Instead of the answer to a request: why there is none."""
+    """Sent in place of the answer to a request: the reason why there is no answer."""
 
     reason: str
 
@@ -102,74 +102,77 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker: str
     role: Role
     load: Load | None = None
-    """Of inference workers: the figures of the latest heartbeat."""
+    """Load figures of the latest heartbeat. Only inference workers have them."""
     exact_version: int | None = None
-    """Of an inference worker that is lent to an evaluation: the version it serves, to that alone."""
+    """The version that an inference worker serves while it is lent to an evaluation. It then serves only that
+    evaluation. None for other workers."""
 
 
 class Beacon(Message, frozen=True):
-    """Kernel to all, every second and at every change: it lives, and who else does."""
+    """Kernel to all workers, every second and at every change: the kernel is alive, and these workers can be
+    called."""
 
     lease_epoch: int
-    """Fencing number of the kernel's lease: a worker obeys the highest it has seen."""
+    """Fencing number of the kernel's lease. A worker obeys the highest number that it has seen."""
     version: int
     """Training version."""
     state: Literal["running", "over"]
-    """`over`: every worker leaves."""
+    """At `over` every worker leaves."""
     peers: tuple[Peer, ...]
     """Inference and verifier workers that can be called now."""
 
 
 class Join(Message, frozen=True):
-    """Worker to kernel, answered by `Welcome`: a process of this role is there."""
+    """Worker to kernel, answered by `Welcome`: a process with this role has started."""
 
     worker: str
     role: Role
     place: str
-    """Where it runs, for people."""
+    """Where the worker runs, for people."""
     nonce: str
-    """Drawn at its start: tells a worker started again from the one before."""
+    """Random text that the worker draws at its start. It distinguishes a restarted worker from the former
+    process."""
 
 
 class Welcome(Message, frozen=True):
-    """All that a worker has to know."""
+    """What a worker needs to know about the run."""
 
     config: bytes
-    """The composed run, msgpack of its plain mapping."""
+    """The composed run as a plain mapping, in msgpack."""
     run: str
     folder: str
     lease_epoch: int
     grace_s: float
-    """A worker that has heard no beacon for so long leaves."""
+    """A worker leaves after this many seconds without a beacon."""
     fingerprints: dict[str, str]
-    """Of the datasets, by the key of their section."""
+    """Fingerprint of each dataset, by the key of its section."""
 
 
 class Heartbeat(Message, frozen=True):
-    """Worker to kernel, every second."""
+    """Worker to kernel, every second: the worker is alive."""
 
     worker: str
     nonce: str
     ready: bool
-    """It can be called."""
+    """Whether the worker can be called."""
     busy_s: float = 0.0
-    """Seconds of work since its start, by its own measure."""
+    """Seconds of work since the worker's start, as the worker measures them."""
     load: Load | None = None
-    """Of inference workers."""
+    """Load figures of the engine. Only inference workers send them."""
     tickets: int = 0
-    """Of rollout workers: tickets in hand."""
+    """Tickets that a rollout worker is working on."""
     refused: int = 0
-    """Malformed messages it has refused."""
+    """Number of malformed messages that the worker has refused."""
 
 
 class Leaving(Message, frozen=True):
-    """Worker to kernel: it goes, having handed back or finished what it had."""
+    """Worker to kernel: the worker leaves. It has finished its work or handed it back."""
 
     worker: str
     nonce: str
     reason: str
     final: bool = False
-    """What it failed at would fail again: starting it again, or resuming the run, cannot help."""
+    """Whether the same failure would occur again after a restart of the worker or a resume of the run."""
 
 
 # ---------------------------------------------------------------------------------------- tickets
@@ -178,33 +181,34 @@ Purpose = Literal["train", "eval"]
 
 
 class Ticket(Message, frozen=True):
-    """Kernel to whichever rollout worker takes it: leave to roll out one group."""
+    """Kernel to the rollout worker that takes it: permission to roll out one group."""
 
     id: int
-    """From 0 up, for each purpose."""
+    """Number of the ticket. Each purpose counts from 0."""
     attempt: int
-    """From 1 up, when it is issued again."""
+    """Number of the attempt, from 1. It rises each time the kernel issues the ticket again."""
     purpose: Purpose
     row: int
     """Index in the dataset of its purpose."""
     min_version: int
-    """Its tokens are of this version or newer; those of an evaluation are of exactly this one."""
+    """The ticket's tokens have this version or a newer one. The tokens of an evaluation have exactly this
+    version."""
     samples: int
-    """Trajectories wanted, n."""
+    """Number of samples of the group, n."""
 
     @property
     def name(self) -> str:
-        """`7/1`, or `eval-7/1`: unique in the run."""
+        """`7/1`, or `eval-7/1`. The name is unique in the run."""
         return f"{'' if self.purpose == 'train' else 'eval-'}{self.id}/{self.attempt}"
 
     @property
     def exact_version(self) -> int | None:
-        """Of an evaluation: the version that it is of."""
+        """The version that an evaluation ticket evaluates; None for a training ticket."""
         return self.min_version if self.purpose == "eval" else None
 
 
 class TicketStarted(Message, frozen=True):
-    """Rollout worker to kernel: it works on this attempt now."""
+    """Rollout worker to kernel: the worker now works on this attempt."""
 
     worker: str
     purpose: Purpose
@@ -213,7 +217,8 @@ class TicketStarted(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Rollout worker to kernel: every sample of these tickets has begun, so their oldest tokens are known."""
+    """Rollout worker to kernel: every sample of these tickets has begun, so the version of each ticket's
+    oldest token is known."""
 
     worker: str
     oldest: tuple[tuple[int, int, int], ...]
@@ -221,7 +226,7 @@ class Progress(Message, frozen=True):
 
 
 class AbortTicket(Message, frozen=True):
-    """Kernel to all rollout workers: nobody waits for this ticket any more."""
+    """Kernel to all rollout workers: stop this attempt, because nobody waits for it any more."""
 
     purpose: Purpose
     ticket: int
@@ -229,49 +234,50 @@ class AbortTicket(Message, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One trajectory of a finished group, as the kernel sees it."""
+    """What the kernel knows of one trajectory of a finished group."""
 
     id: str
     """`ticket/attempt/index`."""
     sequence: int
-    """Sequence number in the log of the bundle that holds it."""
+    """Sequence number, in the log, of the bundle that holds the trajectory."""
     index: int
-    """Its place in that bundle."""
+    """Position of the trajectory in that bundle."""
     length: int
-    """Tokens, prompt included."""
+    """Number of tokens, prompt included."""
     sampled: int
-    """Tokens that the policy sampled."""
+    """Number of tokens that the policy sampled."""
     oldest: int
     newest: int
-    """Versions of its oldest and newest sampled token."""
+    """`oldest` and `newest` are the versions of the trajectory's oldest and newest sampled token."""
     reward: float
     metrics: dict[str, float]
     finish: Finish
     part: bool = False
-    """Whether it is of the same sample as the member before it."""
+    """Whether the trajectory belongs to the same sample as the member before it."""
 
 
 class GroupDone(Message, frozen=True):
-    """Rollout worker to the log: all trajectories of one ticket are in the log. The only way in which
-    a group comes to exist for the ledger."""
+    """Rollout worker to the log: all trajectories of one ticket are in the log. For the ledger, a group
+    exists only through this message."""
 
     purpose: Purpose
     ticket: int
     attempt: int
     worker: str
     members: tuple[Member, ...]
-    """The data of evaluation tickets is not in the log; where answers are kept, `sequence` is that of their
-    `Answers`."""
+    """The log does not hold the data of evaluation tickets. If the run keeps the answers, `sequence` is the
+    sequence number of their `Answers`."""
     seconds: float
-    """From the start of the ticket."""
+    """Seconds from the start of the ticket."""
     generate_s: float = 0.0
-    """Of these, in which at least one of its requests was at an inference engine."""
+    """The part of `seconds` in which at least one of the ticket's requests was at an inference engine."""
     score_s: float = 0.0
-    """Of these, in which at least one of its calls was at a verifier: rewards, tools, environments."""
+    """The part of `seconds` in which at least one of the ticket's calls was at a verifier: a reward, a tool
+    or an environment."""
 
 
 class GroupFailed(Message, frozen=True):
-    """Rollout worker to the log: this attempt gives no group."""
+    """Rollout worker to the log: this attempt produces no group."""
 
     purpose: Purpose
     ticket: int
@@ -279,7 +285,7 @@ class GroupFailed(Message, frozen=True):
     worker: str
     reason: str
     filtered: bool = False
-    """The row was not fit to be trained on (a prompt too long), as against a failure."""
+    """Whether the row is not fit to train on (for example, its prompt is too long). False for a failure."""
 
 
 class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -291,7 +297,7 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     loss_mask: Array
     """(L,) bool."""
     logprobs: Array
-    """(L,) float32, behaviour."""
+    """(L,) float32, logprobs of the behaviour policy."""
     versions: Array
     """(L,) int32."""
     reward: float
@@ -299,11 +305,11 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: Finish
     engine: str
     sample: int
-    """Of the ticket's samples, which one it is, or is a piece of."""
+    """Index of the ticket's sample that the trajectory is, or is a part of."""
 
 
 class TrajectoryBundle(Message, frozen=True):
-    """Rollout worker to the log: trajectories of one ticket, as many as fit into one message."""
+    """Rollout worker to the log: as many trajectories of one ticket as fit into one message."""
 
     ticket: int
     attempt: int
@@ -312,29 +318,30 @@ class TrajectoryBundle(Message, frozen=True):
 
 
 class Answers(Message, frozen=True):
-    """Rollout worker to the log: what an evaluation ticket came to, for people. The kernel copies it to a
-    file and does not look into it."""
+    """Rollout worker to the log: the answers of an evaluation ticket, for people. The kernel copies the lines
+    to a file and does not decode them."""
 
     lines: bytes
-    """A JSON object a line, one for each trajectory."""
+    """One JSON object a line, one line for each trajectory."""
 
 
 # -------------------------------------------------------------------------------------- inference
 
 
 class Generate(Message, frozen=True):
-    """Rollout worker to an inference worker: take this request, or go on answering it from `have`."""
+    """Rollout worker to an inference worker: answer this request, or continue it from `have`."""
 
     request: GenerateRequest
     reply: str
-    """Subject for the chunks."""
+    """Subject to which the inference worker sends the chunks."""
     exact_version: int | None = None
-    """Of an evaluation: the one version that may sample it. A worker answers only those requests that it is
-    there for at the moment: of this evaluation, or of training."""
+    """The only version that may sample the request of an evaluation; None for training. A worker that is lent
+    to an evaluation answers only the requests of that evaluation. Any other worker answers only the requests
+    of training."""
 
 
 class ChunkHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Which sample the next `count` tokens of a `ChunkBatch` belong to."""
+    """The sample that the next `count` tokens of a `ChunkBatch` belong to."""
 
     request: str
     sample: int
@@ -345,7 +352,7 @@ class ChunkHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ChunkBatch(Message, frozen=True):
-    """Inference worker to a rollout worker: all that is new for it."""
+    """Inference worker to a rollout worker: all new tokens of the rollout worker's requests."""
 
     worker: str
     heads: tuple[ChunkHead, ...]
@@ -356,13 +363,13 @@ class ChunkBatch(Message, frozen=True):
 
 
 class Confirm(Message, frozen=True):
-    """Rollout worker to inference worker: these requests are held in full and can be forgotten."""
+    """Rollout worker to inference worker: forget these requests, because all their tokens have arrived."""
 
     requests: tuple[str, ...]
 
 
 class Abort(Message, frozen=True):
-    """Rollout worker to inference worker: nobody waits for this request any more."""
+    """Rollout worker to inference worker: stop this request, because nobody waits for it any more."""
 
     request: str
 
@@ -372,47 +379,49 @@ class Swap(Message, frozen=True, tag="Swap/2"):
 
     lease_epoch: int
     number: int
-    """Rises with every swap that a kernel asks for; versions may go back, to that of an evaluation."""
+    """Number of the swap. It rises with every swap that a kernel asks for. The version may fall, for example
+    when the swap is to the version of an evaluation."""
     note: WeightsNote
     exact: bool = False
-    """Serve it to the evaluation of this version alone, and sample nothing for training before the next
-    swap."""
+    """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
 
 
 class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How far an engine's logprobs of the canary are from the trainer's, of the same version."""
+    """Difference between an engine's and the trainer's logprobs of the canary, at the same version."""
 
     mean: float
-    """Mean |Δ| over its tokens; infinite where a side gave what is no number."""
+    """Mean of |Δ| over the canary's tokens; infinite if either side returned a value that is not a number."""
     max: float
+    """Largest |Δ| over the canary's tokens."""
 
     def within(self, bound: float) -> bool:
-        """Whether the mean is."""
+        """Whether the mean is at most `bound`."""
         return self.mean <= bound
 
 
 class SwapDone(Message, frozen=True):
-    """What is served now; another version than asked for where a later swap overtook."""
+    """The version that the worker serves now. It is another version than the requested one if the worker had
+    already done a later swap."""
 
     report: SwapReport
-    """Without the hashes."""
+    """The engine's report of the swap, without the hashes."""
     fault: str = ""
-    """Why it is not what was announced, by tensor names where tensors differ; empty if it is. With a fault,
-    no token of that version leaves the worker."""
+    """The tensors that differ from the announced version, or another reason for the refusal; empty when all
+    match. With a fault, the worker sends no token of that version."""
     drift: Drift | None = None
-    """Of the canary, if it was compared."""
+    """Drift of the canary; None if the worker did not compare the canary."""
     unscored: str = ""
-    """Why it was not, if there was to be one."""
+    """Why the worker did not compare the canary, if the run has one."""
     engine_kl: float | None = None
     """Mean k3 estimate of KL(engine || trainer) at this version, in nats a token, over the trained tokens of
-    the `SharedRows`; None if they were not compared."""
+    the `SharedRows`; None if the worker did not compare the rows."""
     rows_unscored: str = ""
-    """Why they cannot be compared; empty where there are none yet."""
+    """Why the worker cannot compare the rows; empty if there are no rows yet."""
 
 
 class AskSharedRows(Message, frozen=True):
-    """Inference worker to rank 0 of the lead group, answered by `SharedRows`: give me rows that the trainer
-    has scored with the weights of this version."""
+    """Inference worker to rank 0 of the lead group, answered by `SharedRows`: send rows that the trainer has
+    scored with the weights of this version."""
 
     version: int
 
@@ -423,41 +432,42 @@ class ScoredRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: Array
     """(L,) int32, L >= 2."""
     trained: Array
-    """(L - 1,) bool, of every token but the first."""
+    """(L - 1,) bool, one value for every token but the first: whether the token is trained."""
     logprobs: Array
-    """(L - 1,) float32, the trainer's at temperature 1."""
+    """(L - 1,) float32, the trainer's logprobs at temperature 1."""
 
 
 class SharedRows(Message, frozen=True):
-    """A few rows of the batch that led to a version, for the engine's error to be measured with."""
+    """A few rows of the batch that led to a version. The inference worker measures the engine's error on
+    them."""
 
     rows: tuple[ScoredRow, ...]
-    """Empty where no batch led to the version, or it is an old one by now."""
+    """Empty if no batch led to the version, or if a newer version has replaced it."""
     unscored: str = ""
-    """Why there will never be any."""
+    """Why the trainer will never have such rows; empty otherwise."""
 
 
 class AskLoad(Message, frozen=True):
-    """Anyone to inference worker, answered by `LoadReport`: how busy are you?"""
+    """Any process to inference worker, answered by `LoadReport`: report the engine's load."""
 
 
 class LoadReport(Message, frozen=True):
-    """The engine's figures at this moment."""
+    """The engine's load figures at this moment."""
 
     load: Load
 
 
 class AskWeights(Message, frozen=True):
-    """Inference worker to the trainer that publishes, answered by `WeightsAnswer`: a weight transport's own
-    question."""
+    """Inference worker to the trainer that publishes the weights, answered by `WeightsAnswer`: a question in
+    the weight transport's own format."""
 
     nonce: str
-    """Of the process that is meant."""
+    """Nonce of the process that the question is for."""
     question: bytes
 
 
 class WeightsAnswer(Message, frozen=True):
-    """The transport's own answer."""
+    """The answer, in the weight transport's own format."""
 
     data: bytes
 
@@ -466,31 +476,32 @@ class WeightsAnswer(Message, frozen=True):
 
 
 class ScoreSamples(Message, frozen=True):
-    """Rollout worker to verifier worker, answered by `Scored`."""
+    """Rollout worker to verifier worker, answered by `Scored`: score these completions of one row."""
 
     row: bytes
-    """The dataset row, msgpack."""
+    """The dataset row, in msgpack."""
     completions: tuple[str, ...]
     columns: bytes
-    """More that the reward gets by name: a msgpack map of lists, one value a completion."""
+    """Further arguments that the reward gets by name: a msgpack map of lists, one value for each
+    completion."""
 
 
 class Scored(Message, frozen=True):
-    """Reward and metrics of each completion, or why there are none."""
+    """Reward and metrics of each completion, or the error that prevented the scoring."""
 
     scores: tuple[tuple[float, dict[str, float]], ...]
     error: str = ""
 
 
 class AskTools(Message, frozen=True):
-    """Rollout worker to verifier worker, answered by `ToolList`: which tools are there?"""
+    """Rollout worker to verifier worker, answered by `ToolList`: list the tools of the run."""
 
 
 class ToolList(Message, frozen=True):
     """All tools of the run."""
 
     schemas: bytes
-    """A msgpack list of their JSON schemas."""
+    """A msgpack list of the tools' JSON schemas."""
 
 
 class RunTool(Message, frozen=True):
@@ -498,11 +509,11 @@ class RunTool(Message, frozen=True):
 
     name: str
     arguments: bytes
-    """A JSON object, as the policy gave it."""
+    """A JSON object, as the policy wrote it."""
 
 
 class ToolDone(Message, frozen=True):
-    """What the policy is told of it."""
+    """The tool's answer to the policy."""
 
     answer: ToolAnswer
 
@@ -511,11 +522,11 @@ class TellEnvironment(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `EnvironmentSaid`: the policy has answered."""
 
     offered: bytes
-    """What the environment is called with, by name: a msgpack map."""
+    """The arguments of the environment, by name: a msgpack map."""
 
 
 class EnvironmentSaid(Message, frozen=True):
-    """What it said of the answer, or why nothing."""
+    """The environment's feedback on the policy's answer, or the error that prevented it."""
 
     feedback: Feedback = Feedback()
     error: str = ""
@@ -525,98 +536,100 @@ class EnvironmentSaid(Message, frozen=True):
 
 
 class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one sequence of a batch lies: a trajectory in the log, or a row of the dataset."""
+    """The place of one sequence of a batch: a trajectory in the log, or a row of the dataset."""
 
     id: str
     sequence: int
-    """Of the bundle in the log; of a dataset's row, its index."""
+    """Sequence number of the bundle in the log, or index of the dataset row."""
     index: int
-    """Place in the bundle; of a dataset's row, which of the sequences that are made of it."""
+    """Position in the bundle, or index among the sequences that are made from the dataset row."""
     group: int
-    """Number of its ticket."""
+    """Number of the ticket."""
     length: int
-    """Tokens; 0 where only those who read it know."""
+    """Number of tokens; 0 if only the trainers that read the row know it."""
 
 
 class RunCall(Message, frozen=True, tag="Call/2"):
-    """Kernel to rank 0 of a worker group, which tells its other ranks, answered by `CallDone`: run one call
-    of the dataflow."""
+    """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow. Rank 0
+    informs the other ranks of its group."""
 
     lease_epoch: int
     incarnation: int
     version: int
-    """Training version at which the batch is trained."""
+    """Training version at which the trainers train the batch."""
     name: str
     rows: tuple[RowRef, ...]
-    """The batch, in order; the same in every call of a step."""
+    """The batch, in order. All calls of a step have the same rows."""
 
 
 class CallDone(Message, frozen=True, tag="CallDone/2"):
-    """Statistics; the data stays where it was made."""
+    """The statistics of a call. The call's data stays with the ranks that computed it."""
 
     statistics: dict[str, float]
     seconds: float
 
 
 class AskColumn(Message, frozen=True):
-    """Rank to rank, answered by `Column`: what a call of this step wrote, for rows that the asker lacks."""
+    """Rank to rank, answered by `Column`: send the values that a call of this step wrote for these rows. The
+    asking rank does not have them."""
 
     version: int
     key: str
     rows: tuple[int, ...]
-    """Places in the batch."""
+    """Positions in the batch."""
 
 
 class Column(Message, frozen=True):
-    """One column of some rows, end to end in the order they were asked for."""
+    """The values of one column for some rows, concatenated in the order of the request."""
 
     values: Array
     per_token: bool
-    """Whether there is a value for each token, or one for each row."""
+    """True if each token has a value, False if each row has one."""
 
 
 class EndStep(Message, frozen=True):
-    """Kernel to rank 0 of every worker group, which tells its other ranks, answered by `StepEnded`: all calls
-    are done. Forget the batch; the group of the lead model publishes its weights."""
+    """Kernel to rank 0 of every worker group, answered by `StepEnded`: all calls are done; forget the batch.
+    Rank 0 informs the other ranks of its group. The group of the lead model publishes its weights."""
 
     lease_epoch: int
     version: int
-    """At which the step began; the weights are now those of `version + 1`."""
+    """Version at which the step began. The weights are now those of `version + 1`."""
     needed: tuple[int, ...] = ()
-    """Versions that evaluations still need: published ones of these are kept."""
+    """Versions that evaluations still need. The trainers keep those of them that are published."""
 
 
 class StepEnded(Message, frozen=True):
     """The step is complete."""
 
     note: WeightsNote | None = None
-    """From the group of the lead model: the weights that the step led to."""
+    """The weights after the step. Only the group of the lead model sends it."""
 
 
 class Prefetch(Message, frozen=True):
-    """Kernel to trainers: the rows of the present batch, and those that will probably be wanted next."""
+    """Kernel to trainers: the rows of the present batch, and the rows that the next batches will probably
+    need."""
 
     rows: tuple[RowRef, ...]
 
 
 class LoadCheckpoint(Message, frozen=True):
-    """Kernel to trainers, answered by `Loaded`: begin, with the initial model or from a checkpoint."""
+    """Kernel to trainers, answered by `Loaded`: load the initial model or a checkpoint."""
 
     lease_epoch: int
     folder: str
     """Empty for the initial model."""
     version: int
     needed: tuple[WeightsNote, ...] = ()
-    """Older versions that lie in the checkpoint, for evaluations: they are published again."""
+    """Older versions in the checkpoint that evaluations need. The trainers publish them again."""
 
 
 class Loaded(Message, frozen=True, tag="Loaded/2"):
-    """The models are there."""
+    """The trainers have loaded the models."""
 
     note: WeightsNote | None = None
-    """From the group of the lead model, which has published it."""
+    """The published weights. Only the group of the lead model sends them."""
     needed: tuple[WeightsNote, ...] = ()
-    """Where those that were asked for are to be had now."""
+    """Notes of the older versions that were asked for, as they are published now."""
 
 
 class Save(Message, frozen=True):
@@ -626,11 +639,12 @@ class Save(Message, frozen=True):
     folder: str
     version: int
     needed: tuple[int, ...] = ()
-    """Older versions that evaluations still need, of which the published weights go into the folder too."""
+    """Older versions that evaluations still need. The trainers copy their published weights into the folder
+    too."""
 
 
 class Saved(Message, frozen=True):
-    """The files are written."""
+    """The trainers have written the files."""
 
     seconds: float
 
@@ -644,34 +658,37 @@ class JournalBatch(Message, frozen=True):
     incarnation: int
     version: int
     rows: tuple[RowRef, ...]
-    """Ordered; with the weights of `version` they determine the next ones."""
+    """The rows of the batch, in order. With the weights of `version` they determine the next weights."""
     tickets: tuple[int, ...]
     layout: str
-    """Training engine and processes: elsewhere a repetition need not be bit for bit."""
+    """Training engines, processes and threads. With another layout, a repeated step may differ in some
+    bits."""
     seed: int
 
 
 class JournalStep(Message, frozen=True):
-    """Kernel to the journal, when the step is complete: the digest that a repetition must reach."""
+    """Kernel to the journal, when a step is complete: the digest that a repetition of the step must reach."""
 
     incarnation: int
     version: int
     digest: str
     divergence: float | None = None
-    """Of the batch, in nats a token; None where it is unknown. The gate of a repetition takes this figure."""
+    """Divergence of the batch, in nats a token; None if it is unknown. When the step is repeated, the
+    divergence gate uses this figure."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
     """Result of one held-out evaluation."""
 
     version: int
-    """Of the weights that sampled every token of it."""
+    """Version of the weights that sampled every token of the evaluation."""
     accuracy: float | None
-    """Mean of the samples' `accuracy` metric, or of their rewards where the reward gives none; None
-    without a result."""
+    """Mean of the samples' `accuracy` metric. A sample without this metric counts with its reward. None if no
+    row has a result."""
     samples: int
+    """Number of samples with a result."""
     failed: int
-    """Rows without a result."""
+    """Number of rows without a result."""
 
 
 class JournalEvaluation(Message, frozen=True, tag="JournalEvaluation/2"):
@@ -682,21 +699,23 @@ class JournalEvaluation(Message, frozen=True, tag="JournalEvaluation/2"):
 
 
 class JournalChange(Message, frozen=True):
-    """Kernel to the journal, when a resumed run goes over to changed values, before any batch of theirs."""
+    """Kernel to the journal, when a resumed run changes to new values. It comes before the first batch with
+    the new values."""
 
     incarnation: int
     version: int
-    """Training version from which on they are in force."""
+    """Training version from which the new values are in force."""
     values: int
     """Number of the values: 1 at the run's start, and one more with each change."""
     log_sequence: int
-    """Last message of the log that the ledger had taken in: so a repetition expires the same tickets."""
+    """Sequence number of the last log message that the ledger had taken in. With it, a repetition expires the
+    same tickets."""
     changed: dict[str, tuple[str, str]]
-    """Dotted key -> the former and the new value, as JSON."""
+    """Dotted key -> (former value, new value), both as JSON."""
 
 
 class KernelLease(Message, frozen=True):
-    """In the run's state: which kernel owns the run. Its revision there is the fencing number."""
+    """A value in the run's state bucket: the kernel that owns the run. Its revision is the fencing number."""
 
     place: str
 
@@ -726,15 +745,15 @@ class Subjects:
         self.state_bucket = f"STATE_{run}"
 
     def ticket(self, purpose: Purpose) -> str:
-        """Where tickets of a purpose are put; also the name of their consumer."""
+        """Subject of the tickets of a purpose. The name of their consumer is made from it."""
         return f"{self.tickets}.{purpose}"
 
     def kernel(self, role: Role, verb: str) -> str:
-        """Where workers of a role tell or ask the kernel something."""
+        """Subject of the messages and requests that workers of a role send to the kernel."""
         return f"{self.root}.kernel.{role}.{verb}"
 
     def worker(self, role: Role, worker: str, verb: str) -> str:
-        """Where one worker is asked to do something."""
+        """Subject of the requests and messages to one worker."""
         return f"{self.root}.worker.{role}.{worker}.{verb}"
 
     def inbox(self, role: Role | Literal["kernel"]) -> str:
@@ -742,5 +761,5 @@ class Subjects:
         return f"{self.root}.inbox.{role}"
 
     def answers(self, asker: Role | Literal["kernel"], answerer: Role) -> str:
-        """Where one role answers to another: its part of the inboxes there."""
+        """Subjects of the answers that one role sends to another, in the inboxes of the asking role."""
         return f"{self.inbox(asker)}.from.{answerer}.>"
