@@ -1,19 +1,21 @@
 """The scheduler: tickets, the ledger, the staleness gate, batches, evaluation. A plain class without I/O.
 
-Events come in as method calls; what is to be done comes out of `commands()`. It keeps these promises,
-whatever the order of events, with messages late, lost or doubled and workers dying:
+The kernel calls a method for each event, and `commands()` returns what the kernel has to do. The scheduler
+keeps these promises for every order of events, also when messages are late, lost or doubled and when workers
+die:
 
-- every training ticket that was issued is in exactly one of: trained, filtered, expired, failed, in
-  flight; every ticket ends once;
-- at most (η + 1)·B tickets are in flight; a ticket's tokens are no older than the training version at
-  its issue;
-- with a bound on divergence, a ticket is issued only while fewer than (η_eff + 1)·B are in flight, where
-  0 ≤ η_eff ≤ η; nothing else depends on η_eff;
-- no group is trained at a version beyond its deadline, its oldest token's version + η, none twice, and
-  none is dropped for being late unless `on_late` says so. A resumed run may have another η or B: groups
-  keep their deadlines, or get earlier ones, and what no longer fits expires (`fit`);
-- every evaluation that falls due is done once, in the order of versions, on tokens of exactly its version.
-  At most one waits for another: a step that would lead to one more waits too.
+- Every issued training ticket is in exactly one of these accounts: trained, filtered, expired, failed, in
+  flight. Every ticket ends once.
+- At most (η + 1)·B tickets are in flight. A ticket's tokens are no older than the training version at its
+  issue.
+- With a bound on divergence, the scheduler issues a ticket only while fewer than (η_eff + 1)·B tickets are in
+  flight, where 0 ≤ η_eff ≤ η. Nothing else depends on η_eff.
+- No group is trained twice, or at a version after its deadline. The deadline is the version of the group's
+  oldest token + η. Only `on_late: drop` lets the scheduler drop a group because it is late. A resumed run may
+  have another η or B: groups then keep their deadlines or get earlier ones, and tickets that no longer fit
+  expire (`fit`).
+- Every due evaluation is done once, in the order of versions, on tokens of exactly its version. At most one
+  evaluation waits for another: a step that would make one more evaluation due waits too.
 """
 
 from __future__ import annotations
@@ -48,17 +50,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """What the scheduler has to know of a run."""
+    """The settings of a run that the scheduler needs."""
 
     steps: int
     batch_size: int
-    """Groups in a batch, B."""
+    """Number of groups in a batch, B."""
     max_staleness: int
     """η."""
     rows: int
-    """Rows of the dataset."""
+    """Number of rows in the dataset."""
     max_divergence: float | None = None
-    """Bound of the divergence gate, in nats a token; None is without the gate."""
+    """Bound of the divergence gate, in nats a token; None turns the gate off."""
     group_size: int = 1
     on_late: Literal["wait", "drop"] = "wait"
     max_attempts: int = 3
@@ -67,7 +69,7 @@ class SchedulerSettings:
     shuffle: bool = True
     seed: int = 0
     evaluation_rows: int = 0
-    """Rows of a held-out evaluation; 0 is without any."""
+    """Number of rows in a held-out evaluation; 0 turns evaluation off."""
     evaluation_every: int = 0
     evaluation_samples: int = 1
 
@@ -89,7 +91,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Nobody waits for this attempt any more."""
+    """Take this attempt out of the queue and stop its worker: nobody waits for it any more."""
 
     purpose: Purpose
     ticket: int
@@ -111,22 +113,22 @@ class EvaluationDone:
 
     evaluation: Evaluation
     groups: tuple[GroupDone, ...]
-    """Those that have a result, by row."""
+    """The groups that have a result, in the order of their rows."""
 
 
 @dataclass(frozen=True)
 class HeldBack:
-    """A batch is ready, and waits: its step would lead to one evaluation more than may wait."""
+    """A batch is ready but has to wait: its step would make an evaluation due while another one waits."""
 
     evaluating: int
     """Version of the evaluation under way."""
     waiting: int
-    """Version of the one that waits for it."""
+    """Version of the evaluation that waits for it."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Everything asked for is done."""
+    """Nothing is left to do: end the run."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ Command = Issue | Withdraw | StartBatch | EvaluationDone | HeldBack | Finish | F
 
 
 class Ledger(msgspec.Struct):
-    """Accounts of the training tickets: `issued` is the sum of the others."""
+    """Accounts of the training tickets. `issued` is the sum of the other accounts."""
 
     issued: int = 0
     trained: int = 0
@@ -161,34 +163,35 @@ class OpenTicket(msgspec.Struct):
     since: int
     """Training version at its first issue."""
     deadline: int
-    """Last training version at which its group may be trained. Stored, since η may change on a resume."""
+    """Last training version at which the group may be trained. It is stored because η may change at a
+    resume."""
     drops: int = 0
-    """How often its prompt was expired before."""
+    """How often earlier tickets with the same prompt expired because they were late."""
     attempt: int = 0
     tries: int = 0
-    """Attempts that a worker has begun."""
+    """Number of attempts that a worker has begun."""
     worker: str = ""
-    """Who works on the present attempt, once known."""
+    """The worker of the present attempt; empty until it is known."""
     bounds: dict[int, int] = {}
-    """Attempt -> version that its oldest token has at least: the training version at its issue, then
-    that of its first token. Any attempt may be the one that is finished first."""
+    """Attempt -> lower bound on the version of the attempt's oldest token. The bound is the training version
+    at the attempt's issue until the version of the oldest token is known. Any attempt may finish first."""
     done: GroupDone | None = None
 
     @property
     def oldest(self) -> int:
-        """Version that its oldest token has at least, whichever attempt is finished first."""
+        """Lower bound on the version of the group's oldest token, whichever attempt finishes first."""
         if self.done is not None:
             return _versions(self.done)[0]
         return min(self.bounds.values(), default=self.since)
 
 
 class Snapshot(msgspec.Struct):
-    """All that a restart has to know; part of every checkpoint."""
+    """The state that a restart needs. Every checkpoint contains it."""
 
     version: int
     ledger: Ledger
     window: int
-    """Tickets that could be in flight at once, (η + 1)·B."""
+    """Maximum number of tickets in flight when the snapshot was taken, (η + 1)·B."""
     cursor: int
     open: list[OpenTicket]
     again: list[tuple[int, int]]
@@ -199,7 +202,7 @@ class Snapshot(msgspec.Struct):
     """None where the run has no bound on divergence."""
     limits: dict[int, int] = {}
     evaluating: list[int] = []
-    """Versions whose evaluations are under way or wait, in their order."""
+    """Versions whose evaluations are under way or waiting, in order."""
     held_back: int = 0
 
 
@@ -230,12 +233,14 @@ def _versions(group: GroupDone) -> tuple[int, int]:
 
 
 def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
-    """Order of training: earliest deadline first, finished groups before unfinished ones."""
+    """Sort key for the order of training: earliest deadline first, then finished groups before unfinished
+    ones, then by ticket number."""
     return ticket.deadline, ticket.done is None, ticket.id
 
 
 class Scheduler:
-    """Lives as long as its kernel. `keep` is the algorithm's filter on finished groups."""
+    """The scheduler of one kernel, with the same lifetime. `keep` is the algorithm's filter on finished
+    groups."""
 
     def __init__(
         self, settings: SchedulerSettings, keep: Callable[[Group], bool] = lambda group: True
@@ -244,24 +249,25 @@ class Scheduler:
         self.version = 0
         self.evaluations: list[Evaluation] = []
         self.staleness: Counter[int] = Counter()
-        """Trajectories trained, by staleness."""
+        """Number of trained trajectories, by staleness."""
         self.reasons: Counter[str] = Counter()
-        """Why tickets were filtered, expired or failed, those of evaluations included."""
+        """Number of tickets that were filtered, expired or failed, by reason. It includes evaluation rows
+        without a result."""
         self.limits: Counter[int] = Counter()
-        """Steps by η_eff at their end, with a bound on divergence."""
+        """Number of steps, by η_eff at the end of the step. Empty without a bound on divergence."""
         self.held_back = 0
-        """How often a batch that was ready waited for an evaluation."""
+        """How often a ready batch waited for an evaluation."""
         self._keep = keep
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
         self._training: tuple[int, ...] | None = None
         self._cursor = 0
         self._again: deque[tuple[int, int]] = deque()
-        """Rows to be issued again, with how often they were dropped."""
+        """(row, number of drops) of the rows to issue again."""
         self._order: tuple[int, list[int]] = (-1, [])
         self._round: _Round | None = None
         self._rounds_due: deque[int] = deque()
-        """Versions that are to be evaluated after the round under way."""
+        """Versions to evaluate after the evaluation under way."""
         self._holding_back = False
         self._eval_ids = 0
         self._attempts_from = 0
@@ -281,7 +287,7 @@ class Scheduler:
 
     @property
     def ledger(self) -> Ledger:
-        """The accounts as they stand."""
+        """The accounts at this moment."""
         return msgspec.structs.replace(self._ledger, in_flight=len(self._open))
 
     @property
@@ -291,23 +297,24 @@ class Scheduler:
 
     @property
     def evaluated_rows(self) -> int:
-        """Rows of the evaluation under way that are through, or of the last one where none is."""
+        """Number of finished rows of the evaluation under way, or of the last one if none is under way."""
         return self.settings.evaluation_rows - len(self._round.open if self._round else ())
 
     @property
     def needed_versions(self) -> tuple[int, ...]:
-        """Versions whose weights evaluations still need: of the one under way, then of those that wait."""
+        """Versions whose weights evaluations still need: first the evaluation under way, then those that
+        wait."""
         return (*([self._round.version] if self._round else []), *self._rounds_due)
 
     @property
     def best(self) -> Evaluation | None:
-        """The best evaluation so far, the first of several equal ones."""
+        """The best evaluation so far; of several equal ones, the first."""
         scored = [each for each in self.evaluations if each.accuracy is not None]
         return max(scored, key=lambda each: each.accuracy or 0.0, default=None)
 
     @property
     def resting(self) -> bool:
-        """Whether training neither computes nor waits for a group: no engine is missed."""
+        """Whether training neither computes nor waits for a group, so that it needs no engine."""
         return self._training is None and all(ticket.done for ticket in self._open.values())
 
     @property
@@ -317,21 +324,22 @@ class Scheduler:
 
     @property
     def staleness_limit(self) -> int:
-        """η_eff: train steps that generation may run ahead now; η itself without a bound on divergence."""
+        """η_eff: number of train steps that generation may run ahead now. It is η without a bound on
+        divergence."""
         return self._gate.limit
 
     @property
     def done_groups(self) -> list[GroupDone]:
-        """Finished groups that wait to be trained, in the order they would be taken."""
+        """Finished groups that wait for training, in the order in which batches take them."""
         return [ticket.done for ticket in self._ready() if ticket.done is not None]
 
     def is_due(self, version: int) -> bool:
-        """Whether a version is to be evaluated beside training, when it is reached."""
+        """Whether the run evaluates this version while training goes on."""
         every = self.settings.evaluation_every if self.settings.evaluation_rows else 0
         return bool(every) and version % every == 0 and version < self.settings.steps
 
     def waiting_for(self) -> str:
-        """What the next step waits for, in a few words."""
+        """Describe in a few words what the next step waits for."""
         if self._state in ("first evaluation", "last evaluation"):
             return f"evaluation of version {self.evaluating}"
         if self._holding_back:
@@ -351,12 +359,12 @@ class Scheduler:
         return f"ticket {late.id}{by}, due by version {late.deadline}"
 
     def commands(self) -> list[Command]:
-        """What is to be done, in order; each is given out once."""
+        """Return the commands that the kernel has to carry out, in order. Each command is returned once."""
         commands, self._commands = self._commands, []
         return commands
 
     def snapshot(self) -> Snapshot:
-        """The state between two steps, from which `restore` goes on."""
+        """Return the state between two steps, for `restore`."""
         assert self._training is None, "a snapshot is taken between steps"
         return Snapshot(
             version=self.version,
@@ -377,12 +385,12 @@ class Scheduler:
     # ------------------------------------------------------------------------------------ events
 
     def start(self) -> None:
-        """The run begins, or goes on after `restore`: what failed in a former life is not held against it."""
+        """Start the run, or continue it after `restore`. Failures before the restart no longer count."""
         self._closing, self._failures_in_a_row, self._filtered_in_a_row = False, 0, 0
         self._left_out.clear()
         if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
             self._state = "first evaluation"
-            self._rounds_due.clear()  # a former life had begun it
+            self._rounds_due.clear()  # the former kernel had begun it
             self._begin_round(0)
         else:
             self._state = "training"
@@ -391,9 +399,12 @@ class Scheduler:
         self._next_round()
 
     def restore(self, snapshot: Snapshot, *, attempts_from: int) -> None:
-        """Take up a former kernel's state. What its workers finished may then be told by `replay` and
-        `group_done`, until `start`, which issues the rest again; attempts are numbered from
-        `attempts_from`, and what earlier ones still bring after `start` is void."""
+        """Take over a former kernel's state.
+
+        Between `restore` and `start`, the caller may report with `replay` and `group_done` what the former
+        kernel's workers finished. `start` issues the other tickets again. It numbers their attempts from
+        `attempts_from + 1`. After `start`, the scheduler ignores groups of earlier attempts.
+        """
         self.version = snapshot.version
         self._floor = snapshot.version
         self._attempts_from = attempts_from
@@ -415,18 +426,20 @@ class Scheduler:
         self.held_back = snapshot.held_back
 
     def fit(self) -> None:
-        """After `restore`, where η, B or the number of steps is no longer the former kernel's: give finished
-        groups no later deadline than the new η allows. Of all open tickets keep those that can be trained
-        in time, earliest deadline first; the rest expires, and its prompts are issued again.
+        """Fit the open tickets to a new η, B or number of steps. Called after `restore`.
 
-        Afterwards, for every j in 0..η, at most (j + 1)·B tickets have a deadline of version + j or earlier,
-        which is what admission keeps up from there on.
+        Finished groups get no later deadline than the new η allows. The scheduler then keeps the open tickets
+        that can be trained in time, earliest deadline first. The other tickets expire, and the scheduler
+        issues their prompts again.
+
+        Afterwards, for every j in 0..η, at most (j + 1)·B tickets have a deadline of version + j or earlier.
+        Admission preserves this condition.
         """
         settings, kept = self.settings, 0
         for ticket in self._open.values():
             if ticket.done is not None:
                 ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
-            else:  # it is issued again at this version
+            else:  # `start` issues it again at this version
                 ticket.deadline = self.version + settings.max_staleness
         for ticket in sorted(self._open.values(), key=_urgency):
             batches = min(ticket.deadline + 1, settings.steps) - self.version
@@ -439,7 +452,7 @@ class Scheduler:
                 self._again.append((ticket.row, ticket.drops))
 
     def close(self) -> None:
-        """Issue nothing more and start no further batch: the run is being interrupted."""
+        """Issue no further ticket and start no further batch, because the run is ending early."""
         self._closing = True
 
     def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
@@ -450,7 +463,7 @@ class Scheduler:
             found.tries += 1
 
     def first_token(self, ticket: int, attempt: int, version: int) -> None:
-        """The version of the oldest token of an attempt is known before its group is finished."""
+        """The version of an attempt's oldest token is known, although its group is not finished."""
         found = self._open.get(ticket)
         if found is not None and found.bounds.get(attempt, version) < version <= self.version:
             self._bound(found, attempt, version)
@@ -465,7 +478,8 @@ class Scheduler:
         allowed = found.bounds.get(group.attempt, found.since)
         most = self.version if group.purpose == "train" else found.since
         if not allowed <= oldest <= newest <= most:
-            # A version is a claim. This one cannot be true, or its engine broke the ticket's terms.
+            # The worker claims these versions. Either the claim is false, or the engine broke the ticket's
+            # terms.
             reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {most}"
             self.group_failed(GroupFailed(group.purpose, found.id, found.attempt, group.worker, reason))
             return
@@ -485,7 +499,7 @@ class Scheduler:
         self._proceed()
 
     def group_failed(self, failure: GroupFailed) -> None:
-        """The present attempt of a ticket gives no group; failures of former attempts do not count."""
+        """The present attempt of a ticket produces no group. Failures of former attempts do not count."""
         found = self._find(failure.purpose, failure.ticket)
         if found is None or found.done is not None:
             return
@@ -500,8 +514,8 @@ class Scheduler:
         self._proceed()
 
     def worker_lost(self, worker: str) -> None:
-        """A rollout worker is gone: what it had is issued again, and so is what nobody has begun, since
-        it may have been on its way to that worker."""
+        """A rollout worker is gone. The scheduler issues the worker's tickets again. It also issues the
+        tickets again that no worker has begun, because they may have been on their way to the lost worker."""
         rounds = self._round.open if self._round else {}
         accounts: dict[Purpose, dict[int, OpenTicket]] = {"train": self._open, "eval": rounds}
         for purpose, tickets in accounts.items():
@@ -514,8 +528,9 @@ class Scheduler:
         """The batch that was started is trained and its weights are published.
 
         Args:
-            hold: start no further batch before `release`, so that a checkpoint can be taken between steps.
-            divergence: of the batch, in nats a token; None where it is unknown or nobody asked for it.
+            hold: start no further batch before `release`, so that the kernel can write a checkpoint between
+                two steps.
+            divergence: divergence of the batch, in nats a token; None if it is unknown or was not measured.
         """
         self._held = hold
         assert self._training is not None, "no batch was started"
@@ -534,19 +549,19 @@ class Scheduler:
         if self.is_due(self.version) and not self._is_evaluated(self.version):
             self._rounds_due.append(self.version)
         self._proceed()
-        self._next_round()  # its many tickets go out after the next batch is under way
+        self._next_round()  # last, because the next batch must not wait for the evaluation's many tickets
 
     def release(self) -> None:
-        """Batches may be started again."""
+        """Allow batches to start again, after `step_finished(hold=True)`."""
         self._held = False
         self._proceed()
 
     def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
-        """After `restore`: the next batch as the journal has it, instead of one of its own making.
+        """Start the next batch that the journal records, instead of composing one. Called after `restore`.
 
         Args:
-            tickets: those of the batch.
-            groups: what the log holds for these tickets, by whatever attempt was trained.
+            tickets: numbers of the batch's tickets.
+            groups: the groups of these tickets in the log, from the attempts that were trained.
         """
         assert self._training is None
         finished = {group.ticket: group for group in groups}
@@ -557,12 +572,14 @@ class Scheduler:
         return StartBatch(self.version, tuple(finished[id] for id in self._training))
 
     def recall(self, evaluations: Iterable[Evaluation]) -> None:
-        """After `restore`, before `replay`: evaluations that were complete since then."""
+        """Add the evaluations that were completed after the snapshot. Called after `restore` and before
+        `replay`."""
         self.evaluations += [each for each in evaluations if not self._is_evaluated(each.version)]
         self._rounds_due = deque(each for each in self._rounds_due if not self._is_evaluated(each))
 
     def expire_finished(self, reason: str) -> None:
-        """After `restore`: a new incarnation begins, and what weights of the former one sampled is void."""
+        """Expire all finished groups, because a new incarnation begins and weights of the former one sampled
+        them. Evaluations of later versions are dropped too. Called after `restore`."""
         self.evaluations = [each for each in self.evaluations if each.version <= self.version]
         for ticket in [ticket for ticket in self._open.values() if ticket.done]:
             self._retire(ticket, "expired", reason)
@@ -570,7 +587,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------------- private
 
     def _proceed(self) -> None:
-        """Do whatever the present state allows: batch, issue, end."""
+        """Do what the present state allows: start a batch, issue tickets, end the run."""
         if self._state != "training":
             return
         self._start_batch()
@@ -589,7 +606,8 @@ class Scheduler:
     # ------------------------------------------------------------------------- tickets and ledger
 
     def _admit(self) -> None:
-        """Issue while fewer than (η_eff + 1)·B are in flight, but no more than the remaining steps use."""
+        """Issue tickets while fewer than (η_eff + 1)·B are in flight, but no more than the remaining steps
+        use."""
         settings = self.settings
         wanted = (settings.steps - self.version) * settings.batch_size
         room = min((self.staleness_limit + 1) * settings.batch_size, wanted)
@@ -606,13 +624,15 @@ class Scheduler:
         return ticket
 
     def _open_up_to(self, id: int) -> None:
-        """After `restore`: the former kernel had issued this ticket, so it and those before it are open."""
+        """Open all tickets up to this number, because the former kernel had issued them. Called after
+        `restore`."""
         most = self._ledger.issued + self._window
         while self._ledger.issued <= id < most:
             self._open_next()
 
     def _next_row(self) -> int:
-        """Rows epoch by epoch, each epoch in an order of its own drawn from the seed."""
+        """Return the next row of the dataset. With `shuffle`, each epoch has its own order, drawn from the
+        seed."""
         epoch, place = divmod(self._cursor, self.settings.rows)
         if self._order[0] != epoch:
             order = np.arange(self.settings.rows)
@@ -623,7 +643,7 @@ class Scheduler:
         return self._order[1][place]
 
     def _reissue(self, purpose: Purpose, ticket: OpenTicket, reason: str) -> None:
-        """Issue the next attempt of a ticket."""
+        """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts."""
         if ticket.tries == self.settings.max_attempts:
             reason = f"begun {ticket.tries} times; at last {reason}"
             self._evaluated(ticket, None, reason) if purpose == "eval" else self._fail(ticket, reason)
@@ -642,7 +662,7 @@ class Scheduler:
         self._commands.append(Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, version, samples)))
 
     def _bound(self, ticket: OpenTicket, attempt: int, version: int) -> None:
-        """The oldest token of an attempt is of this version or a newer one."""
+        """Record that an attempt's oldest token has this version or a newer one."""
         ticket.bounds = {**ticket.bounds, attempt: version}
         self._date(ticket)
 
@@ -651,14 +671,14 @@ class Scheduler:
         ticket.deadline = ticket.oldest + self.settings.max_staleness
 
     def _reissue_all(self) -> None:
-        """After a restart nobody works on the tickets that were in flight: they begin anew."""
+        """Issue all unfinished tickets again, because after a restart no worker works on them."""
         for ticket in list(self._open.values()):
             if ticket.done is None:
                 ticket.bounds = {}
                 self._reissue("train", ticket, "")
 
     def _void(self, attempt: int) -> bool:
-        """Whether an attempt is a former kernel's that was given up."""
+        """Whether an attempt belongs to a former kernel and no longer counts."""
         return self._state != "new" and attempt <= self._attempts_from
 
     def _find(self, purpose: Purpose, ticket: int) -> OpenTicket | None:
@@ -690,7 +710,7 @@ class Scheduler:
             self._give_up(f"{count} groups were filtered one after the other; the last: {reason}")
 
     def _leave_out(self, ticket: OpenTicket, reason: str) -> None:
-        """The ticket's row is not fit to train on, and will not be in any epoch."""
+        """Retire the ticket, and remember that its row is not fit to train on."""
         self._retire(ticket, "filtered", reason)
         self._left_out.add(ticket.row)
         if len(self._left_out) == self.settings.rows and not self._closing:
@@ -712,7 +732,7 @@ class Scheduler:
         return sorted(ready, key=_urgency)
 
     def _start_batch(self) -> None:
-        """Make a batch, if enough groups are finished and it leaves no deadline that cannot be met."""
+        """Start a batch if enough groups are finished, and if every deadline can still be met afterwards."""
         idle = self._training is None and not self._held
         if not idle or self._closing or self.version == self.settings.steps:
             return
@@ -731,11 +751,11 @@ class Scheduler:
         self._commands.append(StartBatch(self.version, groups))
 
     def _blocking(self, batch: list[OpenTicket]) -> OpenTicket | None:
-        """The unfinished ticket that has to be waited for, or None if the batch is admissible.
+        """Return the unfinished ticket that the batch has to wait for, or None if the batch is admissible.
 
-        Admissible at version v: afterwards, for every j in -1..η, at most (j + 1)·B of the remaining
-        groups have a deadline of v + 1 + j or earlier, so that every later batch can be made in time.
-        (j = -1: none of them is due now.)
+        A batch is admissible at version v if, after it, for every j in -1..η at most (j + 1)·B of the
+        remaining tickets have a deadline of v + 1 + j or earlier. Then every later batch can be made in time.
+        For j = -1, no remaining ticket is due at v.
         """
         bound, size = self.settings.max_staleness, self.settings.batch_size
         taken = {ticket.id for ticket in batch}
@@ -745,13 +765,15 @@ class Scheduler:
         for j in range(-1, bound + 1):
             behind += due[j]
             if behind > (j + 1) * size:
-                # Admission sees to it that the surplus is unfinished: all finished ones are in the batch.
+                # Admission ensures that the tickets beyond the bound are unfinished: all finished ones with
+                # such a deadline are in the batch.
                 unfinished = [ticket for ticket in rest if ticket.done is None]
                 return min(unfinished, key=_urgency)
         return None
 
     def _expire(self, ticket: OpenTicket) -> None:
-        """Give a late ticket up, and issue its prompt again as a new one, a limited number of times."""
+        """Expire a late ticket, and issue its prompt again in a new ticket, at most `max_attempts` times in
+        all."""
         if ticket.attempt:
             self._commands.append(Withdraw("train", ticket.id, ticket.attempt))
         self._retire(ticket, "expired", f"due at version {self.version} and unfinished")
@@ -764,7 +786,8 @@ class Scheduler:
         return any(evaluation.version == version for evaluation in self.evaluations)
 
     def _must_hold_back(self) -> bool:
-        """Whether the next step would lead to an evaluation while one waits; said once for each that does."""
+        """Whether the next step would make an evaluation due while another one waits. The scheduler gives one
+        `HeldBack` command for each such wait."""
         if len(self.needed_versions) < 2 or not self.is_due(self.version + 1):
             return False
         if not self._holding_back:
@@ -787,7 +810,7 @@ class Scheduler:
             self._reissue("eval", ticket, "")
 
     def _evaluated(self, ticket: OpenTicket, group: GroupDone | None, reason: str = "") -> None:
-        """One row of the evaluation is through: with a result, or without and why."""
+        """One row of the evaluation is finished. `group` is its result; without one, `reason` says why."""
         under_way = self._round
         assert under_way is not None
         del under_way.open[ticket.id]
