@@ -1,8 +1,9 @@
-"""The inference workers, as the kernel speaks to them: each is kept at the newest weights, or at those of the
-evaluation that it is lent to.
+"""The kernel's side of the inference workers. It keeps each engine at the newest weights, or at the weights
+of the evaluation that the engine is lent to.
 
-An engine is named to rollout workers only once it serves the weights it must. One that serves others than
-were announced, or drifts too far from the trainer, ends the run; its worker has held back what it sampled.
+The kernel names an engine to rollout workers only when the engine serves the right weights. The run fails if
+an engine serves other weights than the announced ones, or drifts too far from the trainer. The engine's
+worker has then sent no token of that version.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Engines:
     """All inference workers of the run.
 
     Args:
-        on_swapped: called with each swap: of which worker, and what came of it.
-        on_callable: called when an engine can be named to rollout workers, and when it serves a new version.
-        turn_s: seconds of an evaluation's first turn at a single engine.
+        on_swapped: called after each swap, with the worker and its answer.
+        on_callable: called when rollout workers may call an engine, and when an engine serves a new version.
+        turn_s: length of an evaluation's first turn at a single engine, in seconds.
     """
 
     def __init__(
@@ -61,20 +62,20 @@ class Engines:
         self.note: WeightsNote | None = None
         """The newest weights."""
         self.notes: dict[int, WeightsNote] = {}
-        """The newest, and those that evaluations need, by version."""
+        """By version: the newest weights, and the weights that evaluations need."""
 
     def announce(self, note: WeightsNote) -> None:
-        """There are new weights. Nobody waits until they are served."""
+        """Announce new weights. The call does not wait until the engines serve them."""
         self.note = note
         self.remember([note])
         self.look_again()
 
     def remember(self, notes: Iterable[WeightsNote]) -> None:
-        """Where versions are to be had that evaluations may need."""
+        """Store the notes of versions that evaluations may need."""
         self.notes |= {note.version: note for note in notes}
 
     def lend(self, wish: Wish) -> None:
-        """What evaluations want of the engines, from now on."""
+        """Set what evaluations need from the engines, from now on."""
         if wish != self._wish:
             self._wish = wish
             self.notes = {
@@ -85,7 +86,7 @@ class Engines:
             self.look_again()
 
     def look_again(self) -> None:
-        """What engines are to serve may be something else now: there are new weights, other wishes, or other
+        """Check again what each engine has to serve, after a change of the weights, the wish or the
         workers."""
         self._news.set()
         self._news = anyio.Event()
@@ -105,11 +106,12 @@ class Engines:
                 await news.wait()
 
     async def keep_current(self, member: FleetMember) -> None:
-        """Have one worker serve the newest weights, or those of the evaluation that it is lent to, until the
-        worker is gone. Versions in between are passed over.
+        """Keep one worker at the newest weights, or at the weights of the evaluation that it is lent to,
+        until the worker is gone. The worker skips versions in between.
 
         Raises:
-            RunError: if it cannot, or serves others than announced; naming worker, version and tensors.
+            RunError: if the worker cannot swap or serves other weights than the announced ones. The message
+                names the worker, the version and the tensors.
         """
         failures = 0
         served: tuple[WeightsNote, bool] | None = None
@@ -125,9 +127,9 @@ class Engines:
             except BusError as error:
                 if not self._there(member):
                     return
-                # Old weights may be gone by now, and have a successor; anything else is tried again.
+                # Only repeated failures with the same weights count: old ones may be gone and replaced.
                 failures = failures + 1 if self._wanted(member) == wanted else 0
-                served = None  # it answers nobody where it was on its way from training to an evaluation
+                served = None  # after a failed swap between training and an evaluation it answers no request
                 log.warning("swap failed", worker=member.worker, version=note.version, error=str(error))
                 if failures == _TRIES:
                     raise RunError(f"{member.worker} cannot serve version {note.version}: {error}") from error
@@ -139,10 +141,10 @@ class Engines:
             member.callable, member.exact_version = True, note.version if exact else None
             self._fleet.serves(member, note.version)
             self._on_callable()
-            self.look_again()  # with its weights, the turn of a single engine begins
+            self.look_again()  # the turn of a single engine begins when it has its weights
 
     async def busy_s(self) -> float:
-        """Seconds that the engines have worked so far, mean of the present ones."""
+        """Ask the present engines for their seconds of work so far, and return the mean."""
         members = self._fleet.of("inference")
         for member in members:
             subject = self._names.worker("inference", member.worker, "load")
@@ -156,7 +158,8 @@ class Engines:
         return sum(member.busy_s for member in members) / max(1, len(members))
 
     def _wanted(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
-        """The weights that a worker is to serve now, and whether to their evaluation alone."""
+        """Return the weights that a worker has to serve now, and whether only their evaluation may use
+        them."""
         if self._wish.version is not None and member.worker in self._lending.lent:
             return self.notes[self._wish.version], True
         return (self.note, False) if self.note is not None else None

@@ -1,4 +1,4 @@
-"""The workers of a run, as the kernel knows them: started, joined, beating, lost, started again."""
+"""The workers of a run. The fleet starts them, receives their heartbeats, and restarts lost ones."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["Fleet", "FleetMember"]
 log = structlog.get_logger()
 
 _SILENT_S = 15.0
-"""A worker that has not been heard for so long is lost."""
+"""The fleet treats a worker as lost after this many seconds without a heartbeat."""
 _LONG_LIFE_S = 600.0
-"""A worker that lived so long before it ended begins to count its restarts anew."""
+"""If a worker ran longer than this many seconds, the count of its restarts begins again at 1."""
 _TAIL_LINES = 15
 
 
@@ -43,16 +43,16 @@ class FleetMember:
     heard: float
     ready: bool = False
     callable: bool = False
-    """Others may be told of it: it is ready and, if an engine, holds the weights it must."""
+    """Whether other workers may call it: the worker is ready, and an engine also serves the right weights."""
     exact_version: int | None = None
-    """Of an engine that is lent to an evaluation: the version it serves."""
+    """The version that an engine serves while it is lent to an evaluation; None otherwise."""
     busy_s: float = 0.0
     load: Load | None = None
     refused: int = 0
 
 
 class Fleet:
-    """Starts the workers, listens to them, and starts again those that end unasked."""
+    """Starts the workers, receives their messages, and restarts workers that end unexpectedly."""
 
     def __init__(
         self,
@@ -71,28 +71,28 @@ class Fleet:
         self._ended_tokens = 0
         self._ended_refused = 0
         self._loads: list[Load] = []
-        """Of the heartbeats since `load_figures` was last called."""
+        """Load figures of the heartbeats since the last call of `load_figures`."""
         self._given_up: set[str] = set()
-        """Workers that failed at what would fail again."""
+        """Workers that said that a restart would fail in the same way. The fleet does not restart them."""
         self._launching = anyio.Lock()
         self._ending = False
         self.on_ready: Callable[[FleetMember], None] = lambda member: None
-        """Called once for each worker that became ready."""
+        """Called once for each worker that becomes ready."""
         self.on_lost: Callable[[FleetMember, str, bool], None] = lambda member, how, final: None
-        """Called with each worker that is gone, how, and whether that is final, before it is started again;
-        where that is final it is not started."""
+        """Called with each lost worker, the way it was lost, and whether the loss is final. The call comes
+        before a restart; after a final loss there is no restart."""
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
-        """Workers that are not ready yet, and what they are at."""
+        """Workers that are not ready yet, with their present state."""
 
     # -------------------------------------------------------------------------------- launching
 
     async def launch(self, workers: Iterable[Worker], tasks: TaskGroup) -> None:
-        """Start the workers and look after each in `tasks`.
+        """Start the workers, and start a task in `tasks` that watches and restarts each of them.
 
         Raises:
-            LaunchError: if one cannot be started.
+            LaunchError: if a worker cannot be started.
         """
         jobs = [self._job(worker) for worker in workers]
         async with self._launching:
@@ -103,12 +103,15 @@ class Fleet:
                 tasks.start_soon(self._look_after, job, handle)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait for the workers to leave by themselves, and end what has not after `grace_s`."""
-        async with self._launching:  # what is being started is among the handles afterwards
+        """Wait for the workers to leave, and stop those that are still running after `grace_s` seconds.
+
+        A worker that has not joined is stopped at once.
+        """
+        async with self._launching:  # after a launch in progress, so that its handles are stopped too
             self._ending = True
 
         async def end(handle: Handle) -> None:
-            joined = handle.worker in self.members  # others cannot have heard that the run is over
+            joined = handle.worker in self.members  # the others cannot have received the last beacon
             with anyio.move_on_after(grace_s if joined else 0):
                 await handle.wait()
                 return
@@ -120,7 +123,11 @@ class Fleet:
                 tasks.start_soon(end, handle)
 
     async def _look_after(self, job: Job, handle: Handle) -> None:
-        """Wait for the end of a worker, and start it again; too often within a short time ends the run."""
+        """Wait for the end of a worker's process and restart the worker.
+
+        Raises:
+            LaunchError: if the worker ended too often within a short time.
+        """
         restarts = 0
         while True:
             began = time.monotonic()
@@ -161,7 +168,7 @@ class Fleet:
     # ------------------------------------------------------------------------------- membership
 
     def join(self, message: Join) -> None:
-        """A process says that it is there; one of the same name before it is gone."""
+        """A process joins. If a former process has the same worker name, the former one is lost."""
         former = self.members.get(message.worker)
         if former is not None and former.nonce != message.nonce:
             self._lose(message.worker, "replaced by a new process")
@@ -173,7 +180,7 @@ class Fleet:
             self.starting[message.worker] = "loading"
 
     def beat(self, message: Heartbeat) -> None:
-        """A sign of life. One of a process that was replaced does not count."""
+        """Take in a heartbeat. Heartbeats of a process that was replaced do not count."""
         member = self.members.get(message.worker)
         if member is None or member.nonce != message.nonce:
             return
@@ -187,12 +194,13 @@ class Fleet:
             self.on_ready(member)
 
     def serves(self, member: FleetMember, version: int) -> None:
-        """An engine says that it has swapped: routing must not wait for its next heartbeat."""
+        """Record that an engine has swapped to a version, because routing must not wait for its next
+        heartbeat."""
         if member.load is not None:
             member.load = msgspec.structs.replace(member.load, version=version)
 
     def leaving(self, message: Leaving) -> None:
-        """A worker goes by itself."""
+        """A worker leaves of its own accord. If the failure is final, the fleet does not restart it."""
         member = self.members.get(message.worker)
         if member is not None and member.nonce == message.nonce:
             if message.final:
@@ -200,11 +208,11 @@ class Fleet:
             self._lose(message.worker, message.reason)
 
     async def watch(self) -> None:
-        """Lose those that have fallen silent; what is left of them is ended, to be started again."""
+        """Treat workers without a heartbeat as lost, and stop their processes, so that they are restarted."""
         while True:
             late = await sleep_and_measure_delay(1)
             for member in list(self.members.values()):
-                member.heard += late  # the kernel stood still, not they
+                member.heard += late  # the kernel's process was delayed, not the workers
                 silent = time.monotonic() - member.heard
                 if silent > _SILENT_S:
                     self._lose(member.worker, f"silent for {silent:.0f} s")
@@ -225,11 +233,11 @@ class Fleet:
     # ----------------------------------------------------------------------------------- figures
 
     def of(self, role: Role) -> list[FleetMember]:
-        """Members of a role that are ready."""
+        """Return the ready members of a role."""
         return [member for member in self.members.values() if member.role == role and member.ready]
 
     def peers(self) -> tuple[Peer, ...]:
-        """Those that rollout workers may call."""
+        """Return the workers that can be called, for the beacon."""
         return tuple(
             Peer(member.worker, member.role, member.load, member.exact_version)
             for member in self.members.values()
@@ -237,19 +245,22 @@ class Fleet:
         )
 
     def busy_s(self, role: Role) -> float:
-        """Seconds of work of a role since the start, added up over its workers, former ones included."""
+        """Return the seconds of work of a role since the start: the sum over its workers, including former
+        ones."""
         now = sum(member.busy_s for member in self.members.values() if member.role == role)
         return self._ended_busy.get(role, 0.0) + now
 
     def generated_tokens(self) -> int:
-        """Tokens sampled since the start, by former workers too."""
+        """Return the number of tokens sampled since the start, including those of former workers."""
         loads = [member.load for member in self.members.values() if member.load is not None]
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
 
     def load_figures(self) -> dict[str, float]:
-        """How full the engines were: means over the heartbeats since the last call, empty without one.
+        """Return the mean load of the engines over the heartbeats since the last call; empty without a
+        heartbeat.
 
-        `slots_used` and `kv_used` are shares, `samples_waiting` is a number of samples of one engine.
+        `slots_used` and `kv_used` are shares from 0 to 1. `samples_waiting` is the number of waiting samples
+        for each engine.
         """
         loads, self._loads = self._loads, []
         if not loads:
@@ -262,5 +273,5 @@ class Fleet:
         }
 
     def refused(self) -> int:
-        """Malformed messages that workers have refused since the start."""
+        """Return the number of malformed messages that workers have refused since the start."""
         return self._ended_refused + sum(member.refused for member in self.members.values())

@@ -1,7 +1,7 @@
-"""The worker groups, as the kernel speaks to them: load, run the calls of a step, save.
+"""The kernel's side of the worker groups: load models, run the calls of a step, save.
 
-Calls begin as soon as those they wait for are done; those of one group run in order, those of different
-groups at the same time.
+A call begins as soon as the calls that it depends on are done. The calls of one group run in order; the calls
+of different groups run at the same time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["CallTime", "StepResult", "Trainers"]
 A = TypeVar("A", bound=Message)
 
 _DEADLINE_S = 24 * 3600.0
-"""Of one call, a load or a save. A trainer that dies is noticed by other means, and long before."""
+"""Deadline of one call, load or save. The fleet notices a dead trainer long before."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class CallTime:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the calls of one step came to."""
+    """The result of one step's calls."""
 
     statistics: dict[str, float]
-    """Those of models other than the lead one begin with the model's name and a slash."""
+    """Statistics of the calls. Names of a model other than the lead model begin with its name and a slash."""
     times: list[CallTime]
     note: WeightsNote
-    """The weights they led to."""
+    """The weights after the step."""
     divergence: float | None = None
-    """KL(behaviour || policy at the start of the step) of the batch, the engines' error included, in nats a
-    token; None where it was not measured."""
+    """KL(behaviour || policy at the start of the step) of the batch, in nats a token. It includes the
+    engines' error. None if it was not measured."""
 
     @property
     def seconds(self) -> float:
-        """Time in which at least one call ran."""
+        """Seconds in which at least one call ran."""
         total, covered = 0.0, 0.0
         for each in sorted(self.times, key=lambda each: each.start_s):
             total += max(0.0, each.end_s - max(each.start_s, covered))
@@ -76,7 +76,7 @@ class StepResult:
 
 
 class Trainers:
-    """Rank 0 of every worker group."""
+    """Sends the kernel's requests to rank 0 of every worker group."""
 
     def __init__(self, bus: Bus, names: Subjects, placement: Placement, lease_epoch: int) -> None:
         self._bus = bus
@@ -87,8 +87,12 @@ class Trainers:
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()
     ) -> tuple[WeightsNote, ...]:
-        """Have all begin at a checkpoint, or at the initial models. Returns the notes of what was published:
-        the older versions that were `needed` and lie in the checkpoint, and then `version`."""
+        """Load a checkpoint in all groups, or the initial models if `folder` is None.
+
+        Returns:
+            The notes of the published weights: first the `needed` older versions from the checkpoint, then
+            `version`.
+        """
         request = LoadCheckpoint(self._lease_epoch, str(folder or ""), version, needed)
         answers = await self._ask_all("load", request, Loaded)
         again = [note for answer in answers for note in answer.needed]
@@ -102,11 +106,12 @@ class Trainers:
         ahead: tuple[RowRef, ...] = (),
         needed: tuple[int, ...] = (),
     ) -> StepResult:
-        """Run the dataflow's calls after the ticket on a batch.
+        """Run the calls of one train step on a batch.
 
         Args:
-            ahead: rows that will probably be wanted next, to be fetched while the present ones train.
-            needed: published versions that are kept, because evaluations need them.
+            ahead: rows that the next batches will probably need. The trainers fetch them while the present
+                rows train.
+            needed: published versions that the trainers keep, because evaluations need them.
         """
         step = _Step(self, RunCall(self._lease_epoch, incarnation, version, "", rows), ahead)
         with one_error():
@@ -120,11 +125,11 @@ class Trainers:
         )
 
     async def save(self, folder: Path, version: int, needed: tuple[int, ...] = ()) -> None:
-        """Have all write models and optimizers into a folder, and the published weights of `needed` older
-        versions, for evaluations.
+        """Write the models and optimizers of all groups into a folder, and the published weights of the
+        `needed` older versions, which evaluations need.
 
         Raises:
-            OSError: if the folders cannot be made.
+            OSError: if the folders cannot be created.
         """
         graph = self.placement.graph
         for model in graph.models:
@@ -133,13 +138,13 @@ class Trainers:
         await self._ask_all("save", Save(self._lease_epoch, str(folder), version, needed), Saved)
 
     async def prefetch(self, rows: tuple[RowRef, ...]) -> None:
-        """Announce rows to every rank."""
+        """Tell every rank to fetch these rows."""
         for group in self.placement.groups.values():
             for worker in group.workers:
                 await self._bus.publish(self._names.worker("trainer", worker, "prefetch"), Prefetch(rows))
 
     async def ask(self, group: WorkerGroup, verb: str, message: Message, answer: type[A]) -> A:
-        """Ask rank 0 of one group."""
+        """Send a request to rank 0 of one group, and return its answer."""
         worker = group.workers[0]
         subject = self._names.worker("trainer", worker, verb)
         return await self._bus.request(subject, message, answer, who=worker, deadline_s=_DEADLINE_S)
@@ -171,7 +176,7 @@ class _Step:
         self.times: list[CallTime] = []
 
     async def run_group(self, group: WorkerGroup) -> None:
-        """Run one group's calls in the graph's order, each when those before it are done."""
+        """Run one group's calls in the graph's order, each after the calls that it depends on."""
         graph = self._placement.graph
         for call in graph.step_calls:
             if self._placement.group_of(call) is not group:
