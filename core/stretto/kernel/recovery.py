@@ -1,6 +1,7 @@
-"""After a restart: the journal's batches since the checkpoint, trained again to the same digests.
+"""Recovery after a restart: train the journal's batches since the checkpoint again, to the same digests.
 
-A kernel repeats the batches of one set of values: those up to the first change that the journal records.
+A kernel repeats only batches with its own set of values: those up to the next change that the journal
+records.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = structlog.get_logger()
 
 
 class _Steps(Protocol):
-    """As much of `Trainers` as a repetition needs."""
+    """The part of `Trainers` that a repetition needs."""
 
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...]
@@ -49,32 +50,33 @@ class _Steps(Protocol):
 
 @dataclass
 class Journal:
-    """What the journal holds of a checkpoint's incarnation, for a kernel with values of a certain number."""
+    """The journal's entries of a checkpoint's incarnation, for a kernel with one set of values."""
 
     batches: dict[int, JournalBatch] = field(default_factory=dict[int, JournalBatch])
-    """By version: from the checkpoint's on without a gap, up to the next change."""
+    """Batches by version: from the checkpoint's version without a gap, up to the next change."""
     steps: dict[int, JournalStep] = field(default_factory=dict[int, JournalStep])
-    """Complete ones, by the version that they led to."""
+    """Complete steps, by the version that they led to."""
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
     change: JournalChange | None = None
-    """The one at the checkpoint with which these values begin."""
+    """The change to this kernel's values, if the journal records it at the checkpoint's version."""
     next: JournalChange | None = None
-    """The first one to later values."""
+    """The first change to later values."""
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """Where a repetition has led."""
+    """The result of a repetition."""
 
     notes: tuple[WeightsNote, ...]
-    """Of the versions that evaluations still need, and of the last one, which comes last."""
+    """Notes of the versions that evaluations still need, and last the note of the newest version."""
     incarnation: int
     log_sequence: int
-    """Last message of the log that the scheduler has taken in."""
+    """Sequence number of the last log message that the scheduler has taken in."""
     repeated: int
-    """Steps that were trained again."""
+    """Number of steps that were trained again."""
     next_values: int | None
-    """Number of the values with which the journal goes on from here; None where this is its end."""
+    """Number of the values with which the journal continues; None if it records no later change that still
+    applies."""
 
 
 async def repeat_journal(
@@ -89,23 +91,28 @@ async def repeat_journal(
     on_change: Callable[[tuple[WeightsNote, ...], int, JournalChange | None], Awaitable[object]],
     on_repeated: Callable[[StartBatch, StepResult, float | None], object],
 ) -> Recovered:
-    """Load a checkpoint, or the initial model where there is none, train the journal's batches from there on,
-    and tell the scheduler of every group that the log holds. Afterwards `scheduler.start()` goes on.
+    """Load a checkpoint, or the initial model if there is none, and train the journal's later batches again.
 
-    Versions that were being evaluated, or were to be, are published again: those from before the checkpoint
-    lie in it, the others are come by.
+    The function reports the groups in the log to the scheduler, up to the next change of values. Afterwards
+    `scheduler.start()` continues the run.
 
-    A step that does not reach the digest of its first time begins a new incarnation there: what older
-    weights of the former one sampled since then expires.
+    The trainers publish the versions again that still have to be evaluated. The checkpoint holds the weights
+    of versions before it; the repeated steps produce those of later versions.
+
+    If a repeated step does not reach its recorded digest, a new incarnation begins there. All finished groups
+    then expire, because weights of the former incarnation sampled them.
 
     Args:
-        values: number of the values that the scheduler and the trainers have. Where the checkpoint is of
-            former ones, the change is made at the checkpoint.
-        on_change: called when the ledger is that of the change, with the weights as in `Recovered.notes`, the
-            last message of the log that it has taken in, and the journal's record, if it has one already.
+        values: number of the values of the scheduler and the trainers. If the checkpoint has former values,
+            the change is made at the checkpoint.
+        on_change: called when the ledger is in the state of the change, with three arguments: the notes as in
+            `Recovered.notes`, the sequence number of the last log message in the ledger, and the journal's
+            record of the change, if there is one.
+        on_repeated: called after each repeated step, with the batch, its result, and the divergence that the
+            journal records.
 
     Raises:
-        RunError: if the checkpoint does not load to the weights it was made of.
+        RunError: if the loaded weights do not have the digest that the checkpoint records.
     """
     folder, state = checkpoint
     notes = [*await trainers.load(folder, state.version, state.needed)]
@@ -155,9 +162,9 @@ async def repeat_journal(
         scheduler.expire_finished(f"sampled by weights of incarnation {state.incarnation}")
         ahead = None
     else:
-        last = ahead.log_sequence if ahead else last  # what came later is of later values
+        last = ahead.log_sequence if ahead else last  # later messages belong to later values
         _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= last))
-    scheduler.commands()  # withdrawals of attempts that nobody works on any more
+    scheduler.commands()  # drop the withdrawals: no worker has these attempts any more
     needed = tuple(each for each in notes[:-1] if each.version in scheduler.needed_versions)
     return Recovered((*needed, note), incarnation, last, repeated, ahead.values if ahead else None)
 
@@ -171,7 +178,7 @@ def _take_in(scheduler: Scheduler, outcomes: Iterable[GroupDone | GroupFailed]) 
 
 
 async def _outcomes(bus: Bus, names: Subjects, after: int) -> list[tuple[int, GroupDone | GroupFailed]]:
-    """What the log holds of groups beyond a sequence number."""
+    """Return the outcomes of tickets in the log after a sequence number, in order."""
     last = await bus.last_sequence(names.log_stream, names.groups)
     outcomes: list[tuple[int, GroupDone | GroupFailed]] = []
     if last > after:
@@ -184,7 +191,7 @@ async def _outcomes(bus: Bus, names: Subjects, after: int) -> list[tuple[int, Gr
 
 
 async def read_journal(bus: Bus, names: Subjects, state: KernelState, values: int) -> Journal:
-    """What a kernel with the values of this number goes on with from a checkpoint."""
+    """Read the journal's entries with which a kernel with these values continues from a checkpoint."""
     journal, found = Journal(), dict[int, JournalBatch]()
     last = await bus.last_sequence(names.journal_stream, names.journal)
     if last:
