@@ -1,11 +1,12 @@
 """The values of a run: the files that hold them, and the changes with which a run may be resumed.
 
     config.yaml        the values in force
-    config-1.yaml …    those in force before, in their order; 1 are the ones the run was started with
+    config-1.yaml …    the former values, in order; config-1.yaml has the values that the run started with
     references.yaml    keys that were written as a reference to another key, such as `${steps}`
 
-A change is decided when `config.yaml` is replaced. Whoever resumes the run then repeats what was trained with
-former values, and goes over to the next ones where the journal says, or at its end (`kernel.py`).
+A change is decided when `config.yaml` is replaced. A resumed run first repeats the steps that were trained
+with former values. It changes to the next values where the journal records the change, or at the journal's
+end (`kernel.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
 
 
 def newest_values(folder: Path) -> int:
-    """Number of the values in `config.yaml`; 1 in a run that was never changed."""
+    """Return the number of the values in `config.yaml`; 1 for a run whose values never changed."""
     number = 1
     while (folder / f"config-{number}.yaml").exists():
         number += 1
@@ -48,12 +49,12 @@ def newest_values(folder: Path) -> int:
 
 
 def values_file(folder: Path, number: int) -> Path:
-    """The file with the values of a number."""
+    """Return the file that holds the values with this number."""
     return folder / ("config.yaml" if number == newest_values(folder) else f"config-{number}.yaml")
 
 
 def write_values(folder: Path, composed: Composed) -> None:
-    """Make a composed run the values in force.
+    """Write the values of a composed run as the values in force.
 
     Raises:
         OSError: if the files cannot be written.
@@ -65,7 +66,7 @@ def write_values(folder: Path, composed: Composed) -> None:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether a run has completed this number of steps."""
+    """Whether a run has completed at least this number of steps."""
     file = folder / "summary.json"
     if not file.exists():
         return False
@@ -74,11 +75,11 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 
 def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
-    """A run's values with some of them changed.
+    """Compose a run's values with some of them changed.
 
     Raises:
-        ConfigError: if the folder holds no run, or one that cannot go on with these values.
-        PluginError: for a component that is not to be had.
+        ConfigError: if the folder holds no run, or if the run cannot continue with these values.
+        PluginError: if a component is not available.
     """
     file = folder / "config.yaml"
     if not file.exists():
@@ -96,7 +97,7 @@ def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
 
 
 def put_into_force(folder: Path, changed: Composed) -> None:
-    """Replace `config.yaml`, and keep the former one under its number. Where no value differs, do nothing.
+    """Replace `config.yaml`, and keep the former file under its number. If no value differs, do nothing.
 
     Raises:
         RunError: if a kernel owns the run.
@@ -110,7 +111,8 @@ def put_into_force(folder: Path, changed: Composed) -> None:
 
 
 def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Dotted keys whose values differ: the former and the new value, as JSON; `null` for a missing one."""
+    """Return the dotted keys whose values differ, each with its former and its new value as JSON. A missing
+    value is `null`."""
     before, after = dict(_leaves(former)), dict(_leaves(changed))
     return {
         key: values
@@ -123,7 +125,7 @@ def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[s
 
 
 def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Problem]:
-    """Changes that would make another run of it."""
+    """Yield the changes that a resumed run refuses, because they would make it a different run."""
     was, now = former.config, changed.config
     fixed = {
         "model": "the run's weights come from it",
@@ -155,7 +157,7 @@ def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Probl
 
 
 def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem]:
-    """What is trained on what: the models, their adapters, and the samples of a prompt."""
+    """Yield the refused changes of the models, their adapters, and the number of samples of a prompt."""
     before, after = former.graph, changed.graph
     if before.source.samples != after.source.samples:
         why = "the groups in the ledger have as many samples"
@@ -168,7 +170,7 @@ def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem
 
 
 def _adapters(placed: Placement) -> dict[str, object]:
-    """What is trained of each model, where that is not all of it."""
+    """Return the adapter of each model: rank, alpha and targets, or None if the model has no adapter."""
     return {
         model: (lora.rank, lora.alpha, lora.targets) if lora is not None else None
         for group in placed.groups.values()
@@ -193,7 +195,7 @@ def _fingerprint(composed: Composed) -> tuple[int, str]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file that is whole under its name, or not there."""
+    """Write a file atomically: under its name it is complete or not there."""
     aside = file.with_name(f".{file.name}")
     with aside.open("w") as stream:
         stream.write(text)
@@ -203,7 +205,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _put(document: dict[str, Any], path: str, value: str) -> None:
-    """Set the value at a dotted key, where the document has it: a change that was killed has perhaps left
+    """Set the value at a dotted key, if the document has that key. A change that was killed may have left
     references to keys of values that never came into force."""
     *above, last = path.split(".")
     for part in above:
@@ -213,7 +215,7 @@ def _put(document: dict[str, Any], path: str, value: str) -> None:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and their values as JSON; a list is one value."""
+    """Yield the dotted keys and their values as JSON. A list is one value."""
     if isinstance(node, Mapping):
         for key, value in cast("Mapping[str, Any]", node).items():
             yield from _leaves(value, f"{path}.{key}" if path else key)

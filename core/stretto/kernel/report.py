@@ -1,4 +1,4 @@
-"""What a run tells people: `metrics.jsonl`, `summary.json`, trackers and the log lines."""
+"""The report of a run for people: `metrics.jsonl`, `summary.json`, trackers and log lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Report", "Status"]
 
 log = structlog.get_logger()
 
-# Of a step's metrics, what its log line shows; `metrics.jsonl` has all.
+# The metrics that a step's log line shows. `metrics.jsonl` has all metrics.
 _SHOWN = (
     *("step", "reward", "length", "staleness", "loss", "grad_norm", "entropy"),
     *("divergence", "staleness_limit"),
@@ -36,15 +36,15 @@ _SHOWN = (
 )
 
 _RECENT = 20
-"""Steps that the view's remaining time and bottleneck are taken from."""
+"""Number of newest steps from which the view computes the remaining time and the bottleneck."""
 _MOST_CAUSES = 8
-"""Causes that a line names, of tickets that were not trained."""
+"""Maximum number of causes that a line names for tickets that were not trained."""
 
 Status = Literal["running", "completed", "interrupted", "failed", "repeated"]
 
 
 class Report:
-    """Gathers the figures of a run and writes them. Lives as long as the kernel."""
+    """Collects the figures of a run and writes them. It has the lifetime of the kernel."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Report:
         self._fleet = fleet
         self._trackers = trackers
         self.sampled = sampled
-        """Whether what is trained on was sampled, rather than read."""
+        """Whether the run trains on sampled trajectories, and not on sequences read from a dataset."""
         self._began = time.monotonic()
         self._metrics = folder / "metrics.jsonl"
         self.adviser = adviser
@@ -77,12 +77,12 @@ class Report:
                 if not _is_evaluation(line):
                     adviser.step(line)
         self._reasons = Counter(resumed.snapshot.reasons if resumed else {})
-        """Why tickets were not trained, up to the newest line."""
+        """Number of tickets that were not trained, by reason, up to the newest line."""
         self._former_wall_s = resumed.wall_s if resumed else 0.0
         self._former_generated = resumed.generated_tokens if resumed else 0
         self._first_ticket: float | None = None
         self._steady: list[tuple[float, float, float]] = []
-        """(time, generation busy, training busy) at the end of each step."""
+        """(time, busy seconds of generation, busy seconds of training) at the end of each step."""
         self.trained_tokens = resumed.trained_tokens if resumed else 0
         self.train_busy_s = 0.0
         self.checkpoints: list[str] = []
@@ -90,37 +90,38 @@ class Report:
         self.swap_pause_s = 0.0
         self.swap_pause_max_s = 0.0
         self._paused_s = self._verified_s = 0.0
-        """Pauses of swaps, and work of verifiers, up to the newest line."""
+        """Seconds of swap pauses and seconds of verifier work, up to the newest line."""
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        """The newest lines of this life's own steps."""
+        """The newest lines of steps that this kernel trained."""
         self.refused = 0
-        """Malformed messages that the kernel has refused."""
+        """Number of malformed messages that the kernel has refused."""
         self.skipped_in_a_row = 0
-        """Steps at the end that changed nothing, because their gradient was not finite."""
+        """Number of newest steps in a row in which some model did not change, because its gradient was not
+        finite."""
         self.problems: list[str] = []
-        """What went wrong without ending the run, for the summary."""
+        """Problems that did not end the run, for the summary."""
         self._drifts = CanaryRecord(canary, self.problems)
 
     @property
     def wall_s(self) -> float:
-        """Seconds so far, those of a former life up to its checkpoint included."""
+        """Seconds so far, including those of former kernels up to the checkpoint."""
         return self._former_wall_s + time.monotonic() - self._began
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens sampled so far, those of a former life up to its checkpoint included."""
+        """Number of tokens sampled so far, including those of former kernels up to the checkpoint."""
         return self._former_generated + self._fleet.generated_tokens()
 
     def first_ticket(self) -> None:
-        """The first ticket of this life is being issued; the steady part begins after it."""
+        """The kernel issues its first ticket now. The times of repeated steps no longer count."""
         self._first_ticket = time.monotonic()
         self._steady.clear()
         self._recent.clear()
 
     def swapped(self, worker: str, done: SwapDone) -> None:
-        """An engine has swapped weights."""
+        """Take in the answer of an engine that has swapped weights."""
         self.swaps += 1
         self.swap_pause_s += done.report.pause_s
         self.swap_pause_max_s = max(self.swap_pause_max_s, done.report.pause_s)
@@ -129,7 +130,8 @@ class Report:
     def step(
         self, start: StartBatch, result: StepResult, *, generate_busy_s: float, divergence: float | None
     ) -> dict[str, Any]:
-        """A step is complete, perhaps repeated: write its line, tell the trackers, log it."""
+        """Report a complete step, which may be a repeated one: write its line, inform the trackers, and log
+        it. Returns the line."""
         now = time.monotonic()
         train_s = result.seconds
         statistics = dict(result.statistics)
@@ -174,14 +176,15 @@ class Report:
         return self.last
 
     def _of_gate(self, divergence: float | None) -> dict[str, Any]:
-        """What the divergence gate was told, and the limit that it leaves; nothing without a gate."""
+        """Return the step's divergence and the staleness limit of the gate; empty without a gate."""
         if self._scheduler.settings.max_divergence is None:
             return {}
         figure = {} if divergence is None else {"divergence": round(divergence, 6)}
         return {**figure, "staleness_limit": self._scheduler.staleness_limit}
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """An evaluation is complete: write its line, after those of the steps beside it."""
+        """Report a complete evaluation: write its line. The line follows those of the steps that were trained
+        meanwhile."""
         self._write(
             {
                 "step": evaluation.version,
@@ -195,7 +198,7 @@ class Report:
         self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
 
     def recall(self) -> None:
-        """After the journal was repeated: write the lines of evaluations that are missing."""
+        """Write the missing lines of evaluations, after the journal was repeated."""
         written = {line["step"] for line in self._lines() if _is_evaluation(line)}
         for evaluation in self._scheduler.evaluations:
             if evaluation.version not in written:
@@ -211,7 +214,7 @@ class Report:
         return [json.loads(line) for line in self._metrics.read_text().splitlines()]
 
     def _of_samples(self, start: StartBatch) -> dict[str, Any]:
-        """Figures of a batch of trajectories."""
+        """Return the figures of a batch of trajectories."""
         members = [member for group in start.groups for member in group.members]
         samples = [member for member in members if not member.part]
         staleness = [start.version - member.oldest for member in members]
@@ -238,7 +241,8 @@ class Report:
         }
 
     def _of_speed(self, start: StartBatch, generate_busy_s: float) -> dict[str, float]:
-        """Where the time since the step before went, beside training."""
+        """Return how long generation, verification and swaps took since the step before, and how full the
+        engines were."""
         engines = max(1, len(self._fleet.of("inference")))
         verified_s = self._fleet.busy_s("verifier")
         figures = {
@@ -253,13 +257,14 @@ class Report:
         return {name: round(value, 4) for name, value in figures.items()}
 
     def _not_trained(self) -> dict[str, int]:
-        """Why tickets were filtered, expired or failed since the step before: the commonest causes."""
+        """Return the most frequent causes for which tickets were filtered, expired or failed since the step
+        before, with their counts."""
         reasons = self._scheduler.reasons
         news, self._reasons = reasons - self._reasons, Counter(reasons)
         return dict(causes(news).most_common(_MOST_CAUSES))
 
     def _advise(self) -> None:
-        """Judge the newest line, and tell what has changed."""
+        """Apply the advice rules to the newest line, and log new and withdrawn advice."""
         for advice in self.adviser.step(self.last):
             if advice.until is None:
                 log.warning("advice", rule=advice.rule, since=advice.since, message=advice.message)
@@ -268,7 +273,7 @@ class Report:
         self.last["advice"] = [advice.rule for advice in self.adviser.open]
 
     def _note_skipped(self, skipped: Sequence[str]) -> None:
-        """Take note of a step in which every gradient of some model was not finite."""
+        """Record a step in which every gradient of some model was not finite."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row == 1:
             step, whose = self.last["step"], ", ".join(name.removesuffix("skipped") for name in skipped)
@@ -276,7 +281,7 @@ class Report:
             self.problems.append(f"step {step}: the gradient {whose}was not finite, and changed nothing")
 
     def left_s(self) -> float | None:
-        """Seconds until the last step, at the pace of the recent ones; None before there are any."""
+        """Estimate the seconds until the last step, from the recent steps; None before the first of them."""
         if not self._recent:
             return None
         step_s = math.fsum(line["step_s"] for line in self._recent) / len(self._recent)
@@ -284,14 +289,15 @@ class Report:
         return max(0.0, steps * step_s - (time.monotonic() - self._steady[-1][0]))
 
     def bottleneck(self) -> str:
-        """What the run waits for most, in words; empty where that is not known yet."""
+        """Describe in words what the run waits for most; empty if it is not known yet, or if the run samples
+        nothing."""
         if not self._recent or not self.sampled:
             return ""
         part, share = bottleneck(self._recent)
         return f"{part} (training works {100 * share:.0f} % of the time)"
 
     def finish(self, status: Status, reason: str) -> dict[str, Any]:
-        """Write the summary and tell the trackers."""
+        """Write the summary, inform the trackers, and return the summary."""
         summary = self._summary(status, reason)
         aside = self.folder / ".summary.json"
         aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
@@ -337,7 +343,7 @@ class Report:
         }
 
     def _best(self) -> dict[str, Any] | None:
-        """The best evaluation, and the checkpoint of its version if there is one."""
+        """Return the best evaluation, with the checkpoint of its version if there is one."""
         best = self._scheduler.best
         if best is None:
             return None
@@ -346,7 +352,7 @@ class Report:
         return {"version": best.version, "accuracy": best.accuracy, "checkpoint": name if there else None}
 
     def _held_back(self) -> list[str]:
-        """A line of how often evaluations held training back, if they did."""
+        """Return a line that says how often evaluations held training back; empty if they did not."""
         scheduler = self._scheduler
         if not scheduler.held_back:
             return []
@@ -358,7 +364,8 @@ class Report:
         ]
 
     def _keep_lines_until(self, version: int) -> list[dict[str, Any]]:
-        """Remove the lines after a checkpoint, whose steps are repeated or lost; the others."""
+        """Remove the lines after a checkpoint, because their steps are repeated or lost. Return the other
+        lines."""
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text().splitlines(keepends=True)
@@ -369,13 +376,14 @@ class Report:
         return [json.loads(line) for line in kept]
 
     def _train_wall_s(self) -> float:
-        """From the first ticket to the last step."""
+        """Return the seconds from the first ticket to the last step."""
         if self._first_ticket is None or not self._steady:
             return 0.0
         return self._steady[-1][0] - self._first_ticket
 
     def _overlap(self) -> float:
-        """The busier voice's share of the time, over the steady part: from the first step's end on."""
+        """Return the share of the time in which generation or training was busy, whichever was busier. It
+        counts from the end of the first step."""
         if len(self._steady) < 2:
             return 0.0
         (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
@@ -390,7 +398,7 @@ class Report:
 
 
 def _finite(value: Any) -> Any:
-    """Figures as JSON has them: null for what is not a finite number."""
+    """Return the figures with None, which is null in JSON, in place of every float that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):
@@ -399,7 +407,7 @@ def _finite(value: Any) -> Any:
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Whether a line of `metrics.jsonl` is that of an evaluation, and not of a step."""
+    """Whether a line of `metrics.jsonl` belongs to an evaluation, and not to a step."""
     return "evaluation/samples" in line
 
 
