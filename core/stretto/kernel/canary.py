@@ -1,4 +1,4 @@
-"""How far engines are from the trainer, swap by swap: on the canary, and on rows that they trained on."""
+"""The difference between engines and trainer at each swap: on the canary, and on rows that were trained."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["CanaryRecord", "EngineErrors"]
 log = structlog.get_logger()
 
 _WEIGHT = 0.25
-"""Weight of an engine's newest error in its average."""
+"""Weight of an engine's newest error in its moving average."""
 
 
 class CanaryRecord:
-    """The drifts of all engines.
+    """The canary drifts of all engines.
 
     Args:
-        problems: of the run's summary; told of the first drift beyond the bound.
+        problems: the problems of the run's summary. The record appends the first drift beyond the bound.
     """
 
     def __init__(self, config: CanaryConfig | None, problems: list[str]) -> None:
@@ -35,7 +35,7 @@ class CanaryRecord:
         self._not_compared: dict[str, str] = {}
 
     def add(self, worker: str, done: SwapDone) -> None:
-        """What came of the canary, and of the shared rows, at a swap."""
+        """Take in a swap's results for the canary and for the shared rows."""
         if done.engine_kl is not None:
             self._engine_kls.append(done.engine_kl)
         if done.drift is not None:
@@ -45,7 +45,8 @@ class CanaryRecord:
             log.info("canary not compared", worker=worker, reason=done.unscored)
 
     def news(self) -> dict[str, float]:
-        """For the metrics of a step: the worst of the swaps since it was last asked; nothing without one."""
+        """Return the largest figures of the swaps since the last call, for a step's metrics; empty without
+        figures."""
         drifts, self._news = self._news, []
         engine_kls, self._engine_kls = self._engine_kls, []
         figures = {"engine_kl": _short(max(engine_kls))} if engine_kls else {}
@@ -58,7 +59,8 @@ class CanaryRecord:
         }
 
     def summary(self) -> dict[str, Any] | None:
-        """For the summary of the run: the worst, and who could not be compared, and why."""
+        """Return the section of the run's summary: the largest drift, and the workers whose canary was not
+        compared, with the reasons. None if the run has no canary."""
         if self._config is None:
             return None
         figures: dict[str, Any] = {"compared": self._compared, "beyond_bound": self._beyond}
@@ -84,9 +86,9 @@ class CanaryRecord:
 
 
 class EngineErrors:
-    """What each engine computes differently from the trainer at equal version, in nats a token.
+    """The error of each engine: its KL to the trainer at the same version, in nats a token.
 
-    A few rows give a noisy figure of something that changes slowly, so it is averaged over swaps.
+    The error changes slowly, but the figure from a few rows is noisy, so it is averaged over swaps.
     """
 
     def __init__(self) -> None:
@@ -94,7 +96,7 @@ class EngineErrors:
         self._unscored: dict[str, str] = {}
 
     def add(self, worker: str, done: SwapDone) -> None:
-        """What came of the shared rows at a swap."""
+        """Take in a swap's result for the shared rows."""
         if done.engine_kl is not None:
             former = self._kl.get(worker, done.engine_kl)
             self._kl[worker] = former + _WEIGHT * (done.engine_kl - former)
@@ -106,12 +108,13 @@ class EngineErrors:
 
     @property
     def mean(self) -> float | None:
-        """Over the engines; None as long as none has been compared."""
+        """Mean error over the engines; None if no engine has been compared yet."""
         return sum(self._kl.values()) / len(self._kl) if self._kl else None
 
     def divergence(self, measured: float | None) -> float | None:
-        """What the trainer measured of a batch, less the engines' error: what the policies differ by. None
-        where the trainer measured nothing, or no engine has tried to compare itself yet."""
+        """Return the divergence between the policies: the trainer's figure of a batch minus the engines' mean
+        error, at least 0. An unknown error counts as 0. None if the trainer measured nothing, or if no engine
+        has tried the comparison yet."""
         if measured is None or not (self._kl or self._unscored):
             return None
         return max(0.0, measured - (self.mean or 0.0))

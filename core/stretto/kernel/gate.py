@@ -1,6 +1,6 @@
-"""The divergence gate: how far generation may run ahead, from how far the trained batches were off-policy.
+"""The divergence gate: it limits how far generation may run ahead, by the divergence of the trained batches.
 
-A plain controller without I/O: one figure a step goes in, a limit on staleness comes out. docs/staleness.md
+A plain controller without I/O: it takes one figure a step and sets a limit on staleness. docs/staleness.md
 describes the figure and gives the reasons for the constants.
 """
 
@@ -11,32 +11,35 @@ import msgspec
 __all__ = ["DivergenceGate"]
 
 _WINDOW = 3
-"""Figures whose median is judged: of three, so that one outlier never moves the limit and two in a row do."""
+"""Number of newest figures whose median the gate judges. With three, one outlier never moves the limit, and
+two in a row do."""
 _CAP = 100.0
-"""A figure counts as at most this many bounds, and so does one that is not a number."""
+"""A figure counts as at most this multiple of the bound. A figure that is not a number counts as that
+multiple."""
 _WIDEN_BELOW = 0.5
-"""Part of the bound that the median must stay below for the limit to widen."""
+"""The limit widens only while the median is below this fraction of the bound."""
 _PATIENCE = 4
 _MAX_PATIENCE = 64
 
 
 class DivergenceGate(msgspec.Struct):
-    """The limit and what the controller remembers between two steps; part of every checkpoint.
+    """The limit and the controller's state between two steps. It is part of every checkpoint.
 
-    A change of the limit shows in the batches only after those issued under the former limit are trained.
-    So the controller waits that many steps after each change before it judges again.
+    A change of the limit shows in the batches only after the tickets issued under the former limit are
+    trained. So the controller waits for that number of steps after each change before it judges again.
     """
 
     limit: int
-    """η_eff: train steps that generation may run ahead now, 0 to `queue.max_staleness`."""
+    """η_eff: number of train steps that generation may run ahead now, 0 to `queue.max_staleness`."""
     recent: tuple[float, ...] = (0.0,) * _WINDOW
-    """The newest figures, in nats a token, the oldest first."""
+    """The newest figures, in nats a token, oldest first."""
     settling: int = 0
-    """Steps until the last change shows in the batches."""
+    """Number of steps until the last change shows in the batches."""
     calm: int = 0
-    """Steps in a row in which the median was low enough to widen."""
+    """Number of steps in a row in which the median was low enough to widen the limit."""
     patience: int = _PATIENCE
-    """Calm steps before the limit widens. It doubles each time a widening has to be undone."""
+    """Number of calm steps before the limit widens. It doubles each time that the gate has to undo a
+    widening, up to a maximum."""
     widened: bool = False
     """Whether the last change was a widening."""
 
@@ -44,7 +47,7 @@ class DivergenceGate(msgspec.Struct):
         """Take in the figure of one step, and perhaps move the limit.
 
         Args:
-            divergence: KL(behaviour || current) of the batch less the engine's error, in nats a token.
+            divergence: KL(behaviour || current) of the batch minus the engines' error, in nats a token.
             bound: `queue.max_divergence`, in the same unit.
         """
         capped = divergence if divergence < _CAP * bound else _CAP * bound
@@ -62,14 +65,16 @@ class DivergenceGate(msgspec.Struct):
                 self._widen()
 
     def _narrow(self, factor: float) -> None:
-        """In proportion to the excess, by at least one step: KL grows at least as fast as the lag."""
+        """Lower the limit in proportion to the excess, by at least one step. The reason is that KL grows at
+        least as fast as the lag."""
         if self.limit == 0:
             return
         self.patience = min(2 * self.patience, _MAX_PATIENCE) if self.widened else self.patience
         self._move(min(self.limit - 1, int(self.limit * factor)), widened=False)
 
     def _widen(self) -> None:
-        """By one step. Where another widening came before, that one held, and caution ends."""
+        """Raise the limit by one step. If the last change was a widening too, it has held, so the patience
+        returns to its initial value."""
         self.patience = _PATIENCE if self.widened else self.patience
         self._move(self.limit + 1, widened=True)
 

@@ -1,10 +1,13 @@
-"""Which inference workers are lent to the evaluation under way. A plain class without I/O.
+"""The choice of the inference workers that are lent to the evaluation under way. A plain class without I/O.
 
-A lent worker serves the weights of the evaluation, to the evaluation alone. With training at rest all are
-lent. Of several, one is lent beside training, and half of them while another evaluation waits. A single one
-takes turns: some time for the evaluation, then as much for training, then twice that for either, and so on:
-an answer that a turn breaks off may have to be sampled anew, and is to fit into a later one. A turn begins
-when the engine serves the weights of that turn, so a model that takes long to load loses none of it.
+A lent worker serves the weights of the evaluation, and only to the evaluation. While training needs no
+engine, all workers are lent. While training goes on, one of several workers is lent, or half of them if
+another evaluation waits.
+
+A single worker takes turns. It first serves the evaluation for some time, then training for the same time,
+then each for twice that time, and so on. The turns grow because an answer that the end of a turn interrupts
+may have to be sampled again, and must fit into a later turn. A turn begins when the engine serves the weights
+of that turn, so a slow load does not shorten the turn.
 """
 
 from __future__ import annotations
@@ -18,39 +21,39 @@ __all__ = ["Lending", "Wish"]
 
 @dataclass(frozen=True)
 class Wish:
-    """What the scheduler wants of the engines for evaluations."""
+    """What evaluations need from the engines, as the scheduler sees it."""
 
     version: int | None = None
-    """Of the evaluation under way."""
+    """Version of the evaluation under way; None if none is under way."""
     needed: tuple[int, ...] = ()
-    """Versions of this and of those that wait for it."""
+    """Versions of the evaluation under way and of those that wait for it."""
     resting: bool = False
-    """Whether training misses no engine."""
+    """Whether training needs no engine now."""
 
 
 class Lending:
-    """Lives as long as its kernel.
+    """The lending of one kernel's inference workers.
 
     Args:
-        turn_s: seconds of the first turn of an evaluation.
+        turn_s: length of an evaluation's first turn, in seconds.
     """
 
     def __init__(self, turn_s: float) -> None:
         self._turn_s = turn_s
         self._number, self._ends = 0, math.inf
-        """Of the turn at a single engine, even ones being the evaluation's; and when it is over: never,
-        before it begins."""
+        """`_number` is the number of the turn at a single engine: even turns belong to the evaluation.
+        `_ends` is the time at which the turn ends, infinite before the turn begins."""
         self.lent: frozenset[str] = frozenset()
 
     def choose(self, wish: Wish, workers: Mapping[str, int | None], now: float) -> float:
-        """Set `lent` to those of the workers that are lent now.
+        """Set `lent` to the workers that are lent now.
 
         Args:
-            workers: the version that each serves to an evaluation alone; None of those that serve training.
+            workers: worker -> the version that it serves only to an evaluation; None if it serves training.
             now: seconds, of any clock.
 
         Returns:
-            When this is to be looked at again although nothing has changed.
+            The time of the next call if nothing changes before; infinite if no such call is needed.
         """
         if wish.version is not None and not wish.resting and len(workers) == 1:
             ((worker, serves),) = workers.items()
@@ -63,13 +66,13 @@ class Lending:
             number = len(workers)
         else:
             number = max(1, len(workers) // 2) if len(wish.needed) > 1 else 1
-        # Whoever is lent stays so: each change costs two swaps.
+        # A lent worker stays lent, because each change costs two swaps.
         first = sorted(workers, key=lambda worker: (worker not in self.lent, worker))
         self.lent = frozenset(first[:number])
         return math.inf
 
     def _take_turns(self, worker: str, now: float, *, begun: bool) -> float:
-        """Returns when the present turn is over."""
+        """Set `lent` for the present turn, and return the time at which the turn ends."""
         if now >= self._ends:
             self._number, self._ends = self._number + 1, math.inf
         elif begun:
