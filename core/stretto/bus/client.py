@@ -1,15 +1,18 @@
 """Typed messages over one NATS connection: publish, subscribe, request and serve, streams, queue, state.
 
-What it promises:
+The bus promises:
 
-- *publish → subscribe*: at most once, in order for one publisher and subject; a handler runs for one
-  message at a time. *request → serve*: the handler runs once for a request, however often the network
-  makes the client repeat it; requests run concurrently. *streams*: stored before `append` returns.
-- Bytes that are not the expected message are refused: counted, logged, never raised to a handler.
-- Payloads above the server's limit travel in parts and are joined before anybody sees them.
-- A lost connection is taken up again for as long as the process wants; what is published meanwhile is
-  held back. Every wait for another process has a deadline, and ends in `NoAnswer` naming who is silent.
-- A handler that raises ends the bus: the exception comes out of `async with connect(...)`.
+- *publish → subscribe*: a message arrives at most once, and in order for one publisher and one subject. A
+  handler runs for one message at a time.
+- *request → serve*: the handler runs once for a request, even if the client has to repeat the request.
+  Requests run concurrently.
+- *streams*: a message is stored before `append` returns.
+- The bus refuses bytes that are not the expected message. It counts and logs them, and no handler sees them.
+- The bus sends payloads above the server's limit in parts, and joins the parts before a handler sees them.
+- The client reconnects after a lost connection, until the bus closes. It holds back what is published in
+  the meantime. Every wait for an answer has a deadline; after it, `NoAnswer` names the silent process.
+- If the handler of a subscription raises, the bus ends: the exception comes out of `async with connect(...)`.
+  An exception in the handler of a request goes to the asking process as a refusal.
 """
 
 from __future__ import annotations
@@ -51,37 +54,37 @@ Handler = Callable[[M], Awaitable[None] | None]
 
 log = structlog.get_logger()
 
-# First byte of a part of a larger payload: one that msgpack never uses.
+# First byte of a part of a larger payload. msgpack never uses this byte.
 _PART = 0xC1
-_PART_HEAD = struct.Struct(">B16sII")  # mark, id of the whole, index, count
+_PART_HEAD = struct.Struct(">B16sII")  # mark, id of the whole payload, index, count
 _RESEND_S = 2.0
 _KEEP_ANSWERS = 1024
 _MAX_UNFINISHED = 64
 _LOGGED_REFUSALS = 100
 
 _NO_MESSAGE = (10037, 10043, 10057)
-"""Error codes of the server for a message that is not there (any more)."""
+"""Error codes of the server for a message that does not exist, or no longer exists."""
 _RECONNECT_S = 0.2
-"""Between attempts to reconnect. Not 0: the client would rarely be at a place where closing can stop it."""
+"""Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def _answerer(subject: str) -> str:
-    """The role that serves a subject; see `Subjects`."""
+    """Return the role that serves a subject; see `Subjects`."""
     parts = subject.split(".")
     return parts[3] if parts[2:3] == ["worker"] else "kernel"
 
 
 @lru_cache(maxsize=256)
 def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
-    """What decodes messages of a kind; of bytes that are none it raises msgspec.DecodeError alone."""
+    """Return the decoder of one kind of message. For malformed bytes it raises only msgspec.DecodeError."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def decode_checked(data: bytes | memoryview) -> Any:
         try:
             return decode(data)
-        except UnicodeDecodeError as error:  # msgspec passes on what it finds in some strings
+        except UnicodeDecodeError as error:  # msgspec raises it for some strings
             raise msgspec.DecodeError(f"a string is not UTF-8: {error}") from error
 
     return decode_checked
@@ -89,27 +92,29 @@ def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
 
 @dataclass
 class Taken(Generic[M]):
-    """A message taken from a work queue: acknowledged when done, or delivered again after a while."""
+    """A message taken from a work queue. Without a call of `done` or `in_progress`, the server delivers it
+    again after the queue's `redeliver_s`."""
 
     message: M
     _msg: Msg
 
     async def done(self) -> None:
-        """Take it off the queue for good."""
+        """Acknowledge the message, which removes it from the queue."""
         await self._msg.ack()
 
     async def in_progress(self) -> None:
-        """Put off its redelivery."""
+        """Restart the time until the server delivers the message again."""
         await self._msg.in_progress()
 
 
 @asynccontextmanager
 async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncGenerator[Bus]:
-    """A bus for the duration of the block; leaving it unsubscribes everything and closes the connection.
+    """Open a bus for the duration of the block. The end of the block removes all subscriptions and closes the
+    connection.
 
     Args:
-        inbox: prefix of this process's inboxes, which its role may subscribe to.
-        name: for the server's own monitoring.
+        inbox: prefix of this process's inboxes. The process's role may subscribe to it.
+        name: name of the connection in the server's monitoring; the role if empty.
 
     Raises:
         NoAnswer: if the server cannot be reached, or refuses the credentials.
@@ -153,7 +158,7 @@ async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncG
 
 
 class Bus:
-    """One process's connection. Made by `connect`."""
+    """One process's connection to the bus. `connect` creates it."""
 
     def __init__(self, client: Client, inbox: str) -> None:
         self._nats = client
@@ -167,36 +172,39 @@ class Bus:
         self._complaint = ""
         self._up = asyncio.Event()
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
-        """Of the streams being followed; None tells that the connection was lost and is back."""
+        """Queues of the streams that this process follows. None in a queue means that the client has lost the
+        connection and reconnected."""
         self.explain: Callable[[Exception], str] = _in_words
-        """What an asker is told of an exception that a handler of its request raised."""
+        """Returns the reason in the refusal that is sent when a request's handler raises."""
         self.refused = 0
-        """Malformed messages refused so far."""
+        """Number of malformed messages refused so far."""
 
     def inbox(self, answerer: str) -> str:
-        """Prefix of subjects that reach this process alone, for answers from one role."""
+        """Prefix of the subjects on which only this process receives answers from one role."""
         return f"{self._prefix}.from.{answerer}.{self._token}"
 
     @property
     def connected(self) -> bool:
-        """Whether the connection is up at this moment."""
+        """Whether the client is connected at this moment."""
         return self._nats.is_connected
 
     @property
     def limit(self) -> int:
-        """Bytes of the largest payload that travels in one piece."""
+        """Maximum size, in bytes, of a payload that the bus sends in one piece."""
         return self._nats.max_payload - 1024  # room for headers
 
     # ---------------------------------------------------------------------- publish and subscribe
 
     async def publish(self, subject: str, message: Message, *, reply: str = "") -> None:
-        """Send to whoever subscribes now."""
+        """Send a message to the present subscribers of a subject."""
         await self._send(subject, _encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
-        """Call `handler` with each message, one at a time, until the bus closes. It may be a coroutine
-        function or a plain one; it should not wait for long, since messages queue up behind it. What is
-        published after this returns is not missed."""
+        """Call `handler` with each message, one at a time, until the bus closes.
+
+        The handler may be a coroutine function or a plain function. It should not wait for long, because the
+        next messages wait for it. The subscription receives every message published after this call returns.
+        """
         decode = decoder(kind)
 
         async def deliver(msg: Msg) -> None:
@@ -223,11 +231,12 @@ class Bus:
     async def request(
         self, subject: str, message: Message, answer: type[R], *, who: str, deadline_s: float
     ) -> R:
-        """Ask one process and wait for its answer. The request is repeated until then, and served once.
+        """Send a request to one process and wait for its answer. The bus repeats the request until the answer
+        arrives; the process serves it once.
 
         Raises:
-            NoAnswer: after `deadline_s`.
-            Refused: if it answers that it cannot.
+            NoAnswer: if no answer arrives within `deadline_s` seconds.
+            Refused: if the process refuses the request.
         """
         self._requests += 1
         token = str(self._requests)
@@ -261,14 +270,14 @@ class Bus:
         *,
         forget: bool = False,
     ) -> None:
-        """Answer requests until the bus closes. What the handler raises goes to the asker as a refusal.
+        """Answer requests until the bus closes. If the handler raises, the asking process gets a refusal.
 
         Args:
-            forget: keep no answers for requests that are repeated; the handler, which changes nothing, is
-                called again. For answers that are large.
+            forget: keep no answers for repeated requests, and call the handler again instead. It is meant for
+                large answers of handlers that change nothing.
         """
         decode = decoder(kind)
-        answers: OrderedDict[str, bytes | None] = OrderedDict()  # reply subject -> answer, None while at it
+        answers: OrderedDict[str, bytes | None] = OrderedDict()  # reply -> answer, None while it is computed
 
         async def answer(reply: str, message: M) -> None:
             try:
@@ -311,12 +320,17 @@ class Bus:
     # ---------------------------------------------------------------------------------- streams
 
     async def make_log(self, stream: str, subjects: list[str]) -> None:
-        """Create a stream that is read by sequence number and purged from below. Idempotent."""
+        """Create a stream that processes read by sequence number and purge from its beginning. Idempotent."""
         subjects = [*subjects, *(f"{subject}.part" for subject in subjects)]
         await self._make_stream(StreamConfig(name=stream, subjects=subjects, allow_direct=True))
 
     async def make_queue(self, stream: str, subjects: list[str], *, redeliver_s: float) -> None:
-        """Create a work queue with one consumer for each subject, which gets a name from it. Idempotent."""
+        """Create a work queue with one consumer for each subject. The consumer's name is made from the
+        subject. Idempotent.
+
+        Args:
+            redeliver_s: seconds after which the server delivers a message again that nobody acknowledged.
+        """
         await self._make_stream(
             StreamConfig(name=stream, subjects=subjects, retention=RetentionPolicy.WORK_QUEUE)
         )
@@ -331,15 +345,15 @@ class Bus:
             await self._storing(lambda c=consumer: self._jetstream.add_consumer(stream, c), stream)
 
     async def append(self, subject: str, message: Message, *, id: str) -> int:
-        """Store a message in the stream of its subject, once for each `id`; returns its sequence number.
+        """Store a message in the stream of its subject, once for each `id`, and return its sequence number.
 
         Raises:
             NoAnswer: if the server does not confirm in time.
-            BusError: if it cannot store, such as on a full disk.
+            BusError: if the server cannot store the message, for example because the disk is full.
         """
         data = _encode(message)
         if len(data) > self.limit:
-            # The parts lie beside, and the message itself says where.
+            # The parts go to a subject of their own, and the message holds their sequence numbers.
             parts = _split(data, self.limit)
             sequences = [
                 await self._store(f"{subject}.part", part, f"{id}.{index}")
@@ -349,12 +363,12 @@ class Bus:
         return await self._store(subject, data, id)
 
     async def read(self, stream: str, sequence: int, kind: type[M]) -> M:
-        """The message at a sequence number.
+        """Return the message at a sequence number.
 
         Raises:
             NoAnswer: if the server does not answer in time.
-            BusError: if it is not there.
-            Malformed: if it is not of this kind.
+            BusError: if the message is not in the stream.
+            Malformed: if the message is not of this kind.
         """
         data = await self._joined(stream, await self._stored(stream, sequence))
         try:
@@ -366,10 +380,10 @@ class Bus:
     async def follow(
         self, stream: str, subject: str, kind: Any, *, start: int
     ) -> AsyncIterator[tuple[int, Any]]:
-        """(sequence, message) of a stream from `start` on, for ever, in order, each once.
+        """Yield (sequence, message) of a stream from `start` on, in order, each message once. It never ends.
 
         Args:
-            kind: a message type or a union of some. Malformed messages are refused and passed over.
+            kind: a message type or a union of message types. The bus refuses and skips malformed messages.
         """
         decode = decoder(kind)
         following = start
@@ -394,12 +408,12 @@ class Bus:
                         continue
                     yield sequence, message
             except (NoAnswer, NotFoundError):
-                # The consumer went with a restart of the server; make another from where we are.
+                # The server has lost the consumer, for example at a restart: create another one.
                 log.warning("stream interrupted", stream=stream, following=following)
                 await anyio.sleep(0.5)
 
     async def last_sequence(self, stream: str, subject: str) -> int:
-        """Sequence number of the newest message of a subject in its stream; 0 if there is none."""
+        """Return the sequence number of the newest message of a subject in its stream; 0 if there is none."""
         try:
             message = await self._storing(lambda: self._jetstream.get_last_msg(stream, subject), stream)
         except NotFoundError:
@@ -407,11 +421,11 @@ class Bus:
         return message.seq or 0
 
     async def purge(self, stream: str, *, below: int | None = None) -> None:
-        """Remove the messages with a sequence number under `below`, or all."""
+        """Remove the messages with a sequence number lower than `below`, or all messages if it is None."""
         await self._storing(lambda: self._jetstream.purge_stream(stream, seq=below), stream)
 
     async def delete(self, stream: str, sequence: int) -> None:
-        """Remove one message; nothing happens if it is gone."""
+        """Remove one message. If it is not there, do nothing."""
         try:
             await self._storing(lambda: self._jetstream.delete_msg(stream, sequence), stream)
         except BusError as error:
@@ -419,7 +433,8 @@ class Bus:
                 raise
 
     async def take(self, stream: str, subject: str, kind: type[M]) -> AsyncIterator[Taken[M]]:
-        """Messages of a work queue, each to one taker. Pulls one only when the caller asks for the next."""
+        """Yield messages of a work queue, each to one process at a time. The bus pulls a message only when
+        the caller asks for the next one."""
         subscription = await self._jetstream.pull_subscribe_bind(
             consumer=_consumer(subject), stream=stream, pending_msgs_limit=16
         )
@@ -446,12 +461,12 @@ class Bus:
         await self._storing(lambda: self._jetstream.create_key_value(bucket=bucket, history=1), bucket)
 
     async def put_state(self, bucket: str, key: str, message: Message) -> int:
-        """Store a value; returns its revision, which only grows within a bucket."""
+        """Store a value and return its revision. Revisions only rise within a bucket."""
         values = await self._bucket(bucket)
         return await self._storing(lambda: values.put(key, _encode(message)), bucket)
 
     async def get_state(self, bucket: str, key: str, kind: type[M]) -> M | None:
-        """The value of a key, or None."""
+        """Return the value of a key, or None if the key has no value."""
         values = await self._bucket(bucket)
         try:
             entry = await self._storing(lambda: values.get(key), bucket)
@@ -462,26 +477,26 @@ class Bus:
     # ------------------------------------------------------------------------------------ private
 
     async def open(self, tasks: TaskGroup) -> None:
-        """Called by `connect`."""
+        """Start to receive answers. `connect` calls it."""
         self._tasks = tasks
         self._up.set()
         await self._nats.subscribe(f"{self._prefix}.from.*.{self._token}.*", cb=self._on_answer)
 
     async def on_error(self, error: Exception) -> None:
-        """Called by the client: what the server or the connection complains of."""
+        """Log an error of the server or the connection. The client calls it."""
         complaint = f"{type(error).__name__}: {error}"
-        if complaint != self._complaint:  # every attempt to reconnect has the same one
+        if complaint != self._complaint:  # every attempt to reconnect reports the same error
             self._complaint = complaint
             log.warning("bus", error=complaint)
 
     async def on_disconnected(self) -> None:
-        """Called by the client, also at the end."""
+        """Hold back messages from now on. The client calls it when the connection is lost, and at the end."""
         self._up.clear()
         if not self._nats.is_closed:
             log.warning("bus disconnected")
 
     async def on_reconnected(self) -> None:
-        """Called by the client."""
+        """Send messages again, and restart the streams that this process follows. The client calls it."""
         self._up.set()
         self._complaint = ""
         log.info("bus reconnected")
@@ -498,7 +513,7 @@ class Bus:
             await self._nats.publish(subject, part, reply)
 
     def _whole(self, msg: Msg) -> bytes | None:
-        """The payload, or None until its last part is there."""
+        """Return the payload, or None if some of its parts have not arrived."""
         data = msg.data
         if data[:1] != b"\xc1":
             return data
@@ -531,7 +546,7 @@ class Bus:
             )
 
     def _fail(self, error: Exception) -> None:
-        """A handler is broken: end the bus, and with it whoever lives on it."""
+        """End the bus with the exception that a handler has raised."""
 
         async def raise_it() -> None:
             raise error
@@ -550,7 +565,8 @@ class Bus:
         return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
 
     async def _storing(self, operation: Callable[[], Awaitable[T]], what: str) -> T:
-        """Run a JetStream operation, again while the server does not answer. All of them are idempotent."""
+        """Run a JetStream operation, and repeat it for up to 30 s while the server does not answer. All these
+        operations are idempotent."""
         began = anyio.current_time()
         while True:
             try:
@@ -582,14 +598,18 @@ class Bus:
         return raw.data or b""
 
     async def _joined(self, stream: str, data: bytes) -> bytes:
-        """What was appended, put together if it was stored in parts."""
+        """Return the appended payload. If it was stored in parts, join them."""
         if data[:1] != b"\xc1":
             return data
         sequences = msgspec.msgpack.decode(data[1:], type=list[int])
         return b"".join([(await self._stored(stream, part))[_PART_HEAD.size :] for part in sequences])
 
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, bytes]]:
-        """Messages as they come, in order. Ends with `NoAnswer` when the server has lost the consumer."""
+        """Yield (sequence, payload) of a consumer's messages as they arrive, in order.
+
+        Raises:
+            NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
+        """
         inbox = f"{self._prefix}.{self._token}.pull.{consumer}"
         queue: asyncio.Queue[Msg | None] = asyncio.Queue()
 
@@ -631,16 +651,16 @@ class Bus:
 
 
 class _Parts:
-    """Payloads that are arriving in parts."""
+    """Payloads of which some parts have not arrived yet."""
 
     def __init__(self) -> None:
         self._unfinished: OrderedDict[bytes, list[bytes | None]] = OrderedDict()
 
     def add(self, data: bytes) -> bytes | None:
-        """Take one part; returns the whole when it is complete.
+        """Add one part. Return the payload if it is complete now, or None.
 
         Raises:
-            ValueError: for a part that cannot belong to anything.
+            ValueError: if the part has no head, or does not fit the other parts of its payload.
         """
         if len(data) < _PART_HEAD.size:
             raise ValueError("a part without a head")
@@ -653,12 +673,12 @@ class _Parts:
             del self._unfinished[key]
             return b"".join(piece for piece in pieces if piece is not None)
         if len(self._unfinished) > _MAX_UNFINISHED:
-            self._unfinished.popitem(last=False)  # its sender is gone
+            self._unfinished.popitem(last=False)  # the oldest one: its sender has probably gone
         return None
 
 
 def _split(data: bytes, limit: int) -> list[bytes]:
-    """Parts of at most `limit` bytes, or the payload itself if that is enough."""
+    """Split a payload into parts of at most `limit` bytes. A payload that fits stays as it is."""
     if len(data) <= limit:
         return [data]
     key = secrets.token_bytes(16)
@@ -680,15 +700,16 @@ def _consumer(subject: str) -> str:
 
 
 def _temporary(error: APIError) -> bool:
-    # 503: JetStream is starting, or has no leader yet.
+    # Code 503: JetStream is starting or has no leader yet.
     return error.code == 503 and "insufficient" not in (error.description or "").lower()
 
 
 async def sleep_and_measure_delay(seconds: float) -> float:
-    """Sleep, and return the seconds by which this process woke up too late.
+    """Sleep, and return the number of seconds by which this process woke up too late.
 
-    In that time the process was stopped, swapped out or blocked, and read no message: silence then says
-    nothing about its peers. 0 for a delay that a busy machine explains.
+    During that time the process was stopped, swapped out or blocked, and it read no message. So the silence
+    of its peers in that time says nothing about them. A delay of at most `seconds` returns 0, because a busy
+    machine can cause it.
     """
     began = time.monotonic()
     await anyio.sleep(seconds)
