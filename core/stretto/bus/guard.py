@@ -1,10 +1,10 @@
-"""A small process between the kernel and the nats-server: nothing is left running by itself.
+"""A small process between the kernel and the nats-server. It stops the server when the kernel is gone.
 
-Run as a file, with nothing but the standard library:
-`guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S`. The kernel holds a lock on the file LOCK for as
-long as it lives; the system releases it however the kernel ends. When nobody has held it for GRACE_S
-seconds, the server is ended; a kernel that takes it within that time finds its server running. A server
-that ends unasked is started again on its store.
+It runs as a file and uses only the standard library: `guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S`.
+The kernel holds a lock on the file LOCK during its whole life, and the system releases the lock however the
+kernel ends. When nobody has held the lock for GRACE_S seconds, the guard stops the server. If a kernel takes
+the lock within that time, the server keeps running. The guard restarts a server that ends unexpectedly, with
+the same store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _held(lock: Path) -> bool:
-    """Whether some kernel holds the lock. Taking it here for an instant does not hurt: kernels retry."""
+    """Whether some kernel holds the lock. The guard takes the lock for an instant; kernels retry."""
     with lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -51,7 +51,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
-    """Keep the server until asked to stop or the kernel is gone."""
+    """Run the server until a signal asks the guard to stop, or until the kernel has been gone for
+    `grace_s` seconds."""
     asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -70,7 +71,7 @@ def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
             seen = time.monotonic()
         if server.poll() is not None:
             print(f"nats-server ended with status {server.returncode}; starting it again", flush=True)
-            time.sleep(_POLL_S)  # a server that cannot start must not spin
+            time.sleep(_POLL_S)  # a server that cannot start must not keep the guard busy
             server = _start(binary, configuration)
     _end(server)
     pid_file.unlink(missing_ok=True)

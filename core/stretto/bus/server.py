@@ -1,7 +1,7 @@
 """The bundled nats-server: its configuration, credentials and permissions, and its start and end.
 
-The server runs under `guard.py`, which ends it when the kernel has been gone for the grace time.
-Credentials are drawn for each run, one user a role, and lie in files that only the user can read.
+The server runs under `guard.py`, which stops the server when the kernel has been gone for the grace time.
+Each run has random credentials, with one user for each role. They lie in files that only the user can read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _USERS = ("kernel", *ROLES)
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs to get onto the bus: one file for each role, readable by the user alone."""
+    """What a process needs to connect to the bus. Each role has one such file, which only the user can
+    read."""
 
     url: str
     run: str
@@ -45,16 +46,16 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     password: str = ""
     credentials_file: str = ""
-    """A NATS `.creds` file, with a server of one's own."""
+    """A NATS `.creds` file, if the run uses a server of the user's own with such a file."""
     logs: str = ""
     """Folder for the worker's log."""
 
     @classmethod
     def read(cls, path: Path) -> Bootstrap:
-        """Read one.
+        """Read a bootstrap file.
 
         Raises:
-            ConfigError: if it is not there or not a bootstrap file.
+            ConfigError: if the file is missing or is not a bootstrap file.
         """
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -63,14 +64,14 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lock_run(folder: Path) -> IO[str]:
-    """Own the run whose bus lies in `folder`, until the file is closed or the process ends.
+    """Own the run whose bus folder is `folder`, until the returned file is closed or the process ends.
 
     Raises:
-        RunError: if another kernel owns it.
+        RunError: if another process owns the run.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = (folder / "kernel.lock").open("a+")
-    deadline = time.monotonic() + 1  # a guard takes it for an instant, to see whether it is free
+    deadline = time.monotonic() + 1  # a guard holds the lock for an instant, to see whether it is free
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +102,7 @@ def _bootstrap_files(
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
-    """Bootstrap files for a server of the user's own, whose credentials serve every role.
+    """Write the bootstrap files for a server of the user's own. All roles use the same credentials.
 
     Raises:
         ConfigError: if the credentials file is neither JSON with user and password nor `.creds`.
@@ -124,14 +125,14 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
 
 
 def fault_of_server(urls: str, timeout_s: float) -> str:
-    """Why no nats-server is at any of the addresses, found by a short connection to each; empty if one is."""
+    """Connect briefly to each address. Return why none of them has a nats-server; empty if one has."""
     faults: list[str] = []
     for url in urls.split(","):
         parts = urlsplit(url)
         address = (parts.hostname or "", parts.port or 4222)
         try:
             with socket.create_connection(address, timeout_s) as probe:
-                if probe.recv(4) == b"INFO":  # a nats-server speaks first, before TLS too
+                if probe.recv(4) == b"INFO":  # a nats-server sends first, even before TLS
                     return ""
             faults.append(f"what answers at {address[0]}:{address[1]} is no nats-server")
         except OSError as error:
@@ -141,17 +142,18 @@ def fault_of_server(urls: str, timeout_s: float) -> str:
 
 @dataclass
 class NatsServer:
-    """A running server under its guard. Owned by the kernel; it must hold `lock` (see guard.py)."""
+    """A running server under its guard. The kernel owns it, and must hold the run's lock (see guard.py)."""
 
     url: str
     process: subprocess.Popen[bytes]
 
     @classmethod
     async def start(cls, folder: Path, run: str, config: BusConfig, logs: Path) -> NatsServer:
-        """Start on a free port of loopback, with its store in `folder`, and write the bootstrap files.
+        """Start a server on a free port of loopback, with its store in `folder`, and write the bootstrap
+        files.
 
         Raises:
-            BusError: if it does not come up; with the end of its log.
+            BusError: if the server does not start. The message has the end of the server's log.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await _end_former(folder / "guard.pid")
@@ -180,14 +182,14 @@ class NatsServer:
         return server
 
     async def stop(self) -> None:
-        """End the server and its guard; messages already stored stay in the folder."""
+        """Stop the server and its guard. Stored messages stay in the folder."""
         with suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
         with anyio.move_on_after(10):
             while self.process.poll() is None:
                 await anyio.sleep(0.02)
         if self.process.poll() is None:
-            self.process.kill()  # the server goes with its guard
+            self.process.kill()  # on Linux the server dies with its guard
 
     async def _until_ready(self, port: int, folder: Path) -> None:
         deadline = anyio.current_time() + 20
@@ -202,7 +204,7 @@ class NatsServer:
 
 
 async def _end_former(pid_file: Path) -> None:
-    """End the guard of a kernel that has gone, and its server, before the grace time does."""
+    """Stop the guard and the server of a former kernel, without waiting for the end of the grace time."""
     if not pid_file.exists():
         return
     pid = pid_file.read_text().strip()
@@ -212,7 +214,7 @@ async def _end_former(pid_file: Path) -> None:
         with anyio.fail_after(15):
             while pid_file.exists():
                 await anyio.sleep(0.02)
-    pid_file.unlink(missing_ok=True)  # of a guard that was killed
+    pid_file.unlink(missing_ok=True)  # a killed guard leaves its file
 
 
 def _binary() -> str:
@@ -238,7 +240,7 @@ def _write_private(path: Path, content: bytes) -> None:
 def _configuration(
     folder: Path, run: str, port: int, max_payload_mb: int, users: dict[str, tuple[str, str]]
 ) -> str:
-    """nats-server's configuration; JSON is valid in it."""
+    """Return the configuration of nats-server as JSON, which nats-server accepts."""
     permissions = _permissions(Subjects(run))
     return json.dumps(
         {
@@ -262,8 +264,8 @@ def _configuration(
 
 
 def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
-    """What each role may publish to and subscribe to. Trust is per role: a worker can lie about its
-    own work only."""
+    """Return the subjects that each role may publish and subscribe to. Each role has its own permissions, so
+    a worker can send false messages only about the work of its role."""
     own = {role: [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"] for role in ROLES}
     to_kernel = {role: [f"{names.root}.kernel.{role}.>", names.answers("kernel", role)] for role in ROLES}
     return {
