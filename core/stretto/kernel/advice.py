@@ -1,12 +1,12 @@
-"""Advice: rules over a run's metrics. Each says what goes wrong, since which step, and which key to change.
+"""Advice: rules over a run's metrics. A rule says what goes wrong, since which step, and which key to change.
 
-`Adviser` takes every line of `metrics.jsonl` and every evaluation, in order, and keeps what is true. It reads
-nothing else, so a resumed run repeats the lines that it kept. `RULES` lists the rules; docs/advice.md defines
-them.
+`Adviser` reads every line of `metrics.jsonl` and every evaluation, in order, and keeps the advice. It reads
+no other figures, so a resumed run gives it the kept lines again. `RULES` lists the rules; docs/advice.md
+defines them.
 
-Rules compare means over steps. *Spread* is the largest standard deviation so far of the rewards of single
-answers in a batch (a mean over 10 steps). It says which difference in reward is large, whatever the scale of
-the reward.
+Rules compare means over steps. *Spread* is the standard deviation of the rewards of single answers in a
+batch: the largest mean over 10 steps so far. It shows which difference in reward is large, whatever the scale
+of the reward.
 """
 
 from __future__ import annotations
@@ -24,58 +24,59 @@ import numpy as np
 __all__ = ["RULES", "Advice", "Adviser", "Rule", "bottleneck", "causes"]
 
 _KEPT = 200
-"""Lines that the rules can look back on."""
+"""Number of newest lines that the rules can use."""
 _CLEARS = 20
-"""Steps in a row in which a condition must be false before the advice is withdrawn."""
+"""Number of steps in a row in which a condition must be false before the adviser withdraws the advice."""
 
 
 class Advice(msgspec.Struct, kw_only=True):
-    """One finding, as it stands in `summary.json`."""
+    """One piece of advice, as `summary.json` shows it."""
 
     rule: str
     since: int
-    """First step of those that show it."""
+    """First of the steps that show the problem."""
     said: int
-    """Step after which it was said."""
+    """Step after which the adviser gave the advice."""
     until: int | None = None
-    """Step after which it was withdrawn; null while it is true."""
+    """Step after which the adviser withdrew the advice; null while it is open."""
     message: str
-    """What goes wrong and what to change, with the figures of the last step at which the condition held."""
+    """The problem and the suggested changes, with the figures of the last step at which the condition
+    held."""
 
 
 class Adviser:
-    """The rules at work on one run.
+    """Applies the rules to one run.
 
     Args:
-        document: the composed run as a plain mapping; messages name its keys and values.
+        document: the composed run as a plain mapping. Messages name its keys and values.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._history = _History()
         self._knobs = _Knobs(document)
         self._true: Counter[str] = Counter()
-        """Rule -> steps in a row for which its condition has held."""
+        """Rule -> number of steps in a row at which its condition has held."""
         self._false: Counter[str] = Counter()
         self._since: dict[str, int] = {}
         self.given: list[Advice] = []
-        """All that was said, in order."""
+        """All advice so far, in order."""
 
     @property
     def open(self) -> list[Advice]:
-        """What is still true."""
+        """The advice that is not withdrawn."""
         return [advice for advice in self.given if advice.until is None]
 
     def said(self, rule: str, step: int) -> str:
-        """The message of a rule that was said after this step; empty if it was not."""
+        """Return the message of the advice that a rule gave after this step; empty if it gave none."""
         return next((each.message for each in self.given if each.rule == rule and each.said == step), "")
 
     def evaluated(self, version: int, accuracy: float | None, samples: int) -> None:
-        """An evaluation is complete."""
+        """Take in a complete evaluation. An evaluation without an accuracy does not count."""
         if accuracy is not None:
             self._history.evaluations.append((version, accuracy, samples))
 
     def step(self, line: Mapping[str, Any]) -> list[Advice]:
-        """A step's line is written. Returns what has changed: advice said now, and advice withdrawn now."""
+        """Take in a step's line. Return the advice that was given or withdrawn after this step."""
         self._history.add(line)
         changed = [self._apply(rule, line["step"]) for rule in RULES]
         return [advice for advice in changed if advice is not None]
@@ -120,21 +121,22 @@ class _Window:
     until: int
 
     def rise(self, earlier: _Window) -> tuple[float, float]:
-        """By how much the mean is above an earlier one, and the standard error of that."""
+        """Return the difference between this mean and an earlier one, and the standard error of the
+        difference."""
         return self.mean - earlier.mean, math.hypot(self.error, earlier.error)
 
 
 class _History:
-    """The newest lines, and what has to be remembered of older ones."""
+    """The newest lines, and the figures of older lines that the rules still need."""
 
     def __init__(self) -> None:
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=_KEPT)
         self._figures: dict[str, deque[tuple[int, float]]] = {}
-        """Name -> the newest (step, figure) of the lines in which it is finite."""
+        """Name -> the newest (step, figure) pairs of the lines in which the figure is finite."""
         self.evaluations: list[tuple[int, float, int]] = []
         """(version, accuracy, samples)."""
         self.first: dict[str, _Window] = {}
-        """Of some figures, the first 10 steps."""
+        """Name -> the first 10 steps with that figure, for `reward` and `entropy`."""
         self.best: _Window | None = None
         """The 10 steps in a row with the highest mean reward."""
         self.spread = 0.0
@@ -160,11 +162,12 @@ class _History:
             self.spread = max(self.spread, spread.mean)
 
     def known(self, name: str) -> list[tuple[int, float]]:
-        """The newest (step, figure) of the lines that have a finite figure of this name."""
+        """Return the newest (step, figure) pairs of the lines that have a finite figure of this name."""
         return list(self._figures.get(name, ()))
 
     def window(self, name: str, count: int, *, back: int = 0) -> _Window | None:
-        """The newest `count` known figures of a name, without the newest `back`; None if there are fewer."""
+        """Return the window of `count` known figures of a name that ends before the newest `back` figures;
+        None if there are fewer."""
         known = self.known(name)
         known = known[: len(known) - back][-count:]
         if len(known) < count:
@@ -179,8 +182,8 @@ class _History:
         return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
 
     def rises(self, name: str, count: int) -> bool:
-        """Whether the mean of the newest `count` steps is above that of as many before, beyond two standard
-        errors."""
+        """Whether the mean of the newest `count` steps is more than two standard errors above the mean of the
+        `count` steps before them."""
         now, before = self.window(name, count), self.window(name, count, back=count)
         if now is None or before is None:
             return False
@@ -188,7 +191,8 @@ class _History:
         return rise > 2 * error
 
     def has_learned(self) -> bool:
-        """Whether the reward of the newest 20 steps is above that of the first 10, beyond noise."""
+        """Whether the mean reward of the newest 20 steps is above that of the first 10: by more than three
+        standard errors and more than a tenth of the spread."""
         first, now = self.first.get("reward"), self.window("reward", 20)
         if first is None or now is None:
             return False
@@ -197,13 +201,13 @@ class _History:
 
 
 class _Knobs:
-    """The keys of the run file, for suggestions."""
+    """The keys and values of the run file, for suggestions."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
 
     def get(self, path: str) -> Any:
-        """The value at a dotted key; None where there is no such key."""
+        """Return the value at a dotted key; None if there is no such key."""
         node: Any = self._document
         for part in path.split("."):
             if not isinstance(node, Mapping):
@@ -212,12 +216,13 @@ class _Knobs:
         return node
 
     def number(self, path: str, otherwise: float) -> float:
-        """The number at a key."""
+        """Return the number at a key; `otherwise` if the value is not a number."""
         value = self.get(path)
         return value if isinstance(value, (int, float)) else otherwise
 
     def set(self, path: str, value: Any) -> str:
-        """A suggestion; empty if the run has no such key, or that value already."""
+        """Return a suggestion to set a key; empty if the run has no such key, or if it has that value
+        already."""
         parent, _, key = path.rpartition(".")
         section, now = self.get(parent) if parent else self._document, self.get(path)
         if not isinstance(section, Mapping) or key not in section or now == value:
@@ -227,7 +232,8 @@ class _Knobs:
         return f"set `{path}` to {_text(value)} (now {_text(now)})"
 
     def scale(self, path: str, factor: float) -> str:
-        """The same, for a multiple of a number that is there: one significant digit, or a whole number."""
+        """Return a suggestion to multiply a key's number by a factor; empty if the value is not a number. An
+        integer is rounded to an integer, a float to one significant digit."""
         now = self.get(path)
         if isinstance(now, bool) or not isinstance(now, (int, float)):
             return ""
@@ -236,15 +242,15 @@ class _Knobs:
 
 @dataclass(frozen=True)
 class _Finding:
-    """A condition holds now."""
+    """The condition of a rule holds now."""
 
     since: int
-    """First step of those that show it."""
+    """First of the steps that show the problem."""
     message: str
 
 
 def _finding(since: int, what: str, *suggestions: str) -> _Finding:
-    """What goes wrong, and those suggestions that apply to the run."""
+    """Return a finding whose message has the problem and the suggestions that apply to the run."""
     known = [suggestion for suggestion in suggestions if suggestion]
     return _Finding(since, f"{what}; {', or '.join(known)}" if known else what)
 
@@ -279,8 +285,8 @@ def _plateau(history: _History, knobs: _Knobs) -> _Finding | None:
         return None
     rise, error = now.rise(before)
     if rise > error or max(rise, 0.0) + 2 * error > 0.1 * history.spread:
-        return None  # it rises, or the noise could hide a rise
-    rates = [lr for _, lr in history.known("lr")[-20:]]  # a step's own rate may be scaled down
+        return None  # the reward rises, or the noise could hide a rise
+    rates = [lr for _, lr in history.known("lr")[-20:]]  # the rate of a single step may be scaled down
     if (rates and max(rates) < 0.5 * history.lr) or _evaluations_rise(history, before.since):
         return None
     return _finding(
@@ -293,7 +299,8 @@ def _plateau(history: _History, knobs: _Knobs) -> _Finding | None:
 
 
 def _evaluations_rise(history: _History, since: int) -> bool:
-    """Whether the newest evaluation since a step is above the first one since then, beyond noise."""
+    """Whether the newest evaluation since a step is above the first evaluation since that step by more than
+    two standard errors."""
     recent = [each for each in history.evaluations if each[0] >= since]
     if len(recent) < 2:
         return False
@@ -323,7 +330,7 @@ def _gradient_spikes(history: _History, knobs: _Knobs) -> _Finding | None:
 
 
 def _norm(line: Mapping[str, Any]) -> float:
-    """The gradient norm; infinite where it was not finite."""
+    """Return the gradient norm; infinite if the line has no finite norm."""
     norm = _number(line, "grad_norm")
     return math.inf if norm is None else norm
 
@@ -361,7 +368,7 @@ def _entropy_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
 def _zero_variance(history: _History, knobs: _Knobs) -> _Finding | None:
     share = history.window("zero_variance_groups", 20)
     if share is None or not history.varied or history.has_learned():
-        return None  # all right in the end is what one wants
+        return None  # equal rewards are expected when the policy has learned to answer right
     lines = list(history.lines)[-20:]
     filtered = sum(each.get("not_trained", {}).get("filtered: by the algorithm", 0) for each in lines)
     trained = 20 * knobs.number("queue.batch_size", 1)
@@ -425,7 +432,7 @@ def _mostly_truncated(history: _History) -> bool:
 
 
 def _failures(history: _History, knobs: _Knobs) -> _Finding | None:
-    """Tickets that failed, by cause; mostly rewards that raise or take too long."""
+    """Find failed tickets, by cause. Most of them are rewards that raise or take too long."""
     failed: Counter[str] = Counter()
     steps: list[int] = []
     lines = list(history.lines)[-10:]
@@ -459,17 +466,19 @@ Part = Literal["training", "generation", "verification"]
 
 _SPEED_STEPS = 20
 _FEWEST_READINGS = 5
-"""Of the steps looked at, how many must have figures of a heartbeat, which short steps may lack."""
+"""Minimum number of steps with heartbeat figures. Short steps may have none."""
 
 
 def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
-    """The part of a run that the others wait for, and the share of the time in which training worked.
+    """Return the part of a run that the other parts wait for, and the share of the time in which training
+    worked.
 
-    Training, if it worked for more than half of the time; else the one a ticket spends more time with: the
-    engine (`ticket_generate_s`) or the verifier (`ticket_score_s`).
+    The part is training if it worked for more than half of the time. Otherwise it is verification if tickets
+    spend more time at the verifier (`ticket_score_s`) than at the engine (`ticket_generate_s`), and
+    generation if not.
 
     Args:
-        lines: of `metrics.jsonl`, at least one.
+        lines: lines of `metrics.jsonl`, at least one.
     """
     share = _total(lines, "train_s") / max(_total(lines, "step_s"), 1e-9)
     if share > 0.5:
@@ -494,7 +503,7 @@ def _training_waits(history: _History, knobs: _Knobs) -> _Finding | None:
 
 
 def _generation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
-    """Training works all the time, and the engines stand still for most of it."""
+    """Find that training works for at least 90 % of the time and the engines for at most 30 %."""
     lines = _speed_lines(history)
     if lines is None:
         return None
@@ -584,8 +593,8 @@ def _slow_swaps(history: _History, knobs: _Knobs) -> _Finding | None:
 
 
 def _speed_lines(history: _History) -> list[Mapping[str, Any]] | None:
-    """The newest lines of a run that samples; None if they are too few, or if the first step, which waits for
-    the first evaluation, is among them."""
+    """Return the newest lines of a run that samples. None if there are too few lines, or if they include the
+    first step, which waits for the first evaluation."""
     lines = list(history.lines)[-_SPEED_STEPS:]
     if len(lines) < _SPEED_STEPS or lines[0]["step"] == 1 or "ticket_generate_s" not in lines[-1]:
         return None
@@ -593,7 +602,7 @@ def _speed_lines(history: _History) -> list[Mapping[str, Any]] | None:
 
 
 def _lines_that_wait_for_engines(history: _History) -> list[Mapping[str, Any]] | None:
-    """The same, where faster generation would make steps faster."""
+    """Return the newest lines like `_speed_lines`, but only if faster generation would make steps faster."""
     lines = _speed_lines(history)
     part, share = bottleneck(lines) if lines is not None else ("", 0.0)
     return lines if part == "generation" or (part == "training" and share < 0.7) else None
@@ -608,11 +617,12 @@ class Rule:
 
     name: str
     judge: Callable[[_History, _Knobs], _Finding | None]
-    """What is wrong now, if anything."""
+    """Returns the finding if the condition holds now, or None."""
     holds: int
-    """Steps in a row for which the condition must hold before it is said."""
+    """Number of steps in a row at which the condition must hold before the adviser gives the advice."""
     unless: tuple[str, ...] = ()
-    """Rules above this one that explain its condition: it is not said while one of them is true."""
+    """Rules above this one that explain its condition. The adviser does not give this rule's advice while the
+    advice of one of them is open."""
 
 
 RULES = (
@@ -641,7 +651,8 @@ RULES = (
 
 
 def causes(reasons: Mapping[str, int]) -> Counter[str]:
-    """Reasons that differ in numbers and quoted text only, counted as one under the first of them."""
+    """Count the reasons. Reasons that differ only in numbers and quoted text count together, under the first
+    of them."""
     first: dict[str, str] = {}
     counted: Counter[str] = Counter()
     for reason, count in reasons.items():
@@ -651,24 +662,25 @@ def causes(reasons: Mapping[str, int]) -> Counter[str]:
 
 
 def _total(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    """The sum of a figure over lines."""
+    """Return the sum of a figure over lines. A line without the figure counts as 0."""
     return math.fsum(_number(line, name) or 0.0 for line in lines)
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The mean of a figure over the lines that have it; None if they are too few to say."""
+    """Return the mean of a figure over the lines that have it; None if fewer than `_FEWEST_READINGS` have
+    it."""
     known = [value for line in lines if (value := _number(line, name)) is not None]
     return math.fsum(known) / len(known) if len(known) >= _FEWEST_READINGS else None
 
 
 def _number(line: Mapping[str, Any], name: str) -> float | None:
-    """A finite figure of a line, if it is there."""
+    """Return a finite figure of a line; None if the line has none."""
     value = line.get(name)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _text(value: Any) -> str:
-    """A value as it would stand in a run file."""
+    """Return a value as a run file would write it."""
     if value is None:
         return "null"
     return f"{value:g}" if isinstance(value, float) else str(value)
