@@ -272,7 +272,7 @@ class Generations:
             if generation.given_up:
                 given_up += 1
                 if given_up == _GIVEN_UP:
-                    raise EngineError(f"given up {given_up} times in a row, at last by {generation.engine}")
+                    raise EngineError(f"given up {given_up} times, at last by {generation.engine}")
                 await anyio.sleep(0.05 * 2**given_up)
             place, left = place + 1, generation.engine
         return generation.samples
