@@ -605,7 +605,7 @@ def _lines_that_wait_for_engines(history: _History) -> list[Mapping[str, Any]] |
     """Return the newest lines like `_speed_lines`, but only if faster generation would make steps faster."""
     lines = _speed_lines(history)
     part, share = bottleneck(lines) if lines is not None else ("", 0.0)
-    return lines if part == "generation" or (part == "training" and share < 0.7) else None
+    return lines if part == "generation" or (part == "training" and share < 0.5) else None
 
 
 # ------------------------------------------------------------------------------------------ the table
