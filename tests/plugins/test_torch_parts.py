@@ -1,5 +1,4 @@
-"""Parts of the torch inference engine that can be told by themselves: order, shapes, drawing, the test
-of a decoder."""
+"""Parts of the torch inference engine that can be tested alone: shapes, drawing, the test of a decoder."""
 
 from __future__ import annotations
 
@@ -26,75 +25,9 @@ from stretto_torch.determinism import stable_shapes
 from stretto_torch.kv import Block, LayerShape, Move, SlotCache
 from stretto_torch.model import LoadedModel, difference
 from stretto_torch.prefixes import Prefixes
-from stretto_torch.requests import SampleJob, open_job
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, TokenSpan
 from stretto_torch.size_classes import SizeClasses
-from stretto_torch.waiting import WaitingLine
-
-# ----------------------------------------------------------------------------------------- order
-
-
-def line(*arrivals: tuple[str, float]) -> WaitingLine:
-    """A line that serves version 0, with requests of (id, arrival)."""
-    waiting = WaitingLine()
-    waiting.set_version(0)
-    for name, arrived in arrivals:
-        waiting.add(job(name), arrived)
-    return waiting
-
-
-def job(name: str, *, min_version: int = 0) -> SampleJob:
-    request = GenerateRequest(name, Array.of([5]), (0,), Sampling(), min_version)
-    return open_job(request, 0.0, vocabulary=10, context=512, eos=(), deterministic=False)
-
-
-def order(waiting: WaitingLine) -> list[str]:
-    served: list[str] = []
-    while waiting.ready:
-        served.append(waiting.pop().job.request.id)
-    return served
-
-
-def test_who_comes_first_is_served_first() -> None:
-    assert order(line(("a", 0.0), ("b", 1.0), ("c", 1.0))) == ["a", "b", "c"]
-
-
-def test_who_has_ended_while_waiting_is_passed_over() -> None:
-    waiting = WaitingLine()
-    waiting.set_version(0)
-    jobs = [job(name) for name in "abc"]
-    for arrived, each in enumerate(jobs):
-        waiting.add(each, arrived)
-    for ended in (jobs[0], jobs[1]):
-        ended.samples[0].ended = True
-        waiting.leave()
-
-    assert len(waiting) == 1
-    assert order(waiting) == ["c"]
-
-
-def test_who_needs_newer_weights_keeps_the_place_of_arrival() -> None:
-    waiting = WaitingLine()
-    for arrived, (name, min_version) in enumerate([("a", 1), ("b", 0), ("c", 2), ("d", 1)]):
-        waiting.add(job(name, min_version=min_version), arrived)
-
-    assert order(waiting) == []
-    waiting.set_version(0)
-    assert order(waiting) == ["b"]
-    waiting.set_version(2)
-    assert (len(waiting), order(waiting)) == (3, ["a", "c", "d"])
-
-
-def test_who_gave_up_a_slot_waits_at_the_place_it_had() -> None:
-    waiting = line(("a", 0.0), ("b", 1.0), ("c", 2.0), ("d", 3.0))
-    first, second = waiting.pop(), waiting.pop()
-    waiting.put_back(second)
-
-    assert (len(waiting), waiting.first) == (3, second)
-    assert first.place < second.place
-    assert order(waiting) == ["b", "c", "d"]
-
 
 # ------------------------------------------------------------------------- shapes, size classes, the pool
 

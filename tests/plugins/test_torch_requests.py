@@ -257,7 +257,7 @@ async def test_a_deadline_ends_what_runs_and_what_waits(folders: Folders) -> Non
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (request(prompt=500, max_tokens=13), "need 513; a slot holds 512"),
+        (request(prompt=500, max_tokens=13), "need 513; a sample can have 512"),
         (request(prompt=np.array([4, VOCABULARY])), "outside the vocabulary of 101"),
         (request(prompt=np.array([], np.int32)), "0 prompt tokens"),
         (request(n=2, have=(1,)), "'have' is for 1 samples, the request has 2"),

@@ -1,4 +1,4 @@
-"""stand_in_server.py PORT KEY: an HTTP server that "samples" in stated time, for tests of sidecars.
+"""stand_in_server.py PORT KEY: an HTTP server that "samples" in stated time, for tests of server engines.
 
 Token k of an answer is `(sum of the prompt + k) % 97` whatever the weights are, so that a token left out or
 doubled is seen; its logprob is minus the version. It has a child process, as real servers do.

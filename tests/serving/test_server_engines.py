@@ -27,10 +27,10 @@ from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves
 from stretto.models.digest import digest_of
-from stretto.serving.config import SidecarConfig, flags
-from stretto.serving.engine import SidecarEngine
-from stretto.serving.requests import Ask, StreamChunk
+from stretto.serving.config import ServerEngineConfig, flags
+from stretto.serving.engine import ServerEngine
 from stretto.serving.server import Server, ServerCommand, ServerRefused
+from stretto.serving.streams import Ask, StreamChunk
 from stretto.weights import WeightsNote
 from stretto_sglang import SglangConfig
 from stretto_sglang.checksums import Checksums
@@ -54,7 +54,7 @@ def run_file(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     file = tmp_path / "run.yaml"
     file.write_text(
-        "name: sidecar\nsteps: 1\nalgorithm: grpo\ntraining: mock\nreward: exact\n"
+        "name: server-engine\nsteps: 1\nalgorithm: grpo\ntraining: mock\nreward: exact\n"
         "dataset: {use: jsonl, path: rows.jsonl}\n"
     )
     return file
@@ -114,7 +114,7 @@ def test_flags_of_the_run_file_win() -> None:
 
 @pytest.mark.parametrize(("engine", "config"), [(VllmEngine, VllmConfig), (SglangEngine, SglangConfig)])
 async def test_the_key_stands_in_no_command_line(
-    engine: Callable[[Any, Context], SidecarEngine], config: type[SidecarConfig]
+    engine: Callable[[Any, Context], ServerEngine], config: type[ServerEngineConfig]
 ) -> None:
     context = Context(run="r", name="n", seed=1, model="m")
     command = engine(config(use="any", python=sys.executable), context).command(1234, "the-key")
@@ -133,7 +133,7 @@ class _Event(msgspec.Struct):
     versions: list[str]
 
 
-class StandInEngine(SidecarEngine):
+class StandInEngine(ServerEngine):
     """Speaks with `stand_in_server.py`."""
 
     health = "/health"
@@ -247,7 +247,7 @@ async def started(folder: Path, **options: Any) -> AsyncGenerator[Started]:
     """An engine with its server."""
     options = {"python": sys.executable, "slots": 4, "start_timeout_s": 20.0} | options
     context = Context(run="r", name="n", seed=1, folder=str(folder), worker="inference-0")
-    engine, answers = StandInEngine(SidecarConfig(use="stand_in", **options), context), Answers()
+    engine, answers = StandInEngine(ServerEngineConfig(use="stand_in", **options), context), Answers()
     try:
         async with anyio.create_task_group() as tasks:
             await engine.start(answers.emit, tasks)
@@ -384,7 +384,7 @@ async def test_begun_answers_go_on_and_wrong_requests_are_answered(tmp_path: Pat
         assert ("a", 1) not in answers.tokens, "nothing was wanted of it"
         assert answers.finish["long", 0] == answers.finish["late", 0] == "error"
         assert "a sample can have 150 (inference.context_length)" in answers.errors[0]
-        assert answers.errors[1] == "deadline passed"
+        assert answers.errors[1] == "not finished within 0.2 s"
 
 
 async def test_a_stop_string_is_found_across_a_swap(

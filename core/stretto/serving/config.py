@@ -21,7 +21,7 @@ from stretto.models.files import text_config
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = ["Flag", "SidecarConfig", "check_sidecar", "context_of_model", "flags"]
+__all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_model", "flags"]
 
 Flag = bool | int | float | str | tuple[str, ...]
 
@@ -29,9 +29,9 @@ _MOST_CONTEXT = 4096
 _TRY_S = 30.0
 
 
-class SidecarConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the sections of server engines. `check_sidecar` refuses `deterministic`: servers do not offer
-    it."""
+class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections of server engines. `check_server_engine` refuses `deterministic`: servers do not
+    offer it."""
 
     python: LocalPath | None = None
     """Interpreter of the environment in which the server is installed, `path/to/venv/bin/python`. Each worker
@@ -69,8 +69,8 @@ class SidecarConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_f
     """Maximum number of restarts of a lost server within ten minutes. After that the worker fails."""
 
 
-def check_sidecar(
-    config: SidecarConfig, run: RunConfig, module: str, reserved: Mapping[str, str]
+def check_server_engine(
+    config: ServerEngineConfig, run: RunConfig, module: str, reserved: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Yield the problems of a section, without starting a server.
 
@@ -114,7 +114,7 @@ def check_sidecar(
     yield from _check_args(config, reserved)
 
 
-def _check_attached(config: SidecarConfig) -> Iterator[Problem]:
+def _check_attached(config: ServerEngineConfig) -> Iterator[Problem]:
     if config.python is not None:
         yield Problem("inference.urls", "excludes inference.python: either attach to servers or start them")
     if len(config.urls) < config.replicas:
@@ -151,7 +151,7 @@ def _check_interpreter(python: str, module: str) -> Iterator[Problem]:
         )
 
 
-def _check_args(config: SidecarConfig, reserved: Mapping[str, str]) -> Iterator[Problem]:
+def _check_args(config: ServerEngineConfig, reserved: Mapping[str, str]) -> Iterator[Problem]:
     for name in config.args:
         flag = _flag(name)
         if flag in reserved:
@@ -182,7 +182,7 @@ def _flag(name: str) -> str:
     return "--" + name.lstrip("-").replace("_", "-")
 
 
-def context_of_model(config: SidecarConfig, model: str | None) -> int:
+def context_of_model(config: ServerEngineConfig, model: str | None) -> int:
     """Tokens of the longest sample: `context_length`, or `max_position_embeddings`, at most 4096."""
     max_positions = text_config(model).get("max_position_embeddings", _MOST_CONTEXT)
     return config.context_length or min(int(max_positions), _MOST_CONTEXT)

@@ -1,6 +1,6 @@
 """The base class of server engines: everything except the HTTP API of one kind of server.
 
-This module manages the weights and the server itself; `stretto.serving.requests` manages the samples.
+This module manages the weights and the server itself; `stretto.serving.streams` manages the samples.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of
 from stretto.models.files import end_tokens_in, folder_of_model, shapes_in, text_config
 from stretto.models.version_files import open_version
-from stretto.serving.config import SidecarConfig, context_of_model
-from stretto.serving.requests import Ask, RequestQueue, StreamChunk
+from stretto.serving.config import ServerEngineConfig, context_of_model
 from stretto.serving.server import Server, ServerCommand, ServerLost
+from stretto.serving.streams import Ask, StreamChunk, StreamQueue
 from stretto.weights import WeightsNote
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from stretto.weights import WeightUpdate
 
-__all__ = ["SidecarEngine"]
+__all__ = ["ServerEngine"]
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +59,7 @@ class _Kept:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class SidecarEngine(ABC):
+class ServerEngine(ABC):
     """Implements `stretto.engine.InferenceEngine`; a subclass implements the API of its kind of server.
 
     The engine restarts a server that ends, breaks a connection or sends nothing for too long, and loads the
@@ -71,7 +71,7 @@ class SidecarEngine(ABC):
     health: ClassVar[str]
     """Path that answers 200 once the server can serve."""
 
-    def __init__(self, config: SidecarConfig, context: Context) -> None:
+    def __init__(self, config: ServerEngineConfig, context: Context) -> None:
         self._config = config
         self._context = context
         self._model = context.model or ""
@@ -79,7 +79,7 @@ class SidecarEngine(ABC):
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the model's own tensors; empty while its files are not on this machine."""
         self._room = context_of_model(config, context.model)
-        self._samples = RequestQueue(self, slots=config.slots, room=self._room, model=self._model)
+        self._samples = StreamQueue(self, slots=config.slots, room=self._room, model=self._model)
         self._server: Server | None = None
         self._replaced = anyio.Event()
         self._restarted: deque[float] = deque()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -13,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
-from stretto.errors import EngineError
+from stretto.errors import EngineError, RequestError
+from stretto.serving.intake import Intake, OpenSample, final_chunks
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -25,20 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["MockInference"]
 
 _TICK_S = 0.01
+_NO_LIMIT = 2**31  # without a model, every token is in the vocabulary and every length is possible
 
 
-@dataclass
-class _MockSample:
+@dataclass(eq=False)
+class _MockSample(OpenSample):
     """One answer. Its tokens are drawn at the start and emitted as time passes."""
 
-    request: GenerateRequest
-    index: int
-    tokens: NDArray[np.int32]
-    finish: Finish
-    expires: float
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """The whole answer."""
+    finish: Finish = "stop"
     credit: float = 0.0
     """Number of tokens that are due by now, with a fraction."""
-    sent: int = 0
 
 
 class MockInference:
@@ -47,7 +45,7 @@ class MockInference:
     def __init__(self, config: MockInferenceConfig, context: Context) -> None:
         del context
         self._config = config
-        self._waiting: deque[_MockSample] = deque()
+        self._intake = Intake(_MockSample, vocabulary=_NO_LIMIT, room=_NO_LIMIT)
         self._running: list[_MockSample] = []
         self._version = -1
         self._generated = 0
@@ -65,19 +63,18 @@ class MockInference:
         """Do nothing: the engine holds no resources."""
 
     def generate(self, request: GenerateRequest) -> None:
-        """Draw all answers at once. A request whose id is already running or waiting is ignored."""
-        known = {sample.request.id for sample in (*self._waiting, *self._running)}
-        if request.id not in known:
-            expires = time.monotonic() + request.deadline_s
-            wanted = [
-                index for index in range(len(request.seeds)) if not request.have or request.have[index] >= 0
-            ]
-            self._waiting.extend(self._draw(request, index, expires) for index in wanted)
+        """Draw all answers at once."""
+        try:
+            samples = self._intake.accept(request)
+        except RequestError as error:
+            self._send(final_chunks(request, "error", str(error)))
+            return
+        for sample in samples:
+            self._draw(sample)
 
     def abort(self, request: str) -> None:
         """End the unfinished samples of a request."""
-        ended = [sample for sample in (*self._waiting, *self._running) if sample.request.id == request]
-        self._end(ended, "abort", "")
+        self._end(self._intake.samples(request), "abort", "")
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
         """Pause for `swap_s` seconds, then serve the version."""
@@ -85,6 +82,7 @@ class MockInference:
         async with self._paused:
             await anyio.sleep(self._config.swap_s)
             self._version = update.note.version
+            self._intake.serve(self._version)
         self._pauses.append(time.monotonic() - begun if self._config.swap_s else 0.0)
         return SwapReport(self._version, update.note.digest, self._pauses[-1])
 
@@ -97,7 +95,7 @@ class MockInference:
         return Load(
             version=self._version,
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=self._intake.waiting,
             slots=self._config.slots,
             generated_tokens=self._generated,
             busy_s=self._busy_s,
@@ -108,19 +106,14 @@ class MockInference:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _draw(self, request: GenerateRequest, index: int, expires: float) -> _MockSample:
-        config, limit = self._config, request.sampling.max_tokens
-        random = np.random.default_rng(request.seeds[index])
+    def _draw(self, sample: _MockSample) -> None:
+        config, limit = self._config, sample.request.sampling.max_tokens
+        random = np.random.default_rng(sample.seed)
         scale = random.lognormal(-(config.sigma**2) / 2, config.sigma)
         length = max(1, round(config.mean_tokens * scale))
-        tokens = random.integers(config.vocab_size, size=min(length, limit), dtype=np.int32)
-        begun = len(request.begun[index]) if request.begun else 0
-        have = request.have[index] if request.have else 0
-        sample = _MockSample(
-            request, index, tokens, "length" if length > limit else "stop", expires, float(begun)
-        )
-        sample.sent = max(begun, have)
-        return sample
+        sample.tokens = random.integers(config.vocab_size, size=min(length, limit), dtype=np.int32)
+        sample.finish = "length" if length > limit else "stop"
+        sample.credit = float(len(sample.begun))
 
     async def _tick(self) -> None:
         last = time.monotonic()
@@ -135,14 +128,11 @@ class MockInference:
                 self._admit(now)  # after `_advance`, so that no slot stays empty while samples wait
 
     def _admit(self, now: float) -> None:
-        """End the samples whose deadline has passed. Then fill free slots, in order of arrival, with samples
-        whose `min_version` is served."""
-        late = [sample for sample in (*self._waiting, *self._running) if sample.expires < now]
-        self._end(late, "error", "deadline passed")
-        ready = [sample for sample in self._waiting if sample.request.min_version <= self._version]
-        for sample in ready[: self._config.slots - len(self._running)]:
-            self._waiting.remove(sample)
-            self._running.append(sample)
+        """End the samples whose deadline has passed. Then fill the free slots."""
+        for request in self._intake.late(now):
+            self._end(self._intake.samples(request.id), "error", request.late)
+        while self._intake.ready and len(self._running) < self._config.slots:
+            self._running.append(self._intake.pop())
 
     def _advance(self, tokens: float) -> None:
         chunks: list[Chunk] = []
@@ -152,9 +142,10 @@ class MockInference:
             done = upto == len(sample.tokens)
             if upto > sample.sent or done:
                 chunks.append(self._chunk(sample, upto, sample.finish if done else ""))
-        self._running = [sample for sample in self._running if sample.sent < len(sample.tokens)]
-        if chunks:
-            self._send(chunks)
+            if done:
+                self._intake.close(sample)
+        self._running = [sample for sample in self._running if not sample.ended]
+        self._send(chunks)
 
     def _chunk(self, sample: _MockSample, upto: int, finish: Finish, error: str = "") -> Chunk:
         new = sample.tokens[sample.sent : upto]
@@ -173,11 +164,12 @@ class MockInference:
         return chunk
 
     def _end(self, samples: list[_MockSample], finish: Finish, error: str) -> None:
-        if samples:
-            self._waiting = deque(sample for sample in self._waiting if sample not in samples)
-            self._running = [sample for sample in self._running if sample not in samples]
-            self._send([self._chunk(sample, sample.sent, finish, error) for sample in samples])
+        self._send([self._chunk(sample, sample.sent, finish, error) for sample in samples])
+        for sample in samples:
+            self._intake.close(sample)
+        self._running = [sample for sample in self._running if not sample.ended]
 
     def _send(self, chunks: list[Chunk]) -> None:
         assert self._emit is not None, "start comes first"
-        self._emit(chunks)
+        if chunks:
+            self._emit(chunks)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stretto import Component, Context, Problem, hookimpl
 from stretto.engine import InferenceEngine
-from stretto.serving.config import SidecarConfig, check_sidecar
+from stretto.serving.config import ServerEngineConfig, check_server_engine
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -35,7 +35,7 @@ _RESERVED = {
 }
 
 
-class SglangConfig(SidecarConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SglangConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An SGLang server. Without `gpus` it runs on the CPU, with PyTorch's own attention; its cache then holds
     `slots` times `context_length` tokens. SGLang ignores the seeds of samples."""
 
@@ -47,7 +47,7 @@ def _make(config: SglangConfig, context: Context) -> InferenceEngine:
 
 
 def _check(config: SglangConfig, run: RunConfig) -> Iterator[Problem]:
-    yield from check_sidecar(config, run, "sglang", _RESERVED)
+    yield from check_server_engine(config, run, "sglang", _RESERVED)
 
 
 @hookimpl

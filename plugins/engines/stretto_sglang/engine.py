@@ -19,9 +19,9 @@ from stretto.component import Context
 from stretto.engine import Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.serving.config import Flag, flags
-from stretto.serving.engine import SidecarEngine
-from stretto.serving.requests import FINISH_REASONS, Ask, StreamChunk, VersionSpan
+from stretto.serving.engine import ServerEngine
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
+from stretto.serving.streams import FINISH_REASONS, Ask, StreamChunk, VersionSpan
 from stretto_sglang.checksums import Checksums
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class _SGLangEvent(msgspec.Struct, gc=False):
 _EVENT = msgspec.json.Decoder(_SGLangEvent)
 
 
-class SglangEngine(SidecarEngine):
+class SglangEngine(ServerEngine):
     """An engine whose server is SGLang 0.5."""
 
     health = "/health"
@@ -106,7 +106,7 @@ class SglangEngine(SidecarEngine):
         return ServerCommand((config.python, str(_SERVE), *flags(own, config.args)), env | config.env)
 
     def unfit(self, sampling: Sampling) -> str:
-        """See `SidecarEngine`."""
+        """See `ServerEngine`."""
         if sampling.top_k > 0 and sampling.top_p < 1 and sampling.temperature > 0:
             return (
                 f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang applies top_p to the"
@@ -141,7 +141,7 @@ class SglangEngine(SidecarEngine):
         self._checksums.begin(await self._checked(server))
 
     async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
-        """See `SidecarEngine`."""
+        """See `ServerEngine`."""
         body = {
             "rid": ask.id,
             "input_ids": ask.tokens,
@@ -159,7 +159,7 @@ class SglangEngine(SidecarEngine):
             yield _piece(event.output_ids, event.meta_info)
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """See `SidecarEngine`. All ids have the same length, because SGLang ends every request whose id
+        """See `ServerEngine`. All ids have the same length, because SGLang ends every request whose id
         begins with the given one."""
         for id in ids:
             await server.post("/abort_request", {"rid": id}, deadline_s=_CALL_S)
@@ -190,7 +190,7 @@ class SglangEngine(SidecarEngine):
         return await anyio.to_thread.run_sync(self._checksums.hashes, update.hashes(), folder, checked)
 
     async def score(self, server: Server, tokens: list[int]) -> list[float]:
-        """See `SidecarEngine`."""
+        """See `ServerEngine`."""
         body = {
             "input_ids": tokens,
             "return_logprob": True,

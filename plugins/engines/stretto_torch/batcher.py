@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
 from time import monotonic
 from typing import Any
 
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
+from stretto.serving.intake import Intake, final_chunks
 from stretto.serving.stop_strings import StopStrings
 from stretto_torch.model import LoadedModel
-from stretto_torch.requests import UNWANTED, SampleJob, SlotSample, open_job
+from stretto_torch.slot_sample import SlotSample
 from stretto_torch.slots import NO_TOKENS, SampleEnding, SlotOutput, Slots
 from stretto_torch.swap import Targets
-from stretto_torch.waiting import WaitingLine
 
 
 @dataclass
@@ -66,9 +65,9 @@ class Batcher:
         # With many slots, it saves more time to compute several new prompts together than the slots lose
         # while they are empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
-        self._waiting = WaitingLine()
-        self._jobs: dict[str, SampleJob] = {}
-        self._next_deadline = inf  # the earliest deadline of a job; the job may have ended
+        self._intake = Intake(
+            SlotSample, vocabulary=model.decoder.vocabulary, room=model.shapes.context, eos=model.eos
+        )
         self._chunks: list[Chunk] = []
 
     # ------------------------------------------------------------------------ calls that change the work
@@ -79,54 +78,43 @@ class Batcher:
         Args:
             arrived: time of its arrival, on the clock of `time.monotonic`.
         """
-        if request.id in self._jobs:
+        try:
+            if self._deterministic and any(len(tokens) for tokens in request.begun):
+                raise RequestError(
+                    "inference.deterministic: an answer is repeated from its seed, never gone on with"
+                )
+            samples = self._intake.accept(request, arrived)
+        except RequestError as error:
+            self._chunks += final_chunks(request, "error", str(error))
             return
         try:
-            job = open_job(
-                request,
-                arrived,
-                vocabulary=self._model.decoder.vocabulary,
-                context=self._model.shapes.context,
-                eos=self._model.eos,
-                deterministic=self._deterministic,
-            )
-            if request.sampling.stop:
-                job.stops = StopStrings(request.sampling.stop, self._tokenizer())
+            stops = StopStrings(request.sampling.stop, self._tokenizer()) if request.sampling.stop else None
         except RequestError as error:
-            self._chunks += last_chunks(request, "error", str(error))
+            self._end_all(samples, "error", str(error))
             return
-        if not job.samples:
-            return
-        self._jobs[request.id] = job
-        self._next_deadline = min(self._next_deadline, job.deadline)
-        for sample in tuple(job.samples):
-            if finish := self._finish_of_begun(sample):
+        for sample in samples:
+            sample.stops = stops
+            if finish := _finish_on_arrival(sample):
                 self._end(sample, finish)
-        self._waiting.add(job, arrived)
 
     def abort(self, request: str) -> None:
         """End the unfinished samples of a request."""
-        if request in self._jobs:
-            self._end_all(self._jobs[request].samples, "abort")
+        self._end_all(self._intake.samples(request), "abort")
 
     def give_up(self) -> list[Chunk]:
         """The last chunks of a batcher that cannot continue: every unfinished sample ends with `abort`.
         Another engine may finish these samples."""
-        for job in self._jobs.values():
-            self._chunks += [_chunk(sample, NO_TOKENS, "abort") for sample in job.samples]
-        return self._chunks
+        return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self._intake)]
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
         """Use these checked weights from the next token on. Return how many seconds the swap took."""
         started = monotonic()
         self.targets.load(tensors)
         self.version = version
-        ahead = [sample for sample in self._slots.running if sample.job.request.min_version > version]
+        ahead = [sample for sample in self._slots.running if sample.request.min_version > version]
         self._end_all(ahead, "error", f"the weights went back to version {version}")
         self._take_out(self._slots.weights_changed(version, recompute=self._recompute_on_swap))
-        for job in self._jobs.values():
-            job.shared = None
-        self._waiting.set_version(version)
+        self._intake.serve(version)
         if self._model.decoder.cache.device.type == "cuda":
             torch.cuda.synchronize()
         pause_s = monotonic() - started
@@ -145,7 +133,7 @@ class Batcher:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._slots.running or self._waiting.ready)
+        return bool(self._slots.running or self._intake.ready)
 
     @property
     def running(self) -> int:
@@ -155,7 +143,7 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Number of samples without a slot."""
-        return len(self._waiting)
+        return self._intake.waiting
 
     @property
     def kv_used(self) -> float:
@@ -175,13 +163,13 @@ class Batcher:
     @property
     def next_deadline(self) -> float:
         """Time at which `step` must be called even if `busy` is False, on the clock of `time.monotonic`."""
-        return self._next_deadline
+        return self._intake.next_deadline
 
     def step(self) -> None:
         """Fill free slots if enough are free, and sample one token for every running sample."""
         started = monotonic()
-        if started >= self._next_deadline:
-            self._expire(started)
+        for request in self._intake.late(started):
+            self._end_all(self._intake.samples(request.id), "error", request.late)
         drawn = self._refill()
         self._make_room()
         if self._slots.running:
@@ -220,14 +208,14 @@ class Batcher:
     def _refill(self) -> int:
         """Give free slots to waiting samples, in the order of the line, and sample the first token of each.
         Return the number of these samples."""
-        free, ready = self._slots.free, self._waiting.ready
+        free, ready = self._slots.free, self._intake.ready
         if not free or not ready or free < min(self._refill_from, ready):
             return 0
         samples: list[SlotSample] = []
-        while len(samples) < free and self._waiting.ready:
-            if not self._slots.fits([*samples, self._waiting.first]):
+        while len(samples) < free and self._intake.ready:
+            if not self._slots.fits([*samples, self._intake.first]):
                 break
-            samples.append(self._waiting.pop())
+            samples.append(self._intake.pop())
         if samples:
             self._take_out(self._slots.admit(samples, self.version))
         return len(samples)
@@ -246,23 +234,9 @@ class Batcher:
             self._slots.remove(leave)
             self.figures.preemptions += len(leave)
         for sample in leave:
-            self._waiting.put_back(sample)
+            self._intake.put_back(sample)
 
     # ------------------------------------------------------------------------------------ endings
-
-    def _finish_of_begun(self, sample: SlotSample) -> Finish:
-        """The finish of an answer that was already complete on arrival; empty if it was not."""
-        begun, job = sample.begun, sample.job
-        if not len(begun):
-            return ""
-        if int(begun[-1]) in job.ends or (job.stops is not None and job.stops.end(begun)):
-            return "stop"
-        return "length" if len(begun) == job.request.sampling.max_tokens else ""
-
-    def _expire(self, now: float) -> None:
-        for job in [job for job in self._jobs.values() if job.deadline <= now]:
-            self._end_all(job.samples, "error", f"not finished within {job.request.deadline_s:g} s")
-        self._next_deadline = min((job.deadline for job in self._jobs.values()), default=inf)
 
     def _take_out(self, endings: Iterable[SampleEnding]) -> None:
         """Emit the last chunks of samples that ended and have left their slots."""
@@ -276,36 +250,25 @@ class Batcher:
         unsent = {sample: self._slots.answer(sample, sample.sent) for sample in running}
         self._slots.remove(running)
         for sample in samples:
-            if sample not in unsent:
-                self._waiting.leave()
             self._end(sample, finish, error, unsent.get(sample, NO_TOKENS))
 
     def _end(
         self, sample: SlotSample, finish: Finish, error: str = "", unsent: SlotOutput = NO_TOKENS
     ) -> None:
         self._chunks.append(_chunk(sample, unsent, finish, error))
-        sample.ended = True
-        job = sample.job
-        job.samples.remove(sample)
-        if not job.samples:
-            del self._jobs[job.request.id]
+        self._intake.close(sample)
 
 
-def last_chunks(request: GenerateRequest, finish: Finish, error: str = "") -> list[Chunk]:
-    """The answer to a request that is not served: one last chunk for every wanted sample."""
-    count = max(1, len(request.seeds))
-    positions = request.have if len(request.have) == count else (0,) * count
-    empty = NO_TOKENS.tokens, NO_TOKENS.logprobs, NO_TOKENS.versions
-    return [
-        Chunk(request.id, i, position, *empty, finish, error)
-        for i, position in enumerate(positions)
-        if position != UNWANTED
-    ]
+def _finish_on_arrival(sample: SlotSample) -> Finish:
+    """The finish of an answer that was already complete when it arrived; empty if it was not."""
+    if sample.stops is not None and len(sample.begun) and sample.stops.end(sample.begun):
+        return "stop"
+    return sample.finish_on_arrival
 
 
 def _chunk(sample: SlotSample, answer: SlotOutput, finish: Finish = "", error: str = "") -> Chunk:
     return Chunk(
-        request=sample.job.request.id,
+        request=sample.request.id,
         sample=sample.index,
         position=sample.sent,
         tokens=answer.tokens,

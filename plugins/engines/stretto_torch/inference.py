@@ -29,8 +29,9 @@ from torch import Tensor
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError
 from stretto.models.digest import digest_of
+from stretto.serving.intake import final_chunks
 from stretto.serving.stop_strings import stop_tokenizer
-from stretto_torch.batcher import Batcher, last_chunks
+from stretto_torch.batcher import Batcher
 from stretto_torch.determinism import stable_shapes
 from stretto_torch.model import load_model
 from stretto_torch.swap import hashes_of
@@ -122,7 +123,7 @@ class TorchInferenceEngine:
     def generate(self, request: GenerateRequest) -> None:
         """See `InferenceEngine`."""
         if self._failure is not None:
-            asyncio.get_running_loop().call_soon(self._deliver, last_chunks(request, "abort"))
+            asyncio.get_running_loop().call_soon(self._deliver, final_chunks(request, "abort"))
             return
         self._samples_posted += len(request.seeds)
         self._commands.put(_GenerateCommand(request, monotonic()))
@@ -221,7 +222,7 @@ class TorchInferenceEngine:
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, _GenerateCommand):
-                self._deliver(last_chunks(command.request, "abort"))
+                self._deliver(final_chunks(command.request, "abort"))
             elif isinstance(command, _SwapCommand):
                 command.report.set_exception(why)
             elif isinstance(command, _ScoreCommand) and command.found.set_running_or_notify_cancel():

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto_torch.kv import Block, Move
-from stretto_torch.requests import SlotSample
+from stretto_torch.slot_sample import SlotSample
 
 # Texts are found by whole pieces of this many tokens.
 _PIECE = 32

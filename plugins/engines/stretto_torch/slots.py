@@ -22,10 +22,10 @@ from stretto.engine import Finish
 from stretto_torch.decoder import Decoder
 from stretto_torch.kv import Block, Move
 from stretto_torch.prefixes import Prefixes
-from stretto_torch.requests import SampleJob, SharedPrompt, SlotSample
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, padded_prompt
 from stretto_torch.size_classes import SizeClasses
+from stretto_torch.slot_sample import SlotSample
 
 # Tokens in one prefill; bounds its memory.
 _PREFILL_TOKENS = 8192
@@ -44,6 +44,16 @@ class SlotOutput:
 
 
 NO_TOKENS = SlotOutput(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedPrompt:
+    """A prompt that was computed for one sample of a request, so that the other samples can copy it."""
+
+    lender: SlotSample
+    """The running sample whose slot holds the prompt's keys and values."""
+    logits: Tensor
+    """(V,) float32, the logits after the last token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,7 @@ class Slots:
         self._blocks: list[Block | None] = []  # of each running sample; None for a new one
         self._class_rows: list[tuple[int, int]] = []  # rows start..stop-1 of each size class
         self._steps_in_order = 0  # steps that may pass before a row's block is full
+        self._shared: dict[str, _SharedPrompt] = {}  # by request, computed with the current weights
         # By lane, then by position in prompt + answer.
         lanes = shapes.slots
         self._free_lanes = list(range(lanes))
@@ -119,7 +130,7 @@ class Slots:
         news = [_limit(sample) for sample in samples]
         if not self._deterministic:
             needs = np.minimum(self._position[: len(lanes)] + 1 + _HEADROOM, needs)
-            known = (len(sample.job.prompt) + len(sample.begun) for sample in samples)
+            known = (len(sample.prompt) + len(sample.begun) for sample in samples)
             news = [min(n + 1 + _HEADROOM, limit) for n, limit in zip(known, news, strict=True)]
         return self._size_classes.fits([*needs.tolist(), *news])
 
@@ -139,7 +150,7 @@ class Slots:
         """Give each sample a slot, compute its prompt and draw its first token."""
         for sample in samples:
             self._seat(sample)
-        computed = _to_compute(samples)
+        computed = self._to_compute(samples)
         held = self._find_prefixes(computed)
         self._arrange(range(len(self.running)), held=held)
         logits = self._prefill([s.row for s in computed], [held[s][1] if s in held else 0 for s in computed])
@@ -169,11 +180,11 @@ class Slots:
 
     def length(self, sample: SlotSample) -> int:
         """Return the number of tokens in a running sample's answer so far."""
-        return int(self._position[sample.row]) + 1 - len(sample.job.prompt)
+        return int(self._position[sample.row]) + 1 - len(sample.prompt)
 
     def answer(self, sample: SlotSample, start: int) -> SlotOutput:
         """Return a running sample's answer from its token `start` on."""
-        lane, first = self._lane[sample.row], len(sample.job.prompt)
+        lane, first = self._lane[sample.row], len(sample.prompt)
         part = slice(first + start, self._position[sample.row] + 1)
         return SlotOutput(
             self._ids[lane, part].copy(), self._logprobs[lane, part].copy(), self._versions[lane, part].copy()
@@ -185,6 +196,8 @@ class Slots:
         for sample in samples:
             lane = int(self._lane[sample.row])
             self._free_lanes.append(lane)
+            if (shared := self._shared.get(sample.request.id)) and shared.lender is sample:
+                del self._shared[sample.request.id]
             if self._prefixes is not None:
                 self._prefixes.release(sample)
                 if sample.pure:
@@ -195,6 +208,7 @@ class Slots:
 
     def weights_changed(self, version: int, *, recompute: bool) -> list[SampleEnding]:
         """Continue with new weights: recompute keys and values with them, or keep those in the cache."""
+        self._shared.clear()
         if self._prefixes is not None:
             self._prefixes.clear()
         for sample in self.running:
@@ -217,13 +231,12 @@ class Slots:
         self.running.append(sample)
         self._blocks.append(None)
         lane = self._free_lanes.pop()
-        job, sampling = sample.job, sample.job.request.sampling
-        prompt = len(job.prompt)
+        sampling, prompt = sample.request.sampling, len(sample.prompt)
         known = prompt + len(sample.begun)
         self._lane[sample.row] = lane
         self._position[sample.row] = known
         self._ids[lane] = 0
-        self._ids[lane, :prompt] = job.prompt
+        self._ids[lane, :prompt] = sample.prompt
         self._ids[lane, prompt:known] = sample.begun
         self._limit[lane] = _limit(sample)
         self._own_ends[lane] = bool(sampling.stop or sampling.stop_token_ids or sampling.ignore_eos)
@@ -236,6 +249,15 @@ class Slots:
         if sampling.logit_bias:
             self._bias[lane] = sampling.logit_bias
         self._plain[lane] = sampling.temperature == 1 and not sampling.reshapes
+
+    def _to_compute(self, samples: Sequence[SlotSample]) -> list[SlotSample]:
+        """Return the new samples that do not copy their prompt from another sample. A request's prompt is
+        computed for one sample; others copy it while that one is running and the weights do not change."""
+        first: dict[str, SlotSample] = {}
+        for sample in samples:
+            if not len(sample.begun) and sample.request.id not in self._shared:
+                first.setdefault(sample.request.id, sample)
+        return [s for s in samples if len(s.begun) or first.get(s.request.id) is s]
 
     def _find_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
         """Return for each new sample the block that holds a prefix of its text, and the prefix's length."""
@@ -257,17 +279,16 @@ class Slots:
         return found
 
     def _share_prompts(self, samples: Sequence[SlotSample], logits: dict[SlotSample, Tensor]) -> Tensor:
-        """Copy prompts computed for one sample of a job to its others; return (samples, V) logits."""
+        """Copy prompts computed for one sample of a request to its others; return (samples, V) logits."""
         for sample in logits:
             if not len(sample.begun):
-                sample.job.shared = SharedPrompt(sample, logits[sample])
+                self._shared[sample.request.id] = _SharedPrompt(sample, logits[sample])
         moves: list[Move] = []
         for sample in samples:
             if sample not in logits:
-                shared = sample.job.shared
-                assert shared is not None
+                shared = self._shared[sample.request.id]
                 blocks = self._cache.blocks[shared.lender.row], self._cache.blocks[sample.row]
-                moves.append(Move(*blocks, len(sample.job.prompt)))
+                moves.append(Move(*blocks, len(sample.prompt)))
                 logits[sample] = shared.logits
         if moves:
             self._cache.copy(moves)
@@ -341,8 +362,9 @@ class Slots:
 
     def _stops(self, sample: SlotSample, token: int) -> bool:
         """Whether a sample's last token ends it according to its request."""
-        job = sample.job
-        return token in job.ends or (job.stops is not None and job.stops.end(self.answer(sample, 0).tokens))
+        if token in sample.source.ends:
+            return True
+        return sample.stops is not None and sample.stops.end(self.answer(sample, 0).tokens)
 
     def _settings(self, lane: NDArray[np.int64]) -> SamplingSettings | None:
         if self._plain[lane].all():
@@ -431,16 +453,6 @@ class Slots:
         self._class_rows = plan.size_classes
 
 
-def _to_compute(samples: Sequence[SlotSample]) -> list[SlotSample]:
-    """Return the new samples that do not copy their job's prompt from another sample. A job's prompt is
-    computed for one sample; others copy it while that one is running and the weights do not change."""
-    first: dict[SampleJob, SlotSample] = {}
-    for sample in samples:
-        if not len(sample.begun) and not sample.job.prompt_is_lent:
-            first.setdefault(sample.job, sample)
-    return [sample for sample in samples if len(sample.begun) or first.get(sample.job) is sample]
-
-
 def _limit(sample: SlotSample) -> int:
     """Return the largest number of tokens of prompt and answer together."""
-    return len(sample.job.prompt) + sample.job.request.sampling.max_tokens
+    return len(sample.prompt) + sample.request.sampling.max_tokens

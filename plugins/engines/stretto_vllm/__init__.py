@@ -9,7 +9,7 @@ from stretto import Component, Context, Problem, hookimpl
 from stretto.component import PositiveInt
 from stretto.engine import InferenceEngine
 from stretto.models.files import text_config
-from stretto.serving.config import SidecarConfig, check_sidecar
+from stretto.serving.config import ServerEngineConfig, check_server_engine
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -37,7 +37,7 @@ _RESERVED = {
 }
 
 
-class VllmConfig(SidecarConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VllmConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A vLLM server. Without `gpus` it runs on the CPU, where attention heads of a dimension below 32 are not
     supported."""
 
@@ -52,7 +52,7 @@ def _make(config: VllmConfig, context: Context) -> InferenceEngine:
 
 
 def _check(config: VllmConfig, run: RunConfig) -> Iterator[Problem]:
-    yield from check_sidecar(config, run, "vllm", _RESERVED)
+    yield from check_server_engine(config, run, "vllm", _RESERVED)
     model = text_config(run.model)
     heads, width = model.get("num_attention_heads"), model.get("hidden_size")
     dim = model.get("head_dim") or (width // heads if heads and width else None)

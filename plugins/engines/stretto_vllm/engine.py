@@ -19,9 +19,9 @@ from stretto.component import Context
 from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.serving.config import Flag, flags
-from stretto.serving.engine import SidecarEngine
-from stretto.serving.requests import FINISH_REASONS, Ask, StreamChunk, VersionSpan
+from stretto.serving.engine import ServerEngine
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
+from stretto.serving.streams import FINISH_REASONS, Ask, StreamChunk, VersionSpan
 
 if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
@@ -67,7 +67,7 @@ class _VLLMEvent(msgspec.Struct, gc=False):
 _EVENT = msgspec.json.Decoder(_VLLMEvent)
 
 
-class VllmEngine(SidecarEngine):
+class VllmEngine(ServerEngine):
     """An engine whose server is vLLM 0.32."""
 
     health = "/health"
@@ -141,7 +141,7 @@ class VllmEngine(SidecarEngine):
             )
 
     async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
-        """See `SidecarEngine`."""
+        """See `ServerEngine`."""
         body = {
             "request_id": ask.id,
             "token_ids": ask.tokens,
@@ -159,7 +159,7 @@ class VllmEngine(SidecarEngine):
                 yield _piece(choice)
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """See `SidecarEngine`."""
+        """See `ServerEngine`."""
         names = [f"generate-tokens-{id}" for id in ids]
         await server.post("/abort_requests", {"request_ids": names}, deadline_s=_CALL_S)
 
@@ -195,7 +195,7 @@ class VllmEngine(SidecarEngine):
         return self._hashes
 
     async def score(self, server: Server, tokens: list[int]) -> list[float]:
-        """See `SidecarEngine`. vLLM does not use its prefix cache when it returns logprobs of a prompt."""
+        """See `ServerEngine`. vLLM does not use its prefix cache when it returns logprobs of a prompt."""
         body = {
             "token_ids": tokens,
             "sampling_params": {

@@ -1,10 +1,10 @@
-"""The samples of an engine that is a server: the waiting line, the streams, and the chunks to emit.
+"""The samples of an engine that is a server: their streams, and the chunks to emit.
 
-The samples of a request wait here. The queue sends them to the server one by one as streams, at most `slots`
-at a time. Before new weights are loaded, and after a server has ended, the queue ends every stream and puts
-its sample back at its place in the line. Later it sends the sample again: the prompt and the tokens so far.
-One stream therefore belongs to one version, and the version of every token is known exactly. If a server
-reports the versions of a stream, the queue checks them.
+The samples of a request wait in an `Intake`. The queue sends them to the server one by one as streams, at
+most `slots` at a time. Before new weights are loaded, and after a server has ended, the queue ends every
+stream and puts its sample back at its place in the line. Later it sends the sample again: the prompt and the
+tokens so far. One stream therefore belongs to one version, and the version of every token is known exactly.
+If a server reports the versions of a stream, the queue checks them.
 
 The cost is one more prefill for each interrupted sample. Where the keys and values are kept over a swap, the
 server's prefix cache makes this prefill short. The entries of that cache are salted with the version under
@@ -14,7 +14,6 @@ which a sample started, so only samples that were in flight at a swap read keys 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -30,13 +29,14 @@ import numpy as np
 
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError, RequestError
+from stretto.serving.intake import Intake, OpenSample, final_chunks
 from stretto.serving.server import Server, ServerLost, ServerRefused
 from stretto.serving.stop_strings import StopStrings, stop_tokenizer
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-__all__ = ["FINISH_REASONS", "Ask", "RequestQueue", "StreamChunk", "Streams", "VersionSpan"]
+__all__ = ["FINISH_REASONS", "Ask", "StreamChunk", "StreamQueue", "Streams", "VersionSpan"]
 
 FINISH_REASONS: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 """The finish of a stream by the server's word for it; every other word is an error."""
@@ -84,21 +84,11 @@ class VersionSpan(msgspec.Struct, gc=False):
 
 
 @dataclass(eq=False)
-class _ServerSample:
+class _ServerSample(OpenSample):
     """One answer that is being generated."""
 
-    request: GenerateRequest
-    index: int
-    prompt: list[int]
-    answer: list[int]
+    answer: list[int] = field(default_factory=list[int])
     """The tokens that the sample had on arrival, and all tokens that the server has returned since."""
-    begun: int
-    """Number of answer tokens that the sample had on arrival."""
-    sent: int
-    """Number of answer tokens that the requester has."""
-    place: int
-    """Place in the line. The sample keeps it when it waits again."""
-    expires: float
     salt: str = ""
     """Salt of the prefix cache: the version that samples, or sampled, the server's first token of it."""
     version: int = -1
@@ -114,6 +104,9 @@ class _ServerSample:
     """Cancel scope of the current stream."""
     asked: str = ""
     """Id of the current stream, or of the last one."""
+
+    def __post_init__(self) -> None:
+        self.answer = self.begun.tolist()
 
 
 class Streams(Protocol):
@@ -133,7 +126,7 @@ class Streams(Protocol):
         ...
 
 
-class RequestQueue:
+class StreamQueue:
     """The samples of one worker.
 
     Args:
@@ -145,28 +138,23 @@ class RequestQueue:
     def __init__(self, streams: Streams, *, slots: int, room: int, model: str) -> None:
         self._streams = streams
         self._slots = slots
-        self._room = room
+        self._intake = Intake(_ServerSample, vocabulary=2**31, room=room)
         self._model = model
         self._tokenizer: Any = None
         self._loading = anyio.Lock()
-        self._vocabulary = 2**31
-        self._ends: frozenset[int] = frozenset()
         self._tasks: TaskGroup | None = None
         self._emit: Emit | None = None
         self._server: Server | None = None
         """The server that samples are sent to; None while no samples may be sent."""
         self._version = -1
         """The version that the server serves."""
-        self._requests: dict[str, list[_ServerSample]] = {}
-        self._line: list[tuple[int, _ServerSample]] = []
-        self._aside: list[_ServerSample] = []
-        """Samples that need newer weights than the server has."""
         self._running: set[_ServerSample] = set()
         self._idle = anyio.Event()
         self._news = anyio.Event()
         self._fresh: dict[_ServerSample, None] = {}
         """Samples with something to emit, in the order in which they got it."""
-        self._numbers = count()
+        self._refusals: list[Chunk] = []
+        self._stream_numbers = count()
         self._busy_s = 0.0
         self._busy_since = 0.0
         self.generated = 0
@@ -180,7 +168,7 @@ class RequestQueue:
     @property
     def waiting(self) -> int:
         """Number of samples that are not in streams."""
-        return max(0, sum(map(len, self._requests.values())) - len(self._running))
+        return self._intake.waiting
 
     @property
     def busy_s(self) -> float:
@@ -212,49 +200,39 @@ class RequestQueue:
     def learn(self, vocabulary: int | None, ends: frozenset[int]) -> None:
         """Set the size of the model's vocabulary (None keeps the current one) and the tokens that end its
         answers."""
-        self._vocabulary = vocabulary or self._vocabulary
-        self._ends = ends
+        self._intake.vocabulary = vocabulary or self._intake.vocabulary
+        self._intake.eos = ends
 
     def take(self, request: GenerateRequest) -> None:
         """See `InferenceEngine.generate`."""
-        if request.id in self._requests:
-            return
         try:
-            samples = self._wanted(request)
+            if fault := self._streams.unfit(request.sampling):
+                raise RequestError(fault)
+            samples = self._intake.accept(request)
         except RequestError as error:
-            self._refuse(request, str(error))
+            self._refusals += final_chunks(request, "error", str(error))
+            self._news.set()
             return
-        if samples:
-            self._requests[request.id] = samples
-        for sample in samples.copy():
-            if sample.answer and self._is_end(sample.answer[-1], request.sampling):
-                self._end(sample, "stop")
-            elif len(sample.answer) >= request.sampling.max_tokens:
-                self._end(sample, "length")
-            else:
-                self._place(sample)
+        for sample in samples:
+            if finish := sample.finish_on_arrival:
+                self._end(sample, finish)
         self._admit()
 
     def abort(self, request: str) -> None:
         """See `InferenceEngine.abort`."""
-        for sample in self._requests.get(request, []).copy():
+        for sample in self._intake.samples(request):
             self._cut(sample, "abort")
 
     def expire(self) -> None:
         """End the samples whose deadline has passed."""
-        now = time.monotonic()
-        for samples in list(self._requests.values()):
-            for sample in samples.copy():
-                if sample.expires < now:
-                    self._cut(sample, "error", "deadline passed")
+        for request in self._intake.late():
+            for sample in self._intake.samples(request.id):
+                self._cut(sample, "error", request.late)
 
     def send_to(self, server: Server, version: int) -> None:
         """Send samples to this server, which serves this version."""
         self._server, self._version = server, version
-        aside, self._aside = self._aside, []
-        for sample in aside:
-            if not sample.finish:
-                self._place(sample)
+        self._intake.serve(version)
         self._admit()
 
     def hold(self) -> None:
@@ -286,79 +264,28 @@ class RequestQueue:
                 sample.scope.cancel()
         if self._running:
             await self._idle.wait()
-        for samples in self._requests.values():
-            for sample in samples:
-                sample.salt = ""
+        for sample in self._intake:
+            sample.salt = ""
 
-    # -------------------------------------------------------------------------------- the line
-
-    def _wanted(self, request: GenerateRequest) -> list[_ServerSample]:
-        """The samples of a request that the requester still wants.
-
-        Raises:
-            RequestError: if the request cannot be served.
-        """
-        prompt = request.prompt_ids.numpy().tolist()
-        number, longest = len(request.seeds), request.sampling.max_tokens
-        if not prompt or not number:
-            raise RequestError(f"{len(prompt)} prompt tokens and {number} seeds; each must be at least 1")
-        if len(prompt) + longest > self._room:
-            raise RequestError(
-                f"a prompt of {len(prompt)} tokens and max_tokens {longest} need {len(prompt) + longest};"
-                f" a sample can have {self._room} (inference.context_length)"
-            )
-        if not all(request.sampling.stop):
-            raise RequestError("an empty stop string would end every answer")
-        if fault := self._streams.unfit(request.sampling):
-            raise RequestError(fault)
-        begun: list[list[int]] = [part.numpy().tolist() for part in request.begun] or [[]] * number
-        have = request.have or (0,) * number
-        if len(begun) != number or len(have) != number:
-            raise RequestError(f"'begun' and 'have' are for {len(begun)} and {len(have)} samples of {number}")
-        for tokens in (prompt, *begun):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-                raise RequestError(f"tokens outside the vocabulary of {self._vocabulary}")
-        now = time.monotonic()
-        return [
-            _ServerSample(
-                request=request,
-                index=i,
-                prompt=prompt,
-                answer=begun[i].copy(),
-                begun=len(begun[i]),
-                sent=max(have[i], len(begun[i])),
-                place=next(self._numbers),
-                expires=now + request.deadline_s,
-            )
-            for i in range(number)
-            if have[i] >= 0
-        ]
-
-    def _is_end(self, token: int, sampling: Sampling) -> bool:
-        return token in sampling.stop_token_ids or (token in self._ends and not sampling.ignore_eos)
-
-    def _place(self, sample: _ServerSample) -> None:
-        """Put a sample into the line, at its place."""
-        heapq.heappush(self._line, (sample.place, sample))
+    # -------------------------------------------------------------------------------- streams
 
     def _admit(self) -> None:
         """Send samples to the server while there are slots."""
-        while (server := self._sending_to) is not None and self._line and len(self._running) < self._slots:
-            sample = heapq.heappop(self._line)[1]
-            if sample.finish:
-                continue
-            if max(sample.request.min_version, 0) > self._version:
-                self._aside.append(sample)
-                continue
+        while (
+            (server := self._sending_to) is not None
+            and self._intake.ready
+            and len(self._running) < self._slots
+        ):
+            sample = self._intake.pop()
             if not self._running:
                 self._busy_since, self._idle = time.monotonic(), anyio.Event()
                 server.heard = self._busy_since
             self._running.add(sample)
             sample.version = self._version
-            if len(sample.answer) == sample.begun or not sample.salt:
+            if len(sample.answer) == len(sample.begun) or not sample.salt:
                 sample.salt = f"v{self._version}"
             sample.scope = anyio.CancelScope()
-            sample.asked = f"{next(self._numbers):016d}"
+            sample.asked = f"{next(self._stream_numbers):016d}"
             assert self._tasks is not None, "start comes first"
             self._tasks.start_soon(self._decode, server, sample)
 
@@ -387,8 +314,8 @@ class RequestQueue:
             self._busy_s += time.monotonic() - self._busy_since
             self._idle.set()
         sample.scope = None
-        if not sample.finish:
-            self._place(sample)
+        if not sample.ended:
+            self._intake.put_back(sample)
         self._admit()
 
     async def _abort_at(self, server: Server, id: str) -> None:
@@ -405,9 +332,9 @@ class RequestQueue:
         sampling, done = sample.request.sampling, len(sample.answer)
         ask = Ask(
             id=sample.asked,
-            tokens=sample.prompt + sample.answer,
+            tokens=[*sample.prompt.tolist(), *sample.answer],
             max_tokens=sampling.max_tokens - done,
-            seed=_seed(sample.request.seeds[sample.index], done),
+            seed=_seed(sample.seed, done),
             sampling=sampling,
             salt=sample.salt,
         )
@@ -469,13 +396,11 @@ class RequestQueue:
     # -------------------------------------------------------------------------------- chunks
 
     def _end(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
-        """End a sample: remove it from its request, and let the next chunk carry its finish."""
-        if sample.finish:
+        """End a sample, and let its next chunk carry its finish."""
+        if sample.ended:
             return
         sample.finish, sample.error = finish, error
-        self._requests[sample.request.id].remove(sample)
-        if not self._requests[sample.request.id]:
-            del self._requests[sample.request.id]
+        self._intake.close(sample)
         self._note(sample)
 
     def _cut(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
@@ -483,13 +408,6 @@ class RequestQueue:
         self._end(sample, finish, error)
         if sample.scope is not None:
             sample.scope.cancel()
-
-    def _refuse(self, request: GenerateRequest, why: str) -> None:
-        """Answer a request that cannot be served with an error for every sample that is wanted."""
-        for index in range(len(request.seeds)):
-            if not request.have or (index < len(request.have) and request.have[index] >= 0):
-                sent = request.have[index] if request.have else 0
-                self._note(_ServerSample(request, index, [], [], 0, sent, 0, 0, finish="error", error=why))
 
     def _note(self, sample: _ServerSample) -> None:
         """Mark a sample as having something to emit."""
@@ -502,7 +420,8 @@ class RequestQueue:
             await self._news.wait()
             self._news = anyio.Event()
             fresh, self._fresh = self._fresh, {}
-            chunks = [_chunk(sample) for sample in fresh if sample.logprobs or sample.finish]
+            chunks, self._refusals = self._refusals, []
+            chunks += [_chunk(sample) for sample in fresh if sample.logprobs or sample.finish]
             if self._emit is not None and chunks:
                 self._emit(chunks)
             await anyio.sleep(_EMIT_EVERY_S)

@@ -1,0 +1,21 @@
+"""A sample of the engine: what every engine knows of it, and its place among the running samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.serving.intake import OpenSample
+from stretto.serving.stop_strings import StopStrings
+
+
+@dataclass(eq=False)
+class SlotSample(OpenSample):
+    """One answer that is being generated. If the cache is full, the samples that arrived last leave their
+    slots first."""
+
+    stops: StopStrings | None = None
+    """The detector of the request's stop strings, if it has any."""
+    row: int = -1
+    """Row among the running samples; -1 while the sample is not running."""
+    pure: bool = True
+    """Whether everything in the sample's slot was computed with the current weights."""
