@@ -1,4 +1,4 @@
-"""The contract of launchers: a launcher starts `stretto worker` processes and watches them.
+"""The contract of launchers: a launcher starts worker processes and watches them.
 
 A launcher starts processes with resources. A process receives its work over the bus, so a launcher knows only
 the name of its role, and a user can also start a worker by hand.

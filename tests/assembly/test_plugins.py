@@ -44,10 +44,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     others: list[EntryPoint] = []
     real = importlib.metadata.entry_points
 
-    def entry_points(*, group: str) -> list[EntryPoint]:
-        return [*real(group=group), *(entry for entry in others if entry.group == group)]
+    class EntryPoints:
+        def select(self, *, group: str) -> list[EntryPoint]:
+            return [*real(group=group), *(entry for entry in others if entry.group == group)]
 
-    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    monkeypatch.setattr(plugins, "entry_points", EntryPoints)
     monkeypatch.syspath_prepend(tmp_path)
     yield others
     for entry in others:

@@ -504,7 +504,7 @@ def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
     run.until_step(2)
     bootstrap = run.folder / "bus" / "rollout.json"
     extra = subprocess.Popen(
-        [sys.executable, "-m", "stretto", "worker", str(bootstrap), "--id", "rollout-extra"],
+        [sys.executable, "-m", "stretto.workers", str(bootstrap), "--id", "rollout-extra"],
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -1,7 +1,7 @@
-"""Turn a run file into typed structs: read YAML, merge overrides, and check every key of every section.
+"""Turn a run into typed structs, and check every key of every section.
 
-OmegaConf reads, merges and interpolates; no OmegaConf object leaves this module. The result is a
-`RunConfig` whose sections are the structs of the chosen components.
+The result is a `RunConfig` whose sections are the structs of the chosen components. `run_file.py` reads the
+YAML and merges the overrides.
 """
 
 from __future__ import annotations
@@ -14,45 +14,27 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from stretto.assembly.contracts import CONTRACTS, expect_contract
 from stretto.assembly.plugins import BASES, Origin, Plugins
+from stretto.assembly.sections import (
+    GROUP_NAME,
+    LIST_SECTIONS,
+    NAMED_SECTIONS,
+    SECTIONS,
+    KeySource,
+    kind_of,
+)
 from stretto.component import Component, Context, Kind
 from stretto.config import EvaluationConfig, Groups, RunConfig
-from stretto.errors import ConfigError, PluginError, StrettoError, foreign_frames, nearest, offer, place_of
+from stretto.errors import PluginError, StrettoError, foreign_frames, nearest, offer, place_of
 
 __all__ = [
     "Composed",
     "compose",
     "compose_mapping",
     "find_path",
-    "kind_of",
 ]
-
-# Sections that choose a component: dotted key -> kind.
-SECTIONS: dict[str, Kind] = {
-    "algorithm": "algorithm",
-    "training": "training",
-    "inference": "inference",
-    "workflow": "workflow",
-    "reward": "reward",
-    "dataset": "dataset",
-    "launcher": "launcher",
-    "weights": "weights",
-    "evaluation.dataset": "dataset",
-}
-LIST_SECTIONS: dict[str, Kind] = {"trackers": "tracker"}
-# Sections with any number of named components.
-NAMED_SECTIONS: dict[str, Kind] = {"groups": "training"}
-_GROUP_NAME = r"[a-z][a-z0-9_]*"
-
-
-def kind_of(path: str) -> Kind:
-    """Return the kind of the component that the section at a dotted key chooses."""
-    return SECTIONS.get(path) or (LIST_SECTIONS | NAMED_SECTIONS)[path.partition(".")[0]]
 
 
 @dataclass(frozen=True)
@@ -147,11 +129,13 @@ def compose(
         ConfigError: for a key, a type or a path that is wrong; the text says where it was written.
         PluginError: for a component that is not installed or cannot be loaded.
     """
-    source = _ConfigSource(file, overrides, document)
+    from stretto.assembly import run_file  # OmegaConf is slow to import, and only this function needs it
+
+    source = run_file.RunFile(file, overrides, document)
     notices: list[str] = []
-    plain, secret = _read(source)
+    plain, secret = run_file.read(source)
     composed = _Composer(source, plugins or Plugins()).run(deepcopy(plain), notices)
-    whole = _overlay(msgspec.to_builtins(composed.config), secret, plain)
+    whole = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
     return Composed(
         composed.config,
         composed.plugins,
@@ -159,17 +143,18 @@ def compose(
         whole,
         tuple(notices),
         source.place,
-        tuple((path, text) for path, text in _references(source.written) if _at(whole, path) is not None),
+        tuple(
+            (path, text) for path, text in run_file.references(source.written) if _at(whole, path) is not None
+        ),
     )
 
 
 def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
     """Convert a run that was composed before, such as the one that a worker gets from the kernel."""
-    source = _ConfigSource(Path("config"), ())
-    return _Composer(source, Plugins()).run(dict(mapping), [])
+    return _Composer(KeySource(Path("config")), Plugins()).run(dict(mapping), [])
 
 
-# ------------------------------------------------------------------------------ reading and merging
+# ----------------------------------------------------------------------------------------- composing
 
 
 def _inherit_sampling(data: dict[str, Any]) -> None:
@@ -181,185 +166,10 @@ def _inherit_sampling(data: dict[str, Any]) -> None:
             evaluation["sampling"] = sampling | own
 
 
-class _ConfigSource:
-    """The run file with its overrides. Knows where each key was written, for error messages."""
-
-    def __init__(
-        self, file: Path, overrides: Sequence[str], document: Mapping[str, Any] | None = None
-    ) -> None:
-        self.file = file
-        self._document = document
-        self.items = [self._item(item) for item in overrides]
-        self.overrides = _overrides(self.items)
-        self._overridden = [".".join(path) for path in _leaves(_unresolved(self.overrides))]
-        self.written: Mapping[str, Any] = {}
-        """The file with the overrides merged in, before interpolations are resolved; `_read` sets it."""
-
-    def _item(self, item: str) -> str:
-        key, equals, value = item.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
-            raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
-        # `training=mock` replaces the component and keeps the section's other keys.
-        is_section = re.fullmatch(rf"groups\.{_GROUP_NAME}", key) or key in SECTIONS
-        names_component = is_section and not value.startswith(("{", "[")) and not _is_null(value)
-        return f"{key}.use={value}" if names_component else item
-
-    def load(self) -> Any:
-        """Load the content with OmegaConf, without the overrides."""
-        return OmegaConf.load(self.file) if self._document is None else OmegaConf.create(dict(self._document))
-
-    def overridden(self, path: str) -> bool:
-        return any(f"{path}.".startswith(f"{key}.") for key in self._overridden)
-
-    def place(self, path: str) -> str:
-        """Return where a key was written: `run.yaml:14: training.lr`, or `override training.lr`."""
-        if self.overridden(path) or any(key.startswith(f"{path}.") for key in self._overridden):
-            return f"override {path}"
-        line = self._line(path)
-        return f"{self.file}:{line}: {path}" if line else f"{self.file}: {path}"
-
-    def error(self, path: str, message: str, value: Any = None) -> ConfigError:
-        return ConfigError(f"{self.place(path)}: {message}", path=path, value=value)
-
-    def _line(self, path: str) -> int:
-        """Return the line of the deepest key of `path` that is in the file; 0 if none is."""
-        try:
-            node = yaml.compose(self.file.read_text(), Loader=yaml.SafeLoader)
-        except (OSError, yaml.YAMLError):
-            return 0
-        line = 0
-        for part in path.split("."):
-            if not isinstance(node, yaml.MappingNode):
-                break
-            matches = [(key, value) for key, value in node.value if key.value == part]
-            if not matches:
-                break
-            line, node = matches[0][0].start_mark.line + 1, matches[0][1]
-        return line
-
-
-def _read(source: _ConfigSource) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the merged run file twice: with all interpolations resolved, and with environment variables left
-    as interpolations."""
-    try:
-        loaded = source.load()
-    except FileNotFoundError:
-        raise ConfigError(f"no run file {str(source.file)!r}", value=str(source.file)) from None
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{source.file}: cannot be read as YAML: {error}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
-    try:
-        merged = OmegaConf.merge(_expand_short_sections(loaded, source.overrides), source.overrides)
-        merged = _expand_short_sections(cast("DictConfig", merged))  # those that overrides added
-        source.written = _unresolved(merged)
-        plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
-        kept = OmegaConf.create(_escape_env(source.written))
-        secret = cast("dict[str, Any]", OmegaConf.to_container(kept, resolve=True))
-    except TypeError as error:  # one side has a value where the other side has a mapping
-        raise ConfigError(f"overrides {', '.join(source.items)} do not fit {source.file}: {error}") from error
-    except OmegaConfBaseException as error:
-        path = getattr(error, "full_key", "") or ""
-        raise source.error(path, str(error).splitlines()[0]) from error
-    return plain, secret
-
-
-def _overrides(items: Sequence[str]) -> DictConfig:
-    """Parse `dotted.key=value` overrides; each value is YAML."""
-    merged = OmegaConf.create()
-    for item in items:
-        try:
-            merged.merge_with_dotlist([item])
-        except yaml.YAMLError as error:
-            key, reason = item.partition("=")[0], " ".join(str(error).split())
-            raise ConfigError(
-                f"override {item!r}: its value cannot be read as YAML ({reason}); put quotes around "
-                f"text, for YAML and for the shell: {key}='\"…\"'"
-            ) from error
-    return merged
-
-
-def _is_null(value: str) -> bool:
-    return value in ("", "~", "null", "Null", "NULL")
-
-
-def _unresolved(config: DictConfig) -> dict[str, Any]:
-    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-
-
-def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths to the values of nested mappings; an empty mapping counts as a value."""
-    if not isinstance(node, dict) or not node:
-        yield path
-        return
-    for key, value in cast("dict[str, Any]", node).items():
-        yield from _leaves(value, (*path, str(key)))
-
-
-def _expand_short_sections(loaded: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
-    """Expand `workflow: single_turn` to `workflow: {use: single_turn}`. Do not expand `${…}`, which stands
-    for a whole section.
-
-    Args:
-        overrides: also expand a name at any path below which an override sets a key, so that
-            `algorithm.correction.cap=3` adds to `correction: token_tis` and does not replace it.
-    """
-    whole = _unresolved(loaded)
-    named = [f"{path}.{name}" for path in NAMED_SECTIONS for name in (whole.get(path) or {})]
-    below = {
-        ".".join(leaf[:depth])
-        for leaf in _leaves(_unresolved(overrides) if overrides is not None else {})
-        for depth in range(1, len(leaf))
-    }
-    for path in (*SECTIONS, *named, *sorted(below - {*SECTIONS, *named})):
-        raw: Any = whole
-        for part in path.split("."):
-            raw = cast("dict[str, Any]", raw).get(part) if isinstance(raw, dict) else None
-        if isinstance(raw, str) and not raw.startswith("${"):
-            OmegaConf.update(loaded, path, {"use": raw}, merge=False)
-    return loaded
-
-
-def _escape_env(node: Any) -> Any:
-    """Return the tree with every text that reads the environment escaped, so that it stays a literal."""
-    if isinstance(node, dict):
-        return {key: _escape_env(value) for key, value in cast("dict[str, Any]", node).items()}
-    if isinstance(node, list):
-        return [_escape_env(value) for value in cast("list[Any]", node)]
-    if isinstance(node, str) and "oc.env" in node:
-        return node.replace("${", r"\${")
-    return node
-
-
-def _references(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys whose whole value is `${another.key}`, with that value."""
-    if isinstance(node, dict):
-        for key, value in cast("dict[str, Any]", node).items():
-            yield from _references(value, f"{path}.{key}" if path else key)
-    elif isinstance(node, str) and re.fullmatch(r"\$\{[\w.]+\}", node):
-        yield path, node
-
-
-def _overlay(full: Any, secret: Any, plain: Any) -> Any:
-    """Return `full` with the values of `secret` wherever `secret` differs from `plain`."""
-    if isinstance(full, dict) and isinstance(secret, dict):
-        merged = dict(cast("dict[str, Any]", full))
-        for key in merged.keys() & cast("dict[str, Any]", secret).keys():
-            merged[key] = _overlay(merged[key], secret[key], plain[key])
-        return merged
-    if isinstance(full, (list, tuple)) and isinstance(secret, list):
-        triples = zip(full, secret, plain, strict=True)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-        return [_overlay(*triple) for triple in triples]
-    return secret if secret != plain else full
-
-
-# ------------------------------------------------------------------------------------------ typing
-
-
 class _Composer:
     """Converts a plain mapping to a `RunConfig` whose sections are the structs of the chosen components."""
 
-    def __init__(self, source: _ConfigSource, plugins: Plugins) -> None:
+    def __init__(self, source: KeySource, plugins: Plugins) -> None:
         self.source = source
         self.plugins = plugins
         self.components: dict[str, Component[Any]] = {}
@@ -401,7 +211,7 @@ class _Composer:
             if not isinstance(named, dict):
                 raise self.source.error(path, f"expected a mapping of names, found {named!r}", named)
             for name in cast("dict[str, Any]", named):
-                if not re.fullmatch(_GROUP_NAME, str(name)) or name in SECTIONS:
+                if not re.fullmatch(GROUP_NAME, str(name)) or name in SECTIONS:
                     raise self.source.error(
                         f"{path}.{name}",
                         f"{name!r} cannot be the name of a worker group; expected a-z, 0-9 and _, a letter "
@@ -466,12 +276,8 @@ class _Composer:
 
     def _former_keys(self, kind: Kind, path: str) -> set[str] | None:
         """Return the keys of the component that the file names; None if it cannot be loaded here."""
-        raw: Any = OmegaConf.to_container(self.source.load(), resolve=False)
-        for part in path.split("."):
-            raw = cast("dict[str, Any]", raw).get(part, {}) if isinstance(raw, dict) else raw
-        name = raw if isinstance(raw, str) else cast("dict[str, Any]", raw or {}).get("use", "")
         try:
-            former = self.plugins.get(kind, str(name))
+            former = self.plugins.get(kind, self.source.chosen(path))
         except PluginError:
             return None
         return {field.encode_name for field in msgspec.structs.fields(former.config)}

@@ -12,7 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from functools import cached_property
+from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast, get_args
@@ -94,9 +95,25 @@ class _PluginSource:
 
     kind: Kind
     name: str
-    distribution: str
-    version: str
     where: EntryPoint | ModuleType
+    path: Path | None = None
+    """The file of a module loaded by path."""
+
+    @property
+    def distribution(self) -> str:
+        if self.path is not None:
+            return self.path.stem
+        return self._package.name if self._package else "?"
+
+    @property
+    def version(self) -> str:
+        if self.path is not None:
+            return "path"
+        return self._package.version if self._package else "?"
+
+    @property
+    def _package(self) -> Distribution | None:
+        return self.where.dist if isinstance(self.where, EntryPoint) else None
 
     @property
     def label(self) -> str:
@@ -208,14 +225,17 @@ class Plugins:
 
     # ------------------------------------------------------------------------------------ private
 
+    @cached_property
+    def _installed(self) -> EntryPoints:
+        """The entry points of all installed packages. Reading them takes a few milliseconds."""
+        return cast("EntryPoints", entry_points())  # Python 3.11 returns another class with the same `select`
+
     def _sources(self, kind: Kind) -> Iterator[_PluginSource]:
-        for entry in entry_points(group=f"stretto.{kind}"):
-            owner = entry.dist
-            distribution, version = (owner.name, owner.version) if owner else ("?", "?")
-            yield _PluginSource(kind, entry.name, distribution, version, entry)
+        for entry in self._installed.select(group=f"stretto.{kind}"):
+            yield _PluginSource(kind, entry.name, entry)
         for path, module in self._paths.items():
             for component in self._components(kind, module):
-                yield _PluginSource(kind, component.name, path.stem, "path", module)
+                yield _PluginSource(kind, component.name, module, path)
 
     def _load(self, kind: Kind, source: _PluginSource) -> Component[Any]:
         module = source.where

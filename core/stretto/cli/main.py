@@ -1,4 +1,4 @@
-"""The command line: `stretto quickstart | run | resume | evaluate | check | plugins | schema | worker`.
+"""The command line: `stretto quickstart | run | resume | evaluate | check | plugins | schema`.
 
 Exit status: 0 the command succeeded; 1 a run failed; 2 a mistake was found before any process started;
 130 interrupted.
@@ -250,20 +250,6 @@ def schema() -> None:
     from stretto.cli.schema import json_schema
 
     typer.echo(json.dumps(json_schema(Plugins()), indent=2))
-
-
-@app.command(hidden=True)
-def worker(
-    bootstrap: Annotated[
-        Path,
-        typer.Argument(help="File with the bus address and the credentials of the worker's role."),
-    ],
-    id: Annotated[str, typer.Option(help="Id of the worker, unique in the run.")],
-) -> None:
-    """Run one worker process. Launchers call this command; you can also start a worker by hand."""
-    from stretto.workers.worker import main as work
-
-    raise typer.Exit(work(bootstrap, id))
 
 
 # ----------------------------------------------------------------------------------------- helpers

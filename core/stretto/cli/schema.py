@@ -17,8 +17,8 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import inspect as types
 
-from stretto.assembly.compose import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS
 from stretto.assembly.plugins import KINDS, Plugins, missing_extra
+from stretto.assembly.sections import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS
 from stretto.component import Component, Kind
 from stretto.config import EvaluationConfig, RunConfig
 from stretto.errors import PluginError

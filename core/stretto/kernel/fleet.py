@@ -159,7 +159,7 @@ class Fleet:
         return Job(
             worker=worker.id,
             role=worker.role,
-            command=(sys.executable, "-m", "stretto", "worker", bootstrap, "--id", worker.id),
+            command=(sys.executable, "-m", "stretto.workers", bootstrap, "--id", worker.id),
             env=thread_variables(worker.resources),
             resources=worker.resources,
             log=str(self._logs / f"{worker.id}.out"),

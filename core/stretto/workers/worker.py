@@ -48,7 +48,7 @@ _LEAVE_S = 4.0
 
 
 def main(bootstrap_file: Path, worker: str) -> int:
-    """Run `stretto worker`, and return the exit status."""
+    """Run a worker process, and return its exit status."""
     bootstrap = Bootstrap.read(bootstrap_file)
     file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
     log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
