@@ -37,7 +37,7 @@ from transformers.utils import logging as transformers_logging
 from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, InferenceEngine, Sampling
-from stretto.models.version_files import VersionFolders, open_version
+from stretto.models.version_files import FolderPublisher, open_version
 from stretto.weights import WeightUpdate
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
@@ -211,8 +211,8 @@ async def measure(
         del engines["torch, deterministic"]
     names = ["transformers"] * whole + list(engines)
     rates: dict[str, list[float]] = {name: [] for name in names}
-    versions = VersionFolders(folder / "versions", keep=1, shard_gb=1.0)
-    note = versions.write(0, ((name, each.data) for name, each in model.named_parameters()))
+    versions = FolderPublisher(folder / "versions", keep=1, shard_gb=1.0)
+    note = versions.publish(0, ((name, each.data) for name, each in model.named_parameters()))
     async with anyio.create_task_group() as tasks:
         for engine in engines.values():
             await engine.start(open_version(note, Path(note.address)), tasks)

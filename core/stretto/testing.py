@@ -50,7 +50,7 @@ from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load
 from stretto.errors import EngineError, WeightsError, one_error
 from stretto.hooks import hookimpl
 from stretto.models.digest import digest_of
-from stretto.models.version_files import VersionFolders, open_version
+from stretto.models.version_files import FolderPublisher, open_version
 from stretto.workflow import Answer, Prompt, Score, Session, Trajectory, WorkflowConfig
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class Served:
         """The reference of each version."""
         self.messages = 0
         """Number of calls of `emit` so far."""
-        self._folders = VersionFolders(folder / "weights", keep=3, shard_gb=1.0)
+        self._publisher = FolderPublisher(folder / "weights", keep=3, shard_gb=1.0)
         self._published = count()
         self._portal: BlockingPortal
         self._samples: dict[Key, Sample] = {}
@@ -336,7 +336,7 @@ class Served:
             finally:
                 portal.call(self._over.set)
                 end.result(self.under_test.start_s)
-                self._folders.close()
+                self._publisher.close()
 
     # -------------------------------------------------------------------------- what a worker does
 
@@ -476,7 +476,7 @@ class Served:
         return bool(sample.finish) or (tokens is not None and len(sample.tokens) >= tokens)
 
     async def _swap(self, version: int, tensors: Mapping[str, Tensor]) -> SwapReport:
-        note = self._folders.write(version, tensors.items())
+        note = self._publisher.publish(version, tensors.items())
         update = open_version(note, Path(note.address))
         try:
             with anyio.fail_after(self.under_test.start_s):

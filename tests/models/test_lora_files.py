@@ -18,7 +18,7 @@ from stretto.algorithm import Loss
 from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.lora_files import made_whole
-from stretto.models.version_files import FolderUpdate, VersionFolders, open_version
+from stretto.models.version_files import FolderPublisher, FolderUpdate, open_version
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto_torch import TorchTrainingConfig
@@ -51,7 +51,7 @@ def trained(engine: TorchTraining) -> dict[str, Tensor]:
 
 
 def received(folder: Path, tensors: Mapping[str, Tensor]) -> FolderUpdate:
-    note = VersionFolders(folder, 3, 2.0).write(7, tensors.items())
+    note = FolderPublisher(folder, 3, 2.0).publish(7, tensors.items())
     return open_version(note, Path(note.address))
 
 

@@ -22,10 +22,10 @@ from stretto.array import Array
 from stretto.engine import Chunk, GenerateRequest
 from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings
 from stretto.models.tokenizer import load_tokenizer
-from stretto.models.version_files import VersionFolders
+from stretto.models.version_files import FolderPublisher
 from stretto.rl.batch import Batch
 from stretto.workers.session import sample_seed
-from stretto_file import FilePublisher, FileSubscriber
+from stretto_file import FileSubscriber
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
 from stretto_torch.inference import TorchInferenceEngine
@@ -78,7 +78,7 @@ async def test_logprobs_are_those_of_each_tokens_own_version(
     model = tiny_models("qwen2")
     trainer = TorchTraining(TorchTrainingConfig(lr=3e-3), context(model, tmp_path))
     trainer.load(None)
-    publisher, subscriber = FilePublisher(VersionFolders(tmp_path / "weights", 3, 2.0)), FileSubscriber()
+    publisher, subscriber = FolderPublisher(tmp_path / "weights", 3, 2.0), FileSubscriber()
     config = TorchInferenceConfig(
         on_swap="recompute" if on_swap == "recompute" else "keep_cache", slots=64, context_length=128
     )
@@ -179,7 +179,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
     train = algorithm.calls()[-1]
     assert train.loss is not None
     tokenizer = load_tokenizer(str(model))
-    publisher, subscriber = FilePublisher(VersionFolders(folder / "weights", 3, 2.0)), FileSubscriber()
+    publisher, subscriber = FolderPublisher(folder / "weights", 3, 2.0), FileSubscriber()
     engine = TorchInferenceEngine(TorchInferenceConfig(deterministic=True), where)
     order = Scheduler(SchedulerSettings(STEPS, BATCH, max_staleness=STEPS - 1, rows=len(rows), seed=5))
     order.start()

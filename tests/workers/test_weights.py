@@ -38,14 +38,14 @@ from stretto.config import BusConfig
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
-from stretto.models.version_files import VersionFolders, open_version
+from stretto.models.version_files import FolderPublisher, open_version
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire
 from stretto.workers.context import WorkerContext
 from stretto.workers.inference import InferenceWorker
 from stretto.workers.weights_wire import BusWire
 from stretto_bus import BusTransport, BusTransportConfig
 from stretto_collective import CollectiveConfig, CollectiveTransport
-from stretto_file import FilePublisher, FileSubscriber, FileTransport, FileTransportConfig
+from stretto_file import FileSubscriber, FileTransport, FileTransportConfig
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 Start = Callable[..., Any]
@@ -63,8 +63,8 @@ def context(worker: str) -> Context:
 # ------------------------------------------------------------------------------------------- file
 
 
-def ends(folder: Path, *, keep: int = 3, shard_gb: float = 2.0) -> tuple[FilePublisher, FileSubscriber]:
-    return FilePublisher(VersionFolders(folder / "versions", keep, shard_gb)), FileSubscriber()
+def ends(folder: Path, *, keep: int = 3, shard_gb: float = 2.0) -> tuple[FolderPublisher, FileSubscriber]:
+    return FolderPublisher(folder / "versions", keep, shard_gb), FileSubscriber()
 
 
 async def test_weights_arrive_as_they_were_published(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def honest(update: WeightUpdate) -> SwapReport:
 class Worker:
     """An inference worker under test, with a kernel and a rollout worker around it."""
 
-    def __init__(self, engine: Told, publisher: FilePublisher, kernel: Bus, rollout: Bus) -> None:
+    def __init__(self, engine: Told, publisher: FolderPublisher, kernel: Bus, rollout: Bus) -> None:
         self.engine = engine
         self._publisher = publisher
         self._kernel = kernel

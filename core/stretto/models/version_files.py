@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AskOutline",
+    "FolderPublisher",
     "FolderUpdate",
     "Manifest",
     "Outline",
     "RunFolders",
     "StoredVersion",
-    "VersionFolders",
     "lay_out",
     "open_version",
 ]
@@ -137,25 +137,28 @@ class StoredVersion:
         return cls(folder, files, Outline(data, tuple(file.stat().st_size for file in files)))
 
 
-class VersionFolders:
-    """The newest versions of one publisher, each in its own folder below `root`. This object owns `root`.
+class FolderPublisher:
+    """A publisher (see `stretto.weights.Publisher`) that keeps the newest versions, each in its own folder
+    below `root`. It owns `root`. Transports that send versions from there extend it.
 
     Args:
         keep: number of newest versions to keep. Older versions that are needed are kept too.
-        shard_gb: largest file in GiB. Writing holds at most this much in memory besides the model.
+        shard_gb: largest file in GiB. Publishing holds at most this much in memory besides the model.
+        address: where subscribers ask for a version. Default: the note has the path of the version's folder.
     """
 
-    def __init__(self, root: Path, keep: int, shard_gb: float) -> None:
+    def __init__(self, root: Path, keep: int, shard_gb: float, address: str | None = None) -> None:
         self._root = root
+        self._address = address
         self._keep = keep
         self._shard_bytes = int(shard_gb * 2**30)
         self._stored: dict[int, StoredVersion] = {}
 
-    def write(
+    def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
         """Write a version to a temporary folder, rename the folder, and remove the oldest versions that are
-        not in `needed`. The note's address is the version's folder.
+        not in `needed`.
 
         Raises:
             WeightsError: if the version cannot be written.
@@ -177,7 +180,7 @@ class VersionFolders:
             if old not in needed:
                 shutil.rmtree(stored.pop(old).folder, ignore_errors=True)
         self._stored = stored
-        return WeightsNote(version, str(final), digest)
+        return WeightsNote(version, self._address or str(final), digest)
 
     def find(self, version: int) -> StoredVersion:
         """Find a version. It may be removed before the caller opens its files. Any thread may call this.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
-from stretto.models.version_files import RunFolders, VersionFolders
+from stretto.models.version_files import RunFolders
 from stretto.weights import Wire
 from stretto_bus.fetching import BusSubscriber
 from stretto_bus.serving import BusPublisher
@@ -50,7 +50,7 @@ class BusTransport:
     def publisher(self, wire: Wire) -> BusPublisher:
         """Return the trainer's end."""
         config = self._config
-        return BusPublisher(VersionFolders(self._folders.own(), config.keep, config.shard_gb), wire)
+        return BusPublisher(self._folders.own(), config.keep, config.shard_gb, wire)
 
     def subscriber(self, wire: Wire) -> BusSubscriber:
         """Return an engine's end."""

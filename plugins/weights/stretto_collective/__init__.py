@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stretto import Component, Context, Problem, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.errors import offer
-from stretto.models.version_files import RunFolders, VersionFolders
+from stretto.models.version_files import RunFolders
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -55,9 +55,7 @@ class CollectiveTransport:
         """Return the trainer's end."""
         from stretto_collective.sending import CollectivePublisher
 
-        config = self._config
-        versions = VersionFolders(self._folders.own(), config.keep, config.shard_gb)
-        return CollectivePublisher(versions, wire, config)
+        return CollectivePublisher(self._folders.own(), wire, self._config)
 
     def subscriber(self, wire: Wire) -> Any:
         """Return an engine's end."""

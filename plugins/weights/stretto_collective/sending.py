@@ -1,9 +1,8 @@
-"""(torch) The publisher's end: keeps versions in a folder and sends them, each transfer in its own thread."""
+"""(torch) The publisher's end: sends versions from its folder, each transfer in its own thread."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import WeightsError
+from stretto.models.version_files import FolderPublisher
 from stretto_collective.meeting import (
     AskOutline,
     HashStore,
@@ -26,10 +26,7 @@ from stretto_collective.meeting import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
-    from stretto.models.version_files import VersionFolders
-    from stretto.weights import WeightsNote, Wire
+    from stretto.weights import Wire
     from stretto_collective import CollectiveConfig
 
 __all__ = ["CollectivePublisher"]
@@ -39,37 +36,21 @@ _REMEMBERED = 64
 """Number of transfers whose stores are kept."""
 
 
-class CollectivePublisher:
+class CollectivePublisher(FolderPublisher):
     """Publishes from the compute thread, and meanwhile meets subscribers and sends to them."""
 
-    def __init__(self, versions: VersionFolders, wire: Wire, config: CollectiveConfig) -> None:
-        self._versions = versions
-        self._address = wire.address
+    def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
+        super().__init__(root, config.keep, config.shard_gb, wire.address)
         self._config = config
         self._stores: OrderedDict[str, HashStore] = OrderedDict()
         self._sent: set[str] = set()
         wire.answer(self._answer)
 
-    def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
-    ) -> WeightsNote:
-        """Write a version into the folder; subscribers find it by this publisher's address in the note."""
-        note = self._versions.write(version, tensors, needed)
-        return msgspec.structs.replace(note, address=self._address)
-
-    def copy(self, version: int, folder: Path) -> None:
-        """Write a version into a folder."""
-        self._versions.copy(version, folder)
-
-    def close(self) -> None:
-        """Remove everything."""
-        self._versions.close()
-
     async def _answer(self, question: bytes) -> bytes:
         asked: Question = _decode(question)
         match asked:
             case AskOutline(version):
-                return msgspec.msgpack.encode(self._versions.find(version).outline)
+                return msgspec.msgpack.encode(self.find(version).outline)
             case Put(transfer, key, value):
                 self._store(transfer).set(key, value)  # pyright: ignore[reportArgumentType] - takes bytes too
                 return b""
@@ -90,7 +71,7 @@ class CollectivePublisher:
         return self._stores[transfer]
 
     def _send(self, store: Store, version: int) -> None:
-        stored, config = self._versions.find(version), self._config
+        stored, config = self.find(version), self._config
         files = zip(stored.files, stored.outline.sizes, strict=True)
         try:
             group = joined(store, 0, config.interface, config.deadline_s)

@@ -7,7 +7,7 @@ even when the files are removed. Both sides hash every tensor's bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,12 @@ import anyio.to_thread
 
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
-from stretto.models.version_files import FolderUpdate, RunFolders, VersionFolders, open_version
+from stretto.models.version_files import FolderPublisher, FolderUpdate, RunFolders, open_version
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from stretto.weights import WeightsNote, Wire
 
-__all__ = ["FilePublisher", "FileSubscriber", "FileTransport", "FileTransportConfig"]
+__all__ = ["FileSubscriber", "FileTransport", "FileTransportConfig"]
 
 
 class FileTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,11 +42,11 @@ class FileTransport:
         self._config = config
         self._folders = RunFolders(context, config.folder, otherwise=context.path("weights"))
 
-    def publisher(self, wire: Wire) -> FilePublisher:
+    def publisher(self, wire: Wire) -> FolderPublisher:
         """Return the trainer's end."""
         del wire
         config = self._config
-        return FilePublisher(VersionFolders(self._folders.own(), config.keep, config.shard_gb))
+        return FolderPublisher(self._folders.own(), config.keep, config.shard_gb)
 
     def subscriber(self, wire: Wire) -> FileSubscriber:
         """Return an engine's end."""
@@ -58,27 +56,6 @@ class FileTransport:
     def clean(self) -> None:
         """Remove the folders of this run's publishers."""
         self._folders.clean()
-
-
-class FilePublisher:
-    """Writes versions into the folder that engines read."""
-
-    def __init__(self, versions: VersionFolders) -> None:
-        self._versions = versions
-
-    def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
-    ) -> WeightsNote:
-        """Write one version and return a note with the path of its folder, where readers find it."""
-        return self._versions.write(version, tensors, needed)
-
-    def copy(self, version: int, folder: Path) -> None:
-        """Write a version into a folder."""
-        self._versions.copy(version, folder)
-
-    def close(self) -> None:
-        """Remove everything."""
-        self._versions.close()
 
 
 class FileSubscriber:
