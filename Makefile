@@ -78,4 +78,5 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "$(PYTHON) has no venv module (on Debian: apt install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/stretto schema > examples/schema.json  # editors check the example files with it
 	@touch $@

@@ -1,13 +1,11 @@
-"""Write what follows from the config structs: `python docs/fill.py`.
+"""Write the tables of docs/run-file.md from the config structs: `python docs/fill.py`.
 
-That is the tables of docs/run-file.md, each between `<!-- fields: NAME -->` and `<!-- end -->`, where NAME is
-a struct of `stretto.config` or `kind name` of a component; and examples/schema.json, by which an editor
-checks the example files. A test holds that filling changes nothing.
+Each table stands between `<!-- fields: NAME -->` and `<!-- end -->`. NAME is a struct of `stretto.config`, or
+`kind name` of a component. A test fails if filling would change the page.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -15,22 +13,16 @@ import msgspec
 
 from stretto import config, engine
 from stretto.assembly.plugins import KINDS, Plugins
-from stretto.cli.schema import fields_of, json_schema
+from stretto.cli.schema import fields_of
 from stretto.training import config as training
 
 PAGE = Path(__file__).with_name("run-file.md")
-SCHEMA = Path(__file__).parent.parent / "examples" / "schema.json"
 PART = re.compile(r"(<!-- fields: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
     """The page with every generated part as it should be."""
     return PART.sub(lambda match: match[1] + table(struct_of(match[2])) + match[3], page)
-
-
-def schema() -> str:
-    """The JSON schema of run files with the components that are installed here."""
-    return json.dumps(json_schema(Plugins()), indent=2) + "\n"
 
 
 def struct_of(name: str) -> type[msgspec.Struct]:
@@ -55,4 +47,3 @@ def table(struct: type[msgspec.Struct]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text()))
-    SCHEMA.write_text(schema())
