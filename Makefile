@@ -9,6 +9,7 @@
 # PYTHON=python3.12       another interpreter than the first that is new enough
 # PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 #                         handed to pip, here for builds of torch without CUDA
+# JOBS=3                  processes that run the tests; one more than there are cores keeps all of them busy
 # SGLANG_PYTHON, VLLM_PYTHON   interpreters with these servers, for `make test-integration` to install none
 # ARGS="seed=2"           handed to stretto run by `make quickstart`, and to pytest by `make test` and the like
 
@@ -19,6 +20,7 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 	command -v $$python >/dev/null 2>&1 && $$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 PIP_ARGS ?=
 ARGS ?=
+JOBS ?= 3
 ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
@@ -29,7 +31,7 @@ quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not integration" $(ARGS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m slow --timeout=1200 $(ARGS)
@@ -43,7 +45,7 @@ test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLL
 coverage: $(VENV)/installed
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest -q -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not integration" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

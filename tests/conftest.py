@@ -30,6 +30,11 @@ pytest.register_assert_rewrite("stretto.testing")  # its failures then show the 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that one process has to run after each other, so that none of them is the last."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 @pytest.fixture
 def bus_config() -> BusConfig:
     """Overridden by tests that want another."""

@@ -30,6 +30,8 @@ from stretto_fsdp2.tensor_parallel import check_splits
 
 TinyModels = Callable[[str], Path]
 
+pytestmark = pytest.mark.xdist_group("layouts")  # the layouts are run once, for all tests here
+
 PROGRAM = Path(__file__).with_name("layout_ranks.py")
 
 
@@ -187,6 +189,7 @@ def single(models: dict[str, Path], work: Path) -> Measured:
 def measured(single: Measured, models: dict[str, Path], work: Path) -> Callable[[str], Measured]:
     """`measured("fsdp2")`: that layout's figures; each layout is run once."""
     found: dict[str, Measured] = {}
+    failures: dict[str, BaseException] = {}
     # Who begins from whose checkpoints.
     loads = {
         "pipeline": {"from-torch": work / "saved/torch/qwen2"},
@@ -198,13 +201,19 @@ def measured(single: Measured, models: dict[str, Path], work: Path) -> Callable[
     def of(layout: str) -> Measured:
         for needed in {"fsdp2": ["pipeline"], "tensor_parallel": ["fsdp2"]}.get(layout, []):
             of(needed)
+        if layout in failures:
+            raise failures[layout]
         if layout not in found:
             runs = runs_of(models, work / "saved" / layout, loads[layout])
             if layout in ("fsdp2", "pipeline"):
                 runs.append(
                     {**LORA, "model": str(models["qwen2"]), "save": str(work / "saved" / layout / "lora")}
                 )
-            found[layout] = run_ranks(work / layout, LAYOUTS[layout], runs)
+            try:
+                found[layout] = run_ranks(work / layout, LAYOUTS[layout], runs)
+            except BaseException as failure:
+                failures[layout] = failure
+                raise
         return found[layout]
 
     return of
