@@ -1,7 +1,8 @@
-"""The kernel: owns a run on the bus. It carries out the scheduler's commands and never touches token data.
+"""The kernel owns a run on the bus. It carries out the scheduler's commands and never touches token data.
 
-A `Kernel` lives inside one open bus (see `stretto.kernel.life`): it lets workers in, has the journal repeated
-where the run is resumed, and then issues tickets, trains batches, announces weights and saves checkpoints.
+A `Kernel` lives as long as one open bus (see `stretto.kernel.life`). It admits the workers. In a resumed run
+it then repeats the journal. Afterwards it issues tickets, trains batches, announces weights and saves
+checkpoints.
 """
 
 from __future__ import annotations
@@ -68,26 +69,30 @@ __all__ = ["own_run"]
 log = structlog.get_logger()
 
 _WAITING_LOG_S = 10.0
-"""Log which workers are still missing after this many seconds without a change."""
+"""Log which workers are still missing after this many seconds without a change of the workers."""
 _MOST_SKIPPED = 5
-"""Steps in a row whose gradient may be not finite before the run stops."""
+"""The run stops after this many steps in a row with a gradient that is not finite."""
 _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 _LEAVE_S = 8.0
-"""Time that workers get to leave by themselves at the end."""
+"""At the end of the run, workers have this many seconds to leave before the kernel stops them."""
 _TURN_S = 30.0
-"""The first turn of an evaluation at a single engine; less where workflows have less time."""
+"""Maximum length of an evaluation's first turn at a single engine, in seconds."""
 _TURNS_PER_WORKFLOW = 10
+"""The first turn takes at most `workflow.timeout_s` divided by this number."""
 _ATTEMPTS_PER_KERNEL = 1000
-"""Attempts of a resumed kernel's tickets begin at its lease epoch times this."""
+"""A resumed kernel numbers the attempts of its tickets from its lease epoch times this number."""
 
 
 async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """Take the lease of a run and own it until `ending` is over.
+    """Take the lease of a run and own the run until `ending.over` is set.
+
+    Errors of the kernel's tasks come in an exception group.
 
     Raises:
-        RunError: if the workers are not ready in time, or the run cannot be repeated.
-        BusError: if the server cannot store what the run depends on.
+        RunError: if the workers are not ready in time, or the journal cannot be repeated.
+        BusError: if the server cannot store what the run needs, or if a trainer refuses a request or does not
+            answer it.
     """
     names = setup.names
     await bus.make_state(names.state_bucket)
@@ -102,7 +107,7 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
 
 
 class Kernel:
-    """The owner of a run, from its first message to the dismissal of its workers."""
+    """One kernel of a run, from its first message to the end of its workers."""
 
     def __init__(self, setup: RunSetup, bus: Bus, lease_epoch: int, ending: Ending, tasks: TaskGroup) -> None:
         self._setup = setup
@@ -122,7 +127,7 @@ class Kernel:
             setup.names,
             setup.fleet,
             lease_epoch,
-            on_swapped=self._swapped,
+            on_swapped=self._take_in_swap,
             on_callable=self._notify,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
         )
@@ -133,16 +138,16 @@ class Kernel:
             setup, bus, self._trainers, self._engines, self._tickets, self._journal
         )
         self._engine_errors = EngineErrors()
-        self._commands_wait = anyio.Event()
+        self._commands_ready = anyio.Event()
         self._changed = anyio.Event()
         self._started = False
         self._fleet.on_ready = self._on_ready
         self._fleet.on_lost = self._on_lost
 
     async def run(self) -> None:
-        """Own the run until it is over. The workers are dismissed, however it ends."""
+        """Own the run until it ends, then dismiss the workers. An error also dismisses them."""
         await self._serve()
-        if not self._setup.goes_on and await self._is_repeated():
+        if not self._setup.goes_on and await self._has_nothing_to_repeat():
             self._ending.end("repeated", "")
             return
         self._tasks.start_soon(self._beacons)
@@ -161,7 +166,7 @@ class Kernel:
     # ------------------------------------------------------------------------------------ beginning
 
     async def _serve(self) -> None:
-        """Answer workers, and listen to them."""
+        """Subscribe to the workers' messages and requests."""
         bus, names = self._bus, self._names
         for role in ROLES:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
@@ -171,11 +176,11 @@ class Kernel:
         await bus.subscribe(names.progress, Progress, self._progress)
 
     async def _begin(self) -> None:
-        """Lead the run from processes that start to the first ticket."""
+        """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
         with anyio.move_on_after(_START_S) as starting:
             await self._until_trainers_ready()
         if starting.cancelled_caught:
-            raise self._not_ready()
+            raise self._start_timeout()
         resumed = self._setup.resumed
         notes = await (self._trainers.load(None, 0) if resumed is None else self._repeat(resumed[1]))
         if self._ending.over.is_set():
@@ -184,26 +189,28 @@ class Kernel:
         self._engines.announce(notes[-1])
         self._tasks.start_soon(self._engines.look_after_lending)
         if resumed is not None and self._journal.incarnation != resumed[1].incarnation:
-            # Without it another crash would begin this incarnation a second time.
+            # Without this checkpoint, another crash would begin the same incarnation a second time.
             await self._checkpointer.save()
         self._view.note = "waiting for all workers"
         with anyio.move_on_after(_START_S) as starting:
             await self._until_all_callable()
         if starting.cancelled_caught:
-            raise self._not_ready()
+            raise self._start_timeout()
         self._view.note = ""
         self._started = True
         self._setup.notify_plugins("stretto_run_started", config=self._config)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._report.first_ticket()
         self._scheduler.start()
-        self._command()
+        self._wake_carry_out()
 
     async def _repeat(self, state: KernelState) -> tuple[WeightsNote, ...]:
-        """Train again what the journal has beyond a checkpoint.
+        """Load the checkpoint and train the journal's later batches again.
+
+        If other values come next, write a checkpoint and end the run.
 
         Returns:
-            The weights of versions that evaluations need, and the newest, which come last.
+            Notes of the versions that evaluations need, and last the note of the newest version.
         """
         assert self._setup.resumed is not None
         self._view.note = "repeating the journal"
@@ -216,7 +223,7 @@ class Kernel:
             values=self._setup.values,
             attempts_from=self._lease_epoch * _ATTEMPTS_PER_KERNEL,
             on_change=self._change_values,
-            on_repeated=self._report_repeated,
+            on_repeated=self._report_step,
         )
         await self._tickets.clear()
         self._journal.incarnation = recovered.incarnation
@@ -232,11 +239,12 @@ class Kernel:
         self._ending.end("repeated", "")
         return recovered.notes
 
-    def _report_repeated(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
+    def _report_step(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
         self._report.step(start, result, generate_busy_s=0.0, divergence=divergence)
 
-    async def _is_repeated(self) -> bool:
-        """Whether the journal has nothing to repeat with these values; then no worker need be started."""
+    async def _has_nothing_to_repeat(self) -> bool:
+        """Whether this kernel has nothing to do, so that it needs no worker: the checkpoint has its values,
+        and the journal has no later batch with them. Store the number of the next values in the ending."""
         assert self._setup.resumed is not None
         state, values = self._setup.resumed[1], self._setup.values
         journal = await read_journal(self._bus, self._names, state, values)
@@ -244,29 +252,33 @@ class Kernel:
         return values == state.values and not journal.batches
 
     async def _change_values(
-        self, notes: tuple[WeightsNote, ...], taken: int, recorded: JournalChange | None
+        self, notes: tuple[WeightsNote, ...], log_sequence: int, record: JournalChange | None
     ) -> None:
-        """Go over to this kernel's values: record the change in the journal and write a checkpoint.
+        """Change to this kernel's values: record the change in the journal and write a checkpoint.
 
         Args:
-            notes: of older versions that evaluations need, and of the weights, which come last.
-            taken: last message of the log that the ledger has taken in.
-            recorded: the journal's entry of this change, if a former kernel wrote it.
+            notes: notes of older versions that evaluations need, and last the note of the present weights.
+            log_sequence: sequence number of the last log message that the ledger has taken in.
+            record: the journal's entry of this change, if a former kernel wrote it.
+
+        Raises:
+            RunError: if the run is beyond the new number of steps, or if the checkpoint cannot be written.
         """
         note, values = notes[-1], self._setup.values
         if note.version > self._config.steps:
             raise RunError(
-                f"steps is {self._config.steps}, and the run has come to {note.version}: resume it with more"
+                f"steps is {self._config.steps}, but the run is already at version {note.version}: resume it "
+                "with more steps"
             )
-        if recorded is None:
+        if record is None:
             former = yaml.safe_load(values_file(self._setup.folder, values - 1).read_text())
-            changed = differences(former, self._setup.composed.document)
-            entry = JournalChange(self._journal.incarnation, note.version, values, taken, changed)
+            changes = differences(former, self._setup.composed.document)
+            entry = JournalChange(self._journal.incarnation, note.version, values, log_sequence, changes)
             await self._journal.append(entry, "change", note.version)
             log.info(
-                "values changed", version=note.version, **{key: new for key, (_, new) in changed.items()}
+                "values changed", version=note.version, **{key: new for key, (_, new) in changes.items()}
             )
-        self._tickets.log_sequence = taken
+        self._tickets.log_sequence = log_sequence
         self._engines.remember(notes)
         await self._checkpointer.save_required(note, checkpoint_name(note.version, values))
 
@@ -283,13 +295,17 @@ class Kernel:
             if waiting.cancelled_caught:
                 log.info("waiting", workers=", ".join(sorted(missing)))
 
-    def _not_ready(self) -> RunError:
-        return RunError(f"not ready after {_START_S:.0f} s: {self._fleet.starting}")
+    def _start_timeout(self) -> RunError:
+        return RunError(f"workers not ready after {_START_S:.0f} s: {self._fleet.starting}")
 
     # -------------------------------------------------------------------------------------- the end
 
     async def _drain_when_asked(self) -> None:
-        """Once a drain is asked for: issue nothing more, finish the step under way, save, and end."""
+        """Wait for a request to drain. Then issue no ticket and start no batch any more, finish the step
+        under way, write a checkpoint, and end the run.
+
+        A run that has not issued a ticket yet ends at once.
+        """
         ending = self._ending
         await ending.drain_requested.wait()
         if self._started:
@@ -301,7 +317,7 @@ class Kernel:
         ending.end(ending.drain_status, ending.drain_reason)
 
     async def _dismiss(self) -> None:
-        """Ask the workers to leave, and stop those that do not."""
+        """Ask the workers to leave, and stop those that do not leave in time."""
         self._view.note = "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
@@ -311,10 +327,16 @@ class Kernel:
     # --------------------------------------------------------------------------------- membership
 
     async def _welcome(self, role: Role, message: Join) -> Welcome:
-        """Let a worker in, under the role whose credentials it has."""
+        """Admit a worker that joined on the subject of `role`.
+
+        Raises:
+            Refused: if the worker names another role, or has an id of another role.
+        """
         if message.role != role or not message.worker.startswith(f"{role}-"):
             raise Refused(
-                "kernel", f"{message.worker!r} came as {role}; ids of that role begin with '{role}-'"
+                "kernel",
+                f"{message.worker!r} with role {message.role!r} joined on the subject of role {role!r}; "
+                f"ids of that role begin with '{role}-'",
             )
         self._fleet.join(message)
         log.info("worker joined", worker=message.worker, place=message.place)
@@ -346,14 +368,14 @@ class Kernel:
             self._ending.end(
                 "failed",
                 f"{member.worker} was lost at version {self._scheduler.version} ({how}); "
-                f"`stretto resume {self._setup.folder}` goes on where it was",
+                f"`stretto resume {self._setup.folder}` continues the run",
             )
         elif member.role == "rollout":
             self._scheduler.worker_lost(member.worker)
-            self._command()
+            self._wake_carry_out()
 
     def _notify(self) -> None:
-        """Wake those who wait for a change, and send a beacon."""
+        """Wake the tasks that wait for a change. One of them sends a beacon."""
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -368,7 +390,7 @@ class Kernel:
         beacon = Beacon(self._lease_epoch, self._scheduler.version, state, self._fleet.peers())
         await self._bus.publish(self._names.beacon, beacon)
 
-    def _swapped(self, worker: str, done: SwapDone) -> None:
+    def _take_in_swap(self, worker: str, done: SwapDone) -> None:
         self._engine_errors.add(worker, done)
         self._report.swapped(worker, done)
 
@@ -380,33 +402,34 @@ class Kernel:
     def _progress(self, message: Progress) -> None:
         for ticket, attempt, version in message.oldest:
             self._scheduler.first_token(ticket, attempt, version)
-        self._command()
+        self._wake_carry_out()
 
     def _take_in(self, outcome: GroupDone | GroupFailed) -> None:
         if isinstance(outcome, GroupDone):
             self._scheduler.group_done(outcome)
         else:
             self._scheduler.group_failed(outcome)
-        self._command()
+        self._wake_carry_out()
 
     # ---------------------------------------------------------------------- the scheduler's commands
 
-    def _command(self) -> None:
-        """Wake the task that carries out the scheduler's commands: there may be some."""
-        self._commands_wait.set()
+    def _wake_carry_out(self) -> None:
+        """Wake the task that carries out the scheduler's commands. Called after every event that may produce
+        commands."""
+        self._commands_ready.set()
 
     async def _carry_out(self) -> None:
-        """Carry out commands, one after the other, in the order they were given."""
+        """Carry out the scheduler's commands in order, until cancelled. Tickets are issued concurrently."""
         while True:
-            await self._commands_wait.wait()
-            self._commands_wait = anyio.Event()
-            for issuing, commands in groupby(
+            await self._commands_ready.wait()
+            self._commands_ready = anyio.Event()
+            for are_issues, commands in groupby(
                 self._scheduler.commands(), lambda each: isinstance(each, Issue)
             ):
-                if issuing:  # an evaluation issues thousands at once: they need not wait for each other
-                    async with anyio.create_task_group() as together:
+                if are_issues:  # an evaluation issues thousands of tickets at once
+                    async with anyio.create_task_group() as issues:
                         for command in commands:
-                            together.start_soon(self._do, command)
+                            issues.start_soon(self._do, command)
                 else:
                     for command in commands:
                         await self._do(command)
@@ -427,34 +450,39 @@ class Kernel:
             case HeldBack(evaluating, waiting):
                 log.warning("evaluations hold training back", evaluating=evaluating, waiting=waiting)
             case Finish():
-                await self._engines.busy_s()  # the summary has their last figures
+                await self._engines.busy_s()  # updates the engines' figures for the summary
                 await self._checkpointer.save()
                 self._ending.end("completed", "")
             case Fail(reason):
                 self._ending.drain("failed", reason)
 
     async def _step(self, start: StartBatch) -> None:
-        """Train a batch: journal, calls, new weights; then let the scheduler go on."""
+        """Train a batch, announce the new weights, and write a checkpoint if one is due."""
         result, divergence = await self._train(start)
         version, config = result.note.version, self._config
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.is_due(version)
         busy_s = await self._engines.busy_s()
-        # Nobody may see the ledger without the figures, or weights of a version that is not there yet.
+        # No await up to `announce`: no task may see the new ledger without the step's figures, or the new
+        # version without its weights.
         self._scheduler.step_finished(hold=due, divergence=divergence)
         metrics = self._report.step(start, result, generate_busy_s=busy_s, divergence=divergence)
         self._engines.announce(result.note)
-        self._command()
+        self._wake_carry_out()
         self._notify()
         self._setup.notify_plugins("stretto_step_finished", metrics=metrics)
-        self._stop_where_it_fails(version)
+        self._drain_if_failing(version)
         if due:
             await self._checkpointer.save()
             self._scheduler.release()
-            self._command()
+            self._wake_carry_out()
 
     async def _train(self, start: StartBatch) -> tuple[StepResult, float | None]:
-        """The calls of a step between its two journal entries; their result, and the batch's divergence."""
+        """Write the batch to the journal, run the calls of its step, and write the step to the journal.
+
+        Returns:
+            The step's result, and the batch's divergence, or None if it is unknown.
+        """
         rows = _rows(start.groups)
         tickets = tuple(group.ticket for group in start.groups)
         incarnation = self._journal.incarnation
@@ -469,8 +497,9 @@ class Kernel:
         await self._journal.append(finished, "step", version)
         return result, divergence
 
-    def _stop_where_it_fails(self, version: int) -> None:
-        """Drain the run where its gradients are not finite, or its reward has collapsed."""
+    def _drain_if_failing(self, version: int) -> None:
+        """Drain the run if the gradients of several steps in a row were not finite. Drain it also if the
+        reward has collapsed and `on_collapse` is `stop`."""
         if self._report.skipped_in_a_row == _MOST_SKIPPED:
             reason = f"the gradients of {_MOST_SKIPPED} steps in a row were not finite"
             self._ending.drain("failed", reason)
@@ -480,6 +509,7 @@ class Kernel:
             self._ending.drain("failed", f"reward collapse (on_collapse: stop): {collapse}")
 
     async def _end_evaluation(self, done: EvaluationDone) -> None:
+        """Record a complete evaluation: its answers if the run keeps them, its journal entry, its report."""
         self._tickets.evaluation_ended()
         version = done.evaluation.version
         if self._config.evaluation is not None and self._config.evaluation.keep_answers:
@@ -491,8 +521,8 @@ class Kernel:
             await self._checkpointer.prune()
 
     async def _write_answers(self, version: int, groups: tuple[GroupDone, ...]) -> None:
-        """Copy an evaluation's answers from the log to a file, by row. A failure is reported; the run goes
-        on."""
+        """Copy an evaluation's answers from the log to a file, in the order of their rows. If this fails,
+        report the problem and let the run continue."""
         final = self._setup.folder / "answers" / f"step-{version:06d}.jsonl"
         aside = final.with_name(f".{final.name}")
         try:
