@@ -1,4 +1,4 @@
-"""How a run ends: asked for by a signal, by the scheduler, or by a worker that is lost."""
+"""The end of a run: the status and reason with which it ends, and the signals that end it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ log = structlog.get_logger()
 
 
 class Ending:
-    """The end of one kernel's life. The first status counts."""
+    """The end of one kernel. Only the first status and its reason count."""
 
     def __init__(self) -> None:
         self.status: Status = "running"
         self.reason = ""
         self.over = anyio.Event()
-        """Set when the kernel is to dismiss the workers."""
+        """Set when the run has ended. The kernel then dismisses the workers."""
         self.drain_requested = anyio.Event()
         self.drain_status: Status = "running"
-        """With `drain_reason`: what the run ends with after a drain."""
+        """Status of the run after the drain. `drain_reason` is the reason of that status."""
         self.drain_reason = ""
         self.hurried = False
-        """Workers get no time to leave by themselves."""
+        """Whether the kernel stops the workers without giving them time to leave."""
         self.next_values: int | None = None
-        """Where the life only repeated the journal: number of the values that come next, if it knows."""
+        """If the kernel only repeats the journal: number of the values with which the journal continues. None
+        if the journal records no later change, or none that still applies."""
 
     def end(self, status: Status, reason: str) -> None:
         """End the run at once."""
@@ -39,15 +40,15 @@ class Ending:
         self.over.set()
 
     def drain(self, status: Status, reason: str) -> None:
-        """Ask the kernel to finish the step under way, to write a checkpoint, and then to end the run."""
+        """Ask the kernel to finish the step under way, write a checkpoint, and end the run."""
         if not self.drain_requested.is_set():
             self.drain_status, self.drain_reason = status, reason
             self.drain_requested.set()
 
     async def obey_signals(self, *, task_status: TaskStatus[None]) -> None:
-        """Drain at the first signal, end at once at the second."""
+        """Drain the run at the first signal, and end it at once at the second."""
         signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it stays ignored
             signals.append(signal.SIGHUP)
         interrupted = False
         with anyio.open_signal_receiver(*signals) as received:
@@ -59,6 +60,6 @@ class Ending:
                     self.hurried = True
                     self.end("interrupted", f"{name}, twice")
                 else:
-                    log.warning("interrupted: the step under way, a checkpoint, then the end", signal=name)
+                    log.warning("interrupted: ending after the step under way and a checkpoint", signal=name)
                     interrupted = True
                     self.drain("interrupted", name)

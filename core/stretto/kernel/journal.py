@@ -1,4 +1,4 @@
-"""The journal's writer: each entry is stored before anybody relies on it."""
+"""The journal's writer. The server has stored an entry before the kernel acts on it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ __all__ = ["JournalWriter"]
 
 
 class JournalWriter:
-    """Appends the entries of one kernel."""
+    """Appends one kernel's entries to the journal."""
 
     def __init__(self, bus: Bus, names: Subjects, lease_epoch: int, incarnation: int) -> None:
         self._bus = bus
         self._names = names
         self._lease_epoch = lease_epoch
         self.incarnation = incarnation
-        """Of the weights: a repetition that does not reach its recorded digest begins the next one."""
+        """Incarnation of the weights. It rises when a repeated step does not reach its recorded digest."""
 
     async def append(
         self, entry: JournalBatch | JournalStep | JournalEvaluation | JournalChange, what: str, version: int
     ) -> None:
-        """Store an entry, once however often it is called.
+        """Store an entry. A repeated call for the same entry stores nothing more.
+
+        Args:
+            what: kind of the entry, for the id by which the server recognises a repeated entry.
 
         Raises:
             BusError: if the server cannot store it.

@@ -1,4 +1,4 @@
-"""Tickets on the bus: the work queue, the log of outcomes, and the part of that log which is still needed."""
+"""Tickets on the bus: the work queue, the log of outcomes, and the part of the log that is still needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class TicketQueue:
     """Puts the scheduler's tickets on the bus and follows their outcomes.
 
     Args:
-        samples: whether answers are sampled. Otherwise a ticket is a row, and done when it is issued.
+        samples: whether the policy samples the sequences of the run. Otherwise the trainers read them from
+            the dataset, and a training ticket is finished as soon as it is issued.
     """
 
     def __init__(self, bus: Bus, names: Subjects, *, samples: bool) -> None:
@@ -30,16 +31,19 @@ class TicketQueue:
         self._queued: dict[tuple[Purpose, int, int], int] = {}
         """(purpose, ticket, attempt) -> sequence number in the work queue."""
         self._log_at_issue: dict[int, int] = {}
-        """Training ticket -> last message of the log known when it was issued: its data lies beyond."""
+        """Training ticket -> `log_sequence` when the ticket was first issued. The ticket's data comes later
+        in the log."""
         self._log_at_evaluation: int | None = None
-        """The same of the evaluation under way."""
+        """`log_sequence` when the first ticket of the evaluation under way was issued; None if none is under
+        way."""
         self.log_sequence = 0
-        """Last message of the log that the scheduler has taken in."""
+        """Sequence number of the last log message that the scheduler has taken in."""
 
     async def issue(self, ticket: Ticket) -> None:
-        """Put a ticket into the work queue; where rows are read, write its outcome into the log."""
+        """Put a ticket into the work queue. If the trainers read the sequences from the dataset, append the
+        outcome of a training ticket to the log instead."""
         if ticket.purpose == "train" and not self._samples:
-            await self._bus.append(self._names.groups, _read_group(ticket), id=f"{ticket.name}/end")
+            await self._bus.append(self._names.groups, _dataset_group(ticket), id=f"{ticket.name}/end")
             return
         if ticket.purpose == "train":
             self._log_at_issue.setdefault(ticket.id, self.log_sequence)
@@ -49,7 +53,7 @@ class TicketQueue:
         self._queued[ticket.purpose, ticket.id, ticket.attempt] = sequence
 
     async def withdraw(self, purpose: Purpose, ticket: int, attempt: int) -> None:
-        """Take an attempt out of the queue, and stop the worker that has it."""
+        """Remove an attempt from the queue, and tell the worker that works on it to stop."""
         sequence = self._queued.pop((purpose, ticket, attempt), None)
         if sequence is not None:
             await self._bus.delete(self._names.tickets_stream, sequence)
@@ -60,7 +64,7 @@ class TicketQueue:
         await self._bus.purge(self._names.tickets_stream)
 
     async def follow(self, take_in: Callable[[GroupDone | GroupFailed], None]) -> None:
-        """Call `take_in` with every outcome of a ticket, in the order of the log."""
+        """Call `take_in` with every later outcome of a ticket, in the order of the log. It never ends."""
         kinds = GroupDone | GroupFailed
         stream, start = self._names.log_stream, self.log_sequence + 1
         async for sequence, outcome in self._bus.follow(stream, self._names.groups, kinds, start=start):
@@ -70,33 +74,34 @@ class TicketQueue:
                     (log.info, "row left out") if outcome.filtered else (log.warning, "ticket failed")
                 )
                 write(event, ticket=outcome.ticket, worker=outcome.worker, reason=outcome.reason)
-            # The log's place moves with the ledger: a checkpoint may be taken at any await.
+            # No await between these two lines: a checkpoint stores the ledger together with this number.
             take_in(outcome)
             self.log_sequence = sequence
 
     def evaluation_ended(self) -> None:
-        """Note that the log's messages of the evaluation under way are no longer needed."""
+        """Record that the evaluation under way needs no log message any more."""
         self._log_at_evaluation = None
 
     def lowest_sequence(self, snapshot: Snapshot) -> int:
-        """The first message of the log that a run resumed from this snapshot needs."""
+        """Return the sequence number of the first log message that a run resumed from this snapshot needs."""
         open_tickets = {ticket.id for ticket in snapshot.open}
         self._log_at_issue = {
             ticket: sequence for ticket, sequence in self._log_at_issue.items() if ticket in open_tickets
         }
-        finished = [
+        bundles = [
             member.sequence
             for ticket in snapshot.open
             if ticket.done and self._samples
             for member in ticket.done.members
         ]
-        issued = [sequence + 1 for sequence in self._log_at_issue.values()]
+        outcomes = [sequence + 1 for sequence in self._log_at_issue.values()]
         evaluation = [] if self._log_at_evaluation is None else [self._log_at_evaluation + 1]
-        return min([*finished, *issued, *evaluation, self.log_sequence + 1])
+        return min([*bundles, *outcomes, *evaluation, self.log_sequence + 1])
 
 
-def _read_group(ticket: Ticket) -> GroupDone:
-    """The outcome of a ticket whose sequences are read: its row, from which the trainers make them."""
+def _dataset_group(ticket: Ticket) -> GroupDone:
+    """Return the outcome of a ticket whose sequences come from the dataset. Its members name the row from
+    which the trainers make the sequences."""
     members = tuple(
         messages.Member(
             id=f"{ticket.name}/{index}",
