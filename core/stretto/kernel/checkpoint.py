@@ -1,9 +1,13 @@
-"""Checkpoints: folders that are complete or not there, and the reading of the newest intact one.
+"""Checkpoint folders: write them atomically, find the newest intact one, and remove old ones.
 
-`checkpoints/step-000040/` holds `model/` (loads with transformers) and what else the training engine
-wrote, `evaluation/` with the weights of older versions that were still to be evaluated, `kernel.json` (the
-ledger, the cursor, the places in journal and log) and `manifest.json` with the hash of every file, written
-last. It is made under another name and renamed.
+    step-000040/model/          the lead model; it loads with transformers
+    step-000040/                further files of its training engine, and the algorithm's state
+    step-000040/models/<name>/  the same for each other model that is trained
+    step-000040/evaluation/     weights of older versions that still have to be evaluated
+    step-000040/kernel.json     ledger, dataset cursor, and positions in journal and log
+    step-000040/manifest.json   SHA-256 of every other file; it is written last
+
+A checkpoint is written under a temporary name and then renamed, so it is complete or absent.
 """
 
 from __future__ import annotations
@@ -35,41 +39,48 @@ class KernelState(msgspec.Struct, frozen=True):
     version: int
     incarnation: int
     digest: str
-    """Of the weights."""
+    """Digest of the weights."""
     snapshot: Snapshot
     log_sequence: int
-    """Last message of the log that the snapshot has taken in."""
+    """Sequence number of the last log message that the snapshot has taken in."""
     lowest_sequence: int
-    """Messages of the log below it are not needed any more."""
+    """Sequence number of the first log message that a resumed run needs."""
     layout: str
     seed: int
     trained_tokens: int
     generated_tokens: int
     wall_s: float
     values: int = 1
-    """Number of the run file's values in force when it was written."""
+    """Number of the run's values with which the checkpoint was written."""
     needed: tuple[WeightsNote, ...] = ()
-    """Older versions that are still to be evaluated; their weights are in the checkpoint too."""
+    """Older versions that still have to be evaluated. Their weights are in the checkpoint too."""
 
     @classmethod
     def initial(cls) -> KernelState:
-        """That of a run of which nothing but the journal and the log is left: its beginning."""
+        """Return the state at the beginning of a run, for a resumed run without an intact checkpoint."""
         snapshot = Snapshot(0, Ledger(), 0, 0, [], [], [], {}, {})
         return cls(0, 0, "", snapshot, 0, 0, "", 0, 0, 0, 0.0)
 
 
 def checkpoint_name(version: int, values: int | None = None) -> str:
-    """`step-000040`; `step-000040-values-2` for the one with which changed values begin, which stands beside
-    that of the former values and comes after it in the order of names."""
+    """Return the name of a checkpoint's folder, such as `step-000040`.
+
+    Args:
+        values: number of the changed values, for the first checkpoint with them: `step-000040-values-2`. This
+            name sorts after the checkpoint of the former values at the same version, which stays.
+    """
     return f"{_PREFIX}{version:06d}" + (f"-values-{values}" if values is not None else "")
 
 
 @asynccontextmanager
 async def writing(root: Path, name: str, state: KernelState) -> AsyncGenerator[Path]:
-    """A folder to write a checkpoint into; complete under its name when the block is left, or gone.
+    """Yield a folder for the files of a checkpoint.
+
+    At the end of the block the function adds `state` and the manifest, and renames the folder to
+    `root / name`. If the block raises, the folder is removed.
 
     Raises:
-        OSError: if it cannot be written, such as on a full disk.
+        OSError: if the checkpoint cannot be written, for example because the disk is full.
     """
     final = root / name
     aside = root / f".{final.name}-{os.getpid()}"
@@ -85,8 +96,8 @@ async def writing(root: Path, name: str, state: KernelState) -> AsyncGenerator[P
 
 
 def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
-    """The newest checkpoint whose every file is what its manifest says. Damaged ones are passed over, and
-    said."""
+    """Return the newest checkpoint whose files match its manifest, and its state; None if there is none.
+    Damaged checkpoints are logged and skipped."""
     for folder in sorted(root.glob(f"{_PREFIX}*"), reverse=True):
         damage = damage_of(folder)
         if damage:
@@ -97,20 +108,26 @@ def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
 
 
 def damage_of(folder: Path) -> str:
-    """What is wrong with a checkpoint, or an empty string."""
+    """Return what is wrong with a checkpoint; empty if it is intact."""
     try:
         hashes = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=dict[str, str])
         wrong = [name for name, value in hashes.items() if _hash(folder / name) != value]
         _state_in(folder)
     except (OSError, msgspec.DecodeError) as error:
         return str(error)
-    return f"{wrong[0]} is not what was written" if wrong else ""
+    return f"{wrong[0]} differs from its hash in manifest.json" if wrong else ""
 
 
 def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> int:
-    """Of the checkpoints up to `newest`, written last, remove all but the newest `keep` and those of `spared`
-    versions; returns the lowest log sequence that the newest need. Later ones are of a former life, and
-    damaged."""
+    """Remove old checkpoints, and return the lowest `lowest_sequence` of the newest `keep`; 0 if none
+    can be read.
+
+    Args:
+        keep: number of the newest checkpoints that stay.
+        newest: name of the checkpoint that was written last. Checkpoints with later names stay and do not
+            count: a former kernel wrote them and they are damaged.
+        spared: versions whose checkpoints stay too.
+    """
     folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= newest]
     names = {checkpoint_name(version) for version in spared}
     for folder in folders[:-keep]:
@@ -133,13 +150,13 @@ def _state_in(folder: Path) -> KernelState:
 
 
 def _clear(root: Path) -> None:
-    """Remove what kernels that were killed had begun to write."""
+    """Remove the unfinished checkpoints of kernels that were killed."""
     for folder in root.glob(f".{_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _put(aside: Path, final: Path) -> None:
-    """Give a finished checkpoint its name, in place of a former life's."""
+    """Rename a finished checkpoint to its final name. It replaces a former kernel's folder of that name."""
     _seal(aside)
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
@@ -147,7 +164,7 @@ def _put(aside: Path, final: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Hash every file into the manifest, and put everything on disk."""
+    """Write the manifest with the hash of every file, and sync all files to disk."""
     hashes = {str(path.relative_to(folder)): _hash(path) for path in _files(folder)}
     (folder / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
     for path in (*_files(folder), folder):

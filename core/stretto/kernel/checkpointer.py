@@ -1,4 +1,4 @@
-"""When a checkpoint is written, what the kernel puts into it, and which ones are kept."""
+"""The checkpoints of a kernel: it writes them together with the trainers, and removes old ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 class Checkpointer:
-    """Writes the checkpoints of one kernel's life."""
+    """Writes and prunes the checkpoints of one kernel."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class Checkpointer:
         self._newest = resumed[0].name if resumed and resumed[0] else ""
         self._saved_version = resumed[1].version if resumed else -1
         if setup.config.steps == 0:
-            self._saved_version = 0  # nothing will have been trained: there is nothing to save
+            self._saved_version = 0  # the run trains nothing, so it needs no checkpoint
 
     async def save(self) -> None:
-        """Write one of the present version, unless there is one. A failure is reported; the run goes on."""
+        """Write a checkpoint of the present version, unless there is one. If this fails, report the problem
+        and let the run continue."""
         async with self._writing:
             version, note = self._setup.scheduler.version, self._engines.note
             if self._saved_version == version:
@@ -60,7 +61,11 @@ class Checkpointer:
                 self._setup.report.problems.append(f"checkpoint of version {version} not written: {error}")
 
     async def save_required(self, note: WeightsNote, name: str | None = None) -> None:
-        """Write one that the run cannot go on without, because other values come after it.
+        """Write a checkpoint at a change of values. Without it the run cannot continue.
+
+        Args:
+            note: note of the present weights.
+            name: name of the folder; by default the name of the version.
 
         Raises:
             RunError: if it cannot be written.
@@ -68,21 +73,22 @@ class Checkpointer:
         try:
             await self._write(name or checkpoint_name(note.version), self._state(note))
         except (OSError, BusError) as error:
-            raise RunError(f"the checkpoint before changed values was not written: {error}") from error
+            raise RunError(f"the checkpoint at the change of values was not written: {error}") from error
 
     async def prune(self) -> None:
-        """Remove the checkpoints that are not kept, and the part of the log that only they needed.
+        """Remove old checkpoints as `checkpoint.keep` says, and the part of the log that only they needed.
 
-        `keep_best` spares those of the best version and of versions that may yet be the best.
+        With `checkpoint.keep_best`, the checkpoints of the best version and of versions that still have to be
+        evaluated stay.
         """
-        kept, scheduler = self._setup.config.checkpoint, self._setup.scheduler
+        config, scheduler = self._setup.config.checkpoint, self._setup.scheduler
         if not self._newest:
             return
         spared: set[int] = set()
-        if kept.keep_best:
+        if config.keep_best:
             best = scheduler.best
             spared = {*scheduler.needed_versions, *([best.version] if best else [])}
-        below = await anyio.to_thread.run_sync(prune, self._root, kept.keep, self._newest, spared)
+        below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
         await self._bus.purge(self._setup.names.log_stream, below=below)
 
     async def _write(self, name: str, state: KernelState) -> None:
@@ -95,7 +101,7 @@ class Checkpointer:
         await self.prune()
 
     def _state(self, note: WeightsNote) -> KernelState:
-        """The kernel's part of a checkpoint of these weights."""
+        """Return the kernel's part of a checkpoint of these weights."""
         setup = self._setup
         snapshot = setup.scheduler.snapshot()
         return KernelState(
