@@ -147,7 +147,7 @@ def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Star
     assert time.monotonic() - began < 15
     summary = run.summary()
     assert summary["status"] == "interrupted"
-    assert run.text().endswith(f"\ngo on with it: stretto resume {run.folder}\n")
+    assert run.text().endswith(f"\nto continue the run: stretto resume {run.folder}\n")
     run.assert_balanced()
     run.assert_nothing_is_left()
     [checkpoint] = (run.folder / "checkpoints").iterdir()

@@ -1,7 +1,7 @@
-"""The life of a run's kernel: from the command to the summary, with nothing left behind.
+"""The kernel process of a run, from the command to the summary. It leaves no process behind.
 
-`run` starts a run and `resume_to_end` goes on with one. Each life starts the bundled nats-server, opens the
-bus, lets a `Kernel` own the run there, and writes `summary.json`.
+`run` starts a run and `resume_to_end` continues one. For each kernel they start the bundled nats-server
+unless `bus.url` names another server, open the bus, let a `Kernel` own the run, and write `summary.json`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def run(composed: Composed) -> tuple[dict[str, Any], Path]:
 
 
 def resume_to_end(folder: Path) -> int:
-    """Go on with a run from its newest intact checkpoint and its journal; return the exit status.
+    """Continue a run from its newest intact checkpoint and its journal, and return the exit status.
 
-    Where the checkpoint is of former values, a kernel with these first repeats what the journal has of them.
+    If the checkpoint has former values, a kernel with these values first repeats the steps that the journal
+    records with them. Later values follow in the same way, and the newest values come last.
 
     Raises:
-        ConfigError: if the folder holds no run, or one that cannot go on.
+        ConfigError: if the folder holds no run, or if the run is complete.
     """
     folder = folder.absolute()
     if not (folder / "config.yaml").exists():
@@ -70,8 +71,7 @@ def resume_to_end(folder: Path) -> int:
     composed = compose(folder / "config.yaml")
     if is_complete(folder, composed.config.steps):
         raise ConfigError(
-            f"the run in {folder} is complete: there is nothing to go on with; `stretto resume {folder} "
-            "steps=…` gives it more steps"
+            f"the run in {folder} is complete; to train it for more steps: stretto resume {folder} steps=…"
         )
     newest, checkpoint = newest_values(folder), _newest_checkpoint(folder)
     number = min(checkpoint[1].values, newest)
@@ -101,28 +101,28 @@ def _newest_checkpoint(folder: Path) -> tuple[Path | None, KernelState]:
 def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
     lines = final_lines(summary, folder)
     if summary["status"] == "interrupted":
-        lines += f"\ngo on with it: stretto resume {shlex.quote(str(folder))}"
+        lines += f"\nto continue the run: stretto resume {shlex.quote(str(folder))}"
     try:
         print(lines, flush=True)
-    except OSError:  # the reader of the output is gone; the run is not worse for it
+    except OSError:  # the process that read the output has ended; the run is not affected
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_status(summary)
 
 
 def _live(setup: RunSetup) -> tuple[dict[str, Any], int | None]:
-    """One life; its summary, and `Ending.next_values`."""
+    """Run one kernel, and return its summary and `Ending.next_values`."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     return anyio.run(_live_and_sum_up, setup)
 
 
 async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]:
-    """Own the run until it ends. No process is left behind, however it ends."""
+    """Run one kernel with its server, write the summary, and call the plugins' hooks for the end of a run."""
     ending = Ending()
     error: BaseException | None = None
-    (setup.folder / "summary.json").unlink(missing_ok=True)  # a former life's
+    (setup.folder / "summary.json").unlink(missing_ok=True)  # a former kernel's
     try:
         async with anyio.create_task_group() as tasks:
-            await tasks.start(ending.obey_signals)  # before there is anything to be left behind
+            await tasks.start(ending.obey_signals)  # before the first process starts
             tasks.start_soon(setup.view.run)
             try:
                 async with _server(setup):
@@ -146,7 +146,8 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
 
 @asynccontextmanager
 async def _server(setup: RunSetup) -> AsyncGenerator[None]:
-    """Hold the run's lock, run the bundled server unless there is another, and remove published weights."""
+    """Hold the run's lock for the duration of the block, and run the bundled server unless `bus.url` names
+    another one. Remove published weights before and after."""
     folder, bus = setup.folder / "bus", setup.config.bus
     lock = lock_run(folder)
     server = None

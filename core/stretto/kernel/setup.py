@@ -1,4 +1,4 @@
-"""What a kernel makes of a composed run before its server starts: components, scheduler, fleet and report."""
+"""The parts of a kernel that exist before its server starts: components, scheduler, fleet, report, view."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 class RunSetup:
-    """The parts of one kernel's life that need no bus."""
+    """The parts of one kernel that need no bus."""
 
     def __init__(
         self,
@@ -42,13 +42,14 @@ class RunSetup:
         values: int = 1,
         goes_on: bool = True,
     ) -> None:
-        """Make the run's components.
+        """Make the components that the kernel uses.
 
         Args:
-            resumed: the checkpoint to begin with, and its state; None in a run that starts.
-            values: number of the run's values that `composed` has.
-            goes_on: train on when the journal is repeated. Else write a checkpoint and end, since other
-                values come next.
+            resumed: the checkpoint's folder, or None for the beginning of the run, and its state. None for a
+                new run.
+            values: number of the run's values in `composed`.
+            goes_on: whether the kernel continues to train after it has repeated the journal. If not, it
+                writes a checkpoint and ends, because other values come next.
 
         Raises:
             StrettoError: if a component cannot be made.
@@ -73,8 +74,8 @@ class RunSetup:
         algorithm: Algorithm = composed.make("algorithm", self.context)
         self.graph = graph_of(algorithm.calls(), algorithm.models)
         self.placement = Placement(config, self.graph)
-        started = workers(config, self.placement)
-        self.workers = started if goes_on else [each for each in started if each.role == "trainer"]
+        every = workers(config, self.placement)
+        self.workers = every if goes_on else [each for each in every if each.role == "trainer"]
         self.transport: WeightsTransport = composed.make("weights", self.context)
         self.scheduler = Scheduler(_settings(composed, self.datasets, self.graph), algorithm.keep)
         self.fleet = Fleet(
@@ -99,14 +100,15 @@ class RunSetup:
 
     @property
     def layout(self) -> str:
-        """The worker groups' engines, processes and threads: equal layouts repeat a step bit by bit."""
+        """The training engine, processes and threads of each worker group, as text. With another layout, a
+        repeated step may differ in some bits."""
         return "; ".join(
             f"{group.path}: {group.section.use} x {group.section.processes}, {group.section.threads} threads"
             for group in self.placement.groups.values()
         )
 
     def notify_plugins(self, hook: str, **facts: Any) -> None:
-        """Call a hook of the run's life in every plugin. A failure is reported; the run goes on."""
+        """Call a run-life hook of every plugin. If it raises, report the problem; the run continues."""
         for plugin, error in self.composed.plugins.life(hook, context=self.context, **facts):
             log.error("plugin failed", plugin=plugin, hook=hook, exc_info=error)
             self.report.problems.append(f"{plugin}: {hook}: {type(error).__name__}: {error}")
@@ -119,7 +121,7 @@ def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) ->
     return SchedulerSettings(
         steps=config.steps,
         batch_size=queue.batch_size,
-        max_staleness=queue.max_staleness if graph.samples else 0,  # rows have no version to be older than
+        max_staleness=queue.max_staleness if graph.samples else 0,  # dataset rows have no version
         max_divergence=queue.max_divergence,
         rows=len(datasets["dataset"]),
         group_size=graph.source.samples,
@@ -136,7 +138,7 @@ def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) ->
 
 
 def _run_id(folder: Path) -> str:
-    """Unique on a bus that several runs share, and the same when the run is resumed."""
+    """Return the run's id. It is unique on a bus that several runs share, and the same after a resume."""
     bootstrap = folder / "bus" / "kernel.json"
     if bootstrap.exists():
         return Bootstrap.read(bootstrap).run

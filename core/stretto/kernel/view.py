@@ -1,4 +1,4 @@
-"""A run in the terminal: the live view, and the lines at its end."""
+"""A run in the terminal: the live view, and the final lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["View", "final_lines", "terminal"]
 
 
 class View:
-    """The live view in a terminal; without one, nothing is drawn."""
+    """The live view of a run. It draws nothing if stderr is not a terminal."""
 
     def __init__(self, title: str, steps: int, report: Report, scheduler: Scheduler, fleet: Fleet) -> None:
         self._title = title
@@ -38,19 +38,19 @@ class View:
         self._stopped = False
         console = Console(stderr=True)
         self._live = Live(console=console, get_renderable=self._draw, auto_refresh=False)
-        self._drawn = console.is_terminal
+        self._draws = console.is_terminal
 
     async def run(self) -> None:
         """Draw four times a second, until cancelled."""
-        if self._drawn:
-            with suppress(OSError):  # the terminal is gone
+        if self._draws:
+            with suppress(OSError):  # the terminal was closed
                 self._live.start()
                 while True:
                     self._live.refresh()
                     await anyio.sleep(0.25)
 
     def stop(self) -> None:
-        """Draw a last time, and leave it standing."""
+        """Draw the final state, which stays in the terminal, and stop drawing."""
         self._stopped = True
         if self._live.is_started:
             with suppress(OSError):
@@ -73,7 +73,7 @@ class View:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
         table.add_column(overflow="fold")
-        table.add_row("folder", _near(self._report.folder))
+        table.add_row("folder", _short_path(self._report.folder))
         if last:
             if self._report.sampled:
                 table.add_row("reward", f"{last['reward']:.3f}   length {last['length']:.1f}")
@@ -98,8 +98,8 @@ class View:
             f"{ledger.expired} + failed {ledger.failed} + in flight {ledger.in_flight} "
             f"({len(scheduler.done_groups)} finished)",
         )
-        if reasons := _most(scheduler.reasons, 1):
-            table.add_row("most often", reasons[0])
+        if reasons := _most_frequent(scheduler.reasons, 1):
+            table.add_row("main cause", reasons[0])
         if not self._stopped:
             table.add_row("workers", self._workers())
         for advice in self._report.adviser.open:
@@ -109,7 +109,7 @@ class View:
         return Group(bar, table)
 
     def _state(self) -> tuple[str, str]:
-        """What the run is doing, or, in training, which part of it holds up the others."""
+        """Return the view's last row, label and text: what the run is doing now, or its bottleneck."""
         scheduler = self._scheduler
         if self.note:
             return "now", self.note
@@ -120,10 +120,10 @@ class View:
         return "now", "training" if scheduler.training else "generating"
 
     def _evaluating(self) -> str:
-        """The evaluation under way, and the one that waits for it."""
+        """Describe the evaluation under way, and the one that waits for it."""
         scheduler = self._scheduler
         version, *waiting = scheduler.needed_versions
-        waits = f"   waits: version {waiting[0]}" if waiting else ""
+        waits = f"   waiting: version {waiting[0]}" if waiting else ""
         rows = scheduler.settings.evaluation_rows
         return f"version {version}: {scheduler.evaluated_rows} of {rows} rows{waits}"
 
@@ -134,7 +134,7 @@ class View:
         return f"{len(ready)} ready{'   ' + starting if starting else ''}{restarts}"
 
     def _generation_speed(self) -> int:
-        """Tokens a second over the last few seconds."""
+        """Return the sampled tokens a second over the last 20 drawings, about 5 s."""
         self._tokens.append((time.monotonic(), self._fleet.generated_tokens()))
         self._tokens = self._tokens[-20:]
         (start, before), (end, after) = self._tokens[0], self._tokens[-1]
@@ -142,7 +142,7 @@ class View:
 
 
 def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
-    """The end of a run, for the terminal."""
+    """Return the lines that the terminal shows at the end of a run."""
     lines = [f"{summary['status']} at step {summary['steps']} after {summary['wall_s']:.1f} s"]
     if summary["reason"]:
         lines[0] += f": {summary['reason']}"
@@ -159,7 +159,7 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
             )
     ledger = summary["ledger"]
     lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
-    lines.extend(_most(summary["reasons"], 3))
+    lines.extend(_most_frequent(summary["reasons"], 3))
     lines.append(f"overlap {summary['overlap']:.2f}, restarts {summary['restarts']}")
     lines.extend(f"problem: {problem}" for problem in summary["problems"])
     lines.extend(
@@ -171,20 +171,20 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _most(reasons: Mapping[str, int], count: int) -> list[str]:
-    """The commonest reasons why tickets were not trained, with how often."""
+def _most_frequent(reasons: Mapping[str, int], count: int) -> list[str]:
+    """Return the most frequent reasons for which tickets or evaluation rows gave no result, with counts."""
     commonest = sorted(reasons.items(), key=lambda item: -item[1])[:count]
     return [f"{number} x {reason}" for reason, number in commonest]
 
 
-def _near(folder: Path) -> str:
-    """The folder as it can be typed here."""
+def _short_path(folder: Path) -> str:
+    """Return the folder relative to the working folder if it lies inside it, else its full path."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def _duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 5 min`."""
+    """Return a duration as text: `45 s`, `12 min`, `3 h 5 min`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -196,5 +196,5 @@ def _accuracy(value: float | None) -> str:
 
 
 def terminal() -> bool:
-    """Whether a live view can be drawn."""
+    """Whether stderr is a terminal, so that the live view can draw."""
     return sys.stderr.isatty()
