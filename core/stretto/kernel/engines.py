@@ -2,8 +2,8 @@
 of the evaluation that the engine is lent to.
 
 The kernel names an engine to rollout workers only when the engine serves the right weights. The run fails if
-an engine serves other weights than the announced ones, or drifts too far from the trainer. The engine's
-worker has then sent no token of that version.
+an engine serves other weights than the announced ones. With `inference.canary.on_drift: stop` it also fails
+if an engine drifts too far from the trainer. The engine's worker has then sent no token of that version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ __all__ = ["Engines"]
 log = structlog.get_logger()
 
 _SWAP_S = 300.0
+"""Deadline of one swap."""
 _TRIES = 5
+"""Number of failed swaps in a row to the same weights after which the run fails."""
 
 
 class Engines:
@@ -110,26 +112,28 @@ class Engines:
         until the worker is gone. The worker skips versions in between.
 
         Raises:
-            RunError: if the worker cannot swap or serves other weights than the announced ones. The message
-                names the worker, the version and the tensors.
+            RunError: if the worker cannot swap, serves other weights than the announced ones, or reports that
+                its drift ends the run. The message names the worker, the version and the reason, such as the
+                first tensors that differ.
         """
         failures = 0
-        served: tuple[WeightsNote, bool] | None = None
+        served: tuple[WeightsNote, bool] | None = None  # weights, and whether only for their evaluation
         self.look_again()
-        while self._there(member):
-            news, wanted = self._news, self._wanted(member)
-            if wanted is None or wanted == served:
+        while self._is_present(member):
+            news, target = self._news, self._target(member)
+            if target is None or target == served:
                 await news.wait()
                 continue
-            note, exact = wanted
+            note, exact = target
             try:
                 done = await self._swap(member, note, exact=exact)
             except BusError as error:
-                if not self._there(member):
+                if not self._is_present(member):
                     return
                 # Only repeated failures with the same weights count: old ones may be gone and replaced.
-                failures = failures + 1 if self._wanted(member) == wanted else 0
-                served = None  # after a failed swap between training and an evaluation it answers no request
+                failures = failures + 1 if self._target(member) == target else 0
+                # After a failed swap to or from an evaluation, the worker answers no request.
+                served = None
                 log.warning("swap failed", worker=member.worker, version=note.version, error=str(error))
                 if failures == _TRIES:
                     raise RunError(f"{member.worker} cannot serve version {note.version}: {error}") from error
@@ -137,7 +141,7 @@ class Engines:
                 continue
             if served is None or served[0] != note:
                 self._on_swapped(member.worker, done)
-            failures, served = 0, wanted
+            failures, served = 0, target
             member.callable, member.exact_version = True, note.version if exact else None
             self._fleet.serves(member, note.version)
             self._on_callable()
@@ -157,7 +161,7 @@ class Engines:
                 log.warning("no load figures", worker=member.worker, error=str(error))
         return sum(member.busy_s for member in members) / max(1, len(members))
 
-    def _wanted(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
+    def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
         """Return the weights that a worker has to serve now, and whether only their evaluation may use
         them."""
         if self._wish.version is not None and member.worker in self._lending.lent:
@@ -176,5 +180,5 @@ class Engines:
             raise RunError(f"{member.worker}: {done.fault}")
         return done
 
-    def _there(self, member: FleetMember) -> bool:
+    def _is_present(self, member: FleetMember) -> bool:
         return self._fleet.members.get(member.worker) is member

@@ -57,8 +57,8 @@ class Lending:
         """
         if wish.version is not None and not wish.resting and len(workers) == 1:
             ((worker, serves),) = workers.items()
-            wanted = None if self._number % 2 else wish.version
-            return self._take_turns(worker, now, begun=serves == wanted)
+            turn_version = None if self._number % 2 else wish.version
+            return self._take_turns(worker, now, is_loaded=serves == turn_version)
         self._number, self._ends = 0, math.inf
         if wish.version is None:
             number = 0
@@ -71,11 +71,15 @@ class Lending:
         self.lent = frozenset(first[:number])
         return math.inf
 
-    def _take_turns(self, worker: str, now: float, *, begun: bool) -> float:
-        """Set `lent` for the present turn, and return the time at which the turn ends."""
+    def _take_turns(self, worker: str, now: float, *, is_loaded: bool) -> float:
+        """Set `lent` for the present turn, and return the time at which the turn ends.
+
+        Args:
+            is_loaded: whether the worker serves the weights of the turn, so that the turn has begun.
+        """
         if now >= self._ends:
             self._number, self._ends = self._number + 1, math.inf
-        elif begun:
+        elif is_loaded:
             self._ends = min(self._ends, now + self._turn_s * 2 ** (self._number // 2))
         self.lent = frozenset() if self._number % 2 else frozenset([worker])
         return self._ends

@@ -118,7 +118,7 @@ async def repeat_journal(
     notes = [*await trainers.load(folder, state.version, state.needed)]
     note = notes[-1]
     if folder is not None and note.digest != state.digest:
-        raise RunError(f"{folder} does not load to the weights it was saved from")
+        raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
     scheduler.restore(state.snapshot, attempts_from=attempts_from)
     outcomes = await _outcomes(bus, names, state.log_sequence)
     done = {(group.ticket, group.attempt): group for _, group in outcomes if isinstance(group, GroupDone)}
@@ -126,47 +126,47 @@ async def repeat_journal(
     journal = await read_journal(bus, names, state, values)
     last = outcomes[-1][0] if outcomes else state.log_sequence
     if values != state.values:
-        taken = journal.change.log_sequence if journal.change else last
-        _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= taken))
-        outcomes = [(sequence, outcome) for sequence, outcome in outcomes if sequence > taken]
+        change_at = journal.change.log_sequence if journal.change else last
+        _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= change_at))
+        outcomes = [(sequence, outcome) for sequence, outcome in outcomes if sequence > change_at]
         scheduler.fit()
-        await on_change(tuple(notes), taken, journal.change)
+        await on_change(tuple(notes), change_at, journal.change)
     scheduler.recall(journal.evaluations)
     incarnation = state.incarnation
     for version, batch in journal.batches.items():
         attempts = {(row.group, int(row.id.split("/")[1])) for row in batch.rows}
         start = scheduler.replay(batch.tickets, [done[key] for key in attempts])
         result = await trainers.step(incarnation, version, batch.rows, needed=scheduler.needed_versions)
-        first_time = journal.steps.get(version + 1)
-        divergence = first_time.divergence if first_time else None
+        record = journal.steps.get(version + 1)
+        divergence = record.divergence if record else None
         scheduler.step_finished(divergence=divergence)
         on_repeated(start, result, divergence)
         note = result.note
         notes.append(note)
-        if first_time is None:
+        if record is None:
             await bus.append(
                 names.journal,
                 JournalStep(incarnation, note.version, note.digest),
                 id=f"{incarnation}/{note.version}/step/again",
             )
-        elif first_time.digest != note.digest:
-            log.error(
-                "repetition differs", version=note.version, digest=note.digest, expected=first_time.digest
-            )
+        elif record.digest != note.digest:
+            log.error("repetition differs", version=note.version, digest=note.digest, expected=record.digest)
             incarnation += 1
             break
         log.info("step repeated", version=note.version)
     repeated = note.version - state.version
-    ahead = journal.next
+    next_change = journal.next
     if incarnation != state.incarnation:
         scheduler.expire_finished(f"sampled by weights of incarnation {state.incarnation}")
-        ahead = None
+        next_change = None
     else:
-        last = ahead.log_sequence if ahead else last  # later messages belong to later values
+        last = next_change.log_sequence if next_change else last  # later messages belong to later values
         _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= last))
     scheduler.commands()  # drop the withdrawals: no worker has these attempts any more
     needed = tuple(each for each in notes[:-1] if each.version in scheduler.needed_versions)
-    return Recovered((*needed, note), incarnation, last, repeated, ahead.values if ahead else None)
+    return Recovered(
+        (*needed, note), incarnation, last, repeated, next_change.values if next_change else None
+    )
 
 
 def _take_in(scheduler: Scheduler, outcomes: Iterable[GroupDone | GroupFailed]) -> None:
@@ -192,14 +192,14 @@ async def _outcomes(bus: Bus, names: Subjects, after: int) -> list[tuple[int, Gr
 
 async def read_journal(bus: Bus, names: Subjects, state: KernelState, values: int) -> Journal:
     """Read the journal's entries with which a kernel with these values continues from a checkpoint."""
-    journal, found = Journal(), dict[int, JournalBatch]()
+    journal, batches = Journal(), dict[int, JournalBatch]()
     last = await bus.last_sequence(names.journal_stream, names.journal)
     if last:
         kinds = JournalBatch | JournalStep | JournalEvaluation | JournalChange
         async for sequence, entry in bus.follow(names.journal_stream, names.journal, kinds, start=1):
             if entry.incarnation == state.incarnation:
                 if isinstance(entry, JournalBatch):
-                    found[entry.version] = entry
+                    batches[entry.version] = entry
                 elif isinstance(entry, JournalStep):
                     journal.steps[entry.version] = entry
                 elif isinstance(entry, JournalEvaluation):
@@ -211,7 +211,7 @@ async def read_journal(bus: Bus, names: Subjects, state: KernelState, values: in
             if sequence >= last:
                 break
     version = state.version
-    while version in found and (journal.next is None or version < journal.next.version):
-        journal.batches[version] = found[version]
+    while version in batches and (journal.next is None or version < journal.next.version):
+        journal.batches[version] = batches[version]
         version += 1
     return journal
