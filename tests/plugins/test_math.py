@@ -240,7 +240,7 @@ def test_an_answer_beyond_a_limit_scores_0_says_why_and_leaves_the_others_their_
     assert [reward for reward, _ in answer.scores] == [2, 0, 0, 0, 2]
     assert answer.over == {
         1: "needs more than 0.2 s of processor time",
-        2: "needs more than 64 MB of memory",
+        2: "needs more than 64 MiB of memory",
         3: "ended the process that scored it: exit status 3",
     }
     metrics = [metrics for _, metrics in answer.scores]

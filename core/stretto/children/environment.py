@@ -1,7 +1,7 @@
 """The environment process: one environment, called for one answer at a time. Child of a verifier worker.
 
-The first frame names the environment. The process is ready when it has imported it (see `protocol`); then it
-answers each `Question` with a `Reaction`.
+The first frame names the environment. When the process has imported the environment, it is ready (see
+`protocol`). Then it answers each `Question` with a `Reaction`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def setup_frame(environment: str) -> bytes:
 
 def _react(environment: Callable[..., Any], question: Question) -> Reaction:
     offered: dict[str, Any] = msgspec.msgpack.decode(question.offered, type=dict[str, Any])
-    returned = environment(**accepted(inspect.signature(environment).parameters, offered))
-    if inspect.isawaitable(returned):
-        returned = asyncio.run(_result(returned))
-    reaction = Reaction(feedback_of(returned, offered["state"]))
+    result = environment(**accepted(inspect.signature(environment).parameters, offered))
+    if inspect.isawaitable(result):
+        result = asyncio.run(_result(result))
+    reaction = Reaction(feedback_of(result, offered["state"]))
     try:
         msgspec.msgpack.encode(reaction)
     except (TypeError, OverflowError) as error:

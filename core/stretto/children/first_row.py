@@ -24,7 +24,7 @@ __all__ = ["fault_of_first_row"]
 
 
 def fault_of_first_row(document: Mapping[str, Any], path: str, context: Context, timeout_s: float) -> str:
-    """Return why the run's model cannot read the first row; empty if it can. A child process reads the row.
+    """Read the first row in a child process. Return why the run's model cannot read it; empty if it can.
 
     Args:
         document: the composed run.

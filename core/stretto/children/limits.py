@@ -56,11 +56,12 @@ class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
     value: Value | None = None
     error: str = ""
     over: str = ""
-    """Which limit the answer exceeded, as text, so that it scored 0; empty if the reward scored it."""
+    """Why the answer scored 0: the limit that it exceeded, or how it ended the process. Empty if the reward
+    scored it."""
 
 
 def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:
-    """Call `score(index)` for each of `count` answers, under limits, and return the scores.
+    """Call `score(index)` for each of `count` answers, each under the limits, and return the scores.
 
     Raises:
         RewardError: if the reward raises for an answer; the text names the exception and the line.
@@ -72,7 +73,7 @@ def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int
 
 
 def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int]) -> list[LimitedScore]:
-    """Return the scores of the answers up to and including the first one that exceeds a limit."""
+    """Score answers in a fork. Return the scores up to and including the first answer that ends the fork."""
     gc.freeze()  # without this, garbage collection in the fork would copy every shared page
     reading, writing = os.pipe()
     child = os.fork()
@@ -95,7 +96,7 @@ def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence
 def _score_all(
     limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int], writing: int
 ) -> None:
-    """Body of the fork. It never returns."""
+    """Body of the fork: score the answers and write each score to `writing`. It never returns."""
     status = 1
     try:
         die_with_parent()
@@ -104,19 +105,19 @@ def _score_all(
             for index in indices:
                 signal.setitimer(signal.ITIMER_PROF, limits.cpu_s or 0)  # its signal ends the process
                 try:
-                    scored = LimitedScore(score(index))
+                    result = LimitedScore(score(index))
                 except MemoryError:
                     status = _NO_MEMORY
                     return
                 except RewardError as error:
-                    scored = LimitedScore(error=str(error))
+                    result = LimitedScore(error=str(error))
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; the score reports it
-                    scored = LimitedScore(error=f"reward raised {place_of(error)}")
-                    if scored.error not in _printed:
+                    result = LimitedScore(error=f"reward raised {place_of(error)}")
+                    if result.error not in _printed:
                         traceback.print_exc()
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                pipe.write(framed(msgspec.msgpack.encode(scored)))
-                if scored.error:
+                pipe.write(framed(msgspec.msgpack.encode(result)))
+                if result.error:
                     break
         status = 0
     finally:
@@ -151,7 +152,7 @@ def _score_at_limit(limits: AnswerLimits, status: int) -> LimitedScore:
     if code == -signal.SIGPROF:
         metric, why = "over_time", f"needs more than {limits.cpu_s:g} s of processor time"
     elif code == _NO_MEMORY:
-        metric, why = "over_memory", f"needs more than {limits.memory_mb} MB of memory"
+        metric, why = "over_memory", f"needs more than {limits.memory_mb} MiB of memory"
     else:
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         metric, why = "crashed", f"ended the process that scored it: {how}"

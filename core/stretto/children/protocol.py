@@ -142,11 +142,11 @@ def try_to_ask(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> tuple[Started, list[bytes]]:
-    """Start a child, ask it some questions, and let it end. Return its `Started`, and its answers; none if it
-    failed to start, or did not answer all questions.
+    """Start a child, ask it some questions, and let it end. Return its `Started` and its answers. There
+    are no answers if the child failed to start, or did not answer all questions.
 
     Raises:
-        TimeoutError: if the child does not end within `timeout_s`; the child is killed.
+        TimeoutError: if the child does not end within `timeout_s`; the child is then killed.
     """
     frames_in = b"".join(map(framed, [setup, *map(msgspec.msgpack.encode, questions)]))
     done = run_child(argv, frames_in, timeout_s, env=env, folder=folder)

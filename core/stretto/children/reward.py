@@ -1,7 +1,7 @@
 """The scoring process: one reward, called for one group at a time. Child of a verifier worker.
 
-The first frame holds the run. The process is ready when it has made the reward (see `protocol`); then it
-answers each `Task` with a `ScoringResult`.
+The first frame holds the run. When the process has made the reward, it is ready (see `protocol`).
+Then it answers each `Task` with a `ScoringResult`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
     scores: tuple[tuple[float, dict[str, float]], ...] = ()
     error: str = ""
     over: dict[int, str] = {}
-    """Completions that scored 0 because they exceeded a limit of one answer: index -> which limit."""
+    """Completions that scored 0 because they exceeded a limit of one answer or ended the process: index ->
+    reason."""
 
 
 def score_group(
@@ -52,7 +53,7 @@ def score_group(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[tuple[float, dict[str, float]]]:
-    """Call a reward in the form that it has (see `stretto.reward`).
+    """Call a reward in the form that its signature has (see `stretto.reward`), and return its scores.
 
     Args:
         completions: the answers; empty to see only whether the reward can be called with these columns.
@@ -70,11 +71,13 @@ def score_group(
     if "completions" in parameters:
         values = _call_on_group(reward, parameters, row["prompt"], columns, completions, each)
     else:
-        of_each = [{name: values[i] for name, values in each.items()} for i in range(len(completions))]
+        columns_of_each = [
+            {name: values[i] for name, values in each.items()} for i in range(len(completions))
+        ]
         values = _await_all(
             [
                 _call_on_one(reward, parameters, row["prompt"], columns | more, text)
-                for text, more in zip(completions, of_each, strict=True)
+                for text, more in zip(completions, columns_of_each, strict=True)
             ]
         )
     if len(values) != len(completions):
@@ -220,13 +223,15 @@ class _Scorer:
             return ScoringResult(tuple(score_group(self._reward, row, task.completions, each)))
 
         def score(index: int) -> tuple[float, dict[str, float]]:
-            of_one = {name: values[index : index + 1] for name, values in each.items()}
-            [(reward, metrics)] = score_group(self._reward, row, task.completions[index : index + 1], of_one)
+            columns_of_one = {name: values[index : index + 1] for name, values in each.items()}
+            [(reward, metrics)] = score_group(
+                self._reward, row, task.completions[index : index + 1], columns_of_one
+            )
             return reward, {**dict.fromkeys(LIMIT_METRICS, 0.0), **metrics}
 
         scores = score_within(self._limits, score, len(task.completions))
-        over = {index: scored.over for index, scored in enumerate(scores) if scored.over}
-        return ScoringResult(tuple(scored.value for scored in scores if scored.value), over=over)
+        over = {index: each.over for index, each in enumerate(scores) if each.over}
+        return ScoringResult(tuple(each.value for each in scores if each.value), over=over)
 
 
 def main() -> None:

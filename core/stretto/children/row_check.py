@@ -21,22 +21,23 @@ from stretto.user_code.child_process import last_line, run_child
 
 __all__ = ["RowFaults", "faults_of_rows"]
 
-_MOST_ROWS = 10_000
-_MOST_S = 4.0
-_SHOWN = 5
+_MAX_ROWS = 10_000
+_MAX_S = 4.0
+_MAX_SHOWN = 5
 
 
 class RowFaults(msgspec.Struct, frozen=True):
     """What is wrong with the rows of a dataset."""
 
     rows: int
-    """Rows of the dataset."""
+    """Number of rows of the dataset."""
     read: int
-    """Rows that were checked: all, or a random part of at most `_MOST_ROWS` rows and `_MOST_S` seconds."""
+    """Number of rows that were checked: all rows, or a random part of at most `_MAX_ROWS` rows and about
+    `_MAX_S` seconds."""
     faulty: int
-    """Rows with a fault, among those checked."""
+    """Number of checked rows with a fault."""
     first: tuple[tuple[int, str], ...]
-    """Index and fault of the first faulty rows, at most `_SHOWN`."""
+    """Index and fault of the checked rows with a fault, in the order of the dataset, at most `_MAX_SHOWN`."""
 
 
 def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, timeout_s: float) -> RowFaults:
@@ -63,8 +64,8 @@ def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaul
     assert check_row is not None, "only rewards that check rows start this process"
     dataset = composed.make(path, context)
     rows = len(dataset)
-    order = random.Random(0).sample(range(rows), min(rows, _MOST_ROWS))
-    end, read, faults = time.monotonic() + _MOST_S, 0, dict[int, str]()
+    order = random.Random(0).sample(range(rows), min(rows, _MAX_ROWS))
+    end, read, faults = time.monotonic() + _MAX_S, 0, dict[int, str]()
     for index in order:
         if read and time.monotonic() > end:
             break
@@ -72,7 +73,7 @@ def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaul
         if fault := check_row(config, columns):
             faults[index] = fault
         read += 1
-    return RowFaults(rows, read, len(faults), tuple(sorted(faults.items())[:_SHOWN]))
+    return RowFaults(rows, read, len(faults), tuple(sorted(faults.items())[:_MAX_SHOWN]))
 
 
 def _main() -> None:

@@ -1,8 +1,8 @@
-"""The tool process: the run's tools, one call at a time, in the sandbox. Child of a verifier worker.
+"""The tool process: it runs the run's tools in the sandbox, one call at a time. Child of a verifier worker.
 
-The first frame names the tools. The process is ready when it has made them, and reports their schemas (see
-`protocol`); then it answers each `Invocation` with a `ToolAnswer`. MCP servers are children of this process
-and end with it.
+The first frame names the tools. When the process has made the tools, it is ready and reports their schemas
+(see `protocol`). Then it answers each `Invocation` with a `ToolAnswer`. MCP servers are children of this
+process and end with it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
     for origin, tool in offered:
         if tool.name in tools:
             raise ValueError(
-                f"two tools are called {tool.name!r}: one of {origins[tool.name]}, one of {origin}"
+                f"two tools have the name {tool.name!r}: one from {origins[tool.name]}, one from {origin}"
             )
         tools[tool.name], origins[tool.name] = tool, origin
     return tools
@@ -130,15 +130,15 @@ async def _tools_of_server(server: MCPServer, stack: AsyncExitStack) -> list[Too
     """Connect to an MCP server and return its tools. The connection lasts until the stack is closed."""
     client = await _connect(server, stack)
     tools: list[Tool] = []
-    listed = await client.list_tools()
+    page = await client.list_tools()
     while True:
         tools += [
             Tool(each.name, each.description or "", each.input_schema, _Remote(client, each.name))
-            for each in listed.tools
+            for each in page.tools
         ]
-        if listed.next_cursor is None:
+        if page.next_cursor is None:
             return tools
-        listed = await client.list_tools(cursor=listed.next_cursor)
+        page = await client.list_tools(cursor=page.next_cursor)
 
 
 async def _connect(server: MCPServer, stack: AsyncExitStack) -> Client:
