@@ -24,7 +24,7 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     row: int
     """Index in the held-out dataset."""
     sample: int
-    """Number of the sample among the row's; a sample with several trajectories has several lines."""
+    """Number of the sample among the row's samples. A sample of several trajectories has several lines."""
     version: int
     """Version of the weights that sampled it."""
     columns: dict[str, Any]

@@ -1,6 +1,5 @@
-"""Rows of the last batch that trainer and engine both score with the same weights: the engine's error.
-
-The trainer keeps the rows; inference workers request them after a swap.
+"""The engine's error, measured on a few rows of the last batch that trainer and engine score with the same
+weights. The trainer keeps the rows, and inference workers request them after a swap.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ __all__ = ["choose_rows", "engine_kl", "score_rows"]
 
 _ROWS = 4
 _TRAINED_TOKENS = 64
-"""Trained tokens of each row. All rows together cost either side no more than a few prompts."""
+"""Maximum number of trained tokens of each row. All rows together cost trainer and engine no more than a few
+prompts."""
 _BOUND = 1.0
-"""Most nats that a token contributes, as in `stretto.rl.functional.bounded_kl`, the figure to compare."""
+"""Maximum number of nats that a token contributes, as in `stretto.rl.functional.bounded_kl`. The kernel
+subtracts this error from the divergence that `bounded_kl` measures."""
 
 
 def choose_rows(rows: Sequence[int]) -> list[int]:
@@ -54,7 +55,7 @@ def score_rows(engine: TrainingEngine, batch: Batch) -> tuple[ScoredRow, ...]:
 
 
 def engine_kl(rows: Sequence[ScoredRow], logprobs: Sequence[NDArray[np.float32]]) -> float:
-    """Mean k3 estimate of KL(engine || trainer) over the trained tokens, each at most 1 nat.
+    """Return the mean k3 estimate of KL(engine || trainer) over the trained tokens, each at most 1 nat.
 
     Args:
         logprobs: for each row, the engine's (L - 1,) logprobs of its tokens after the first.

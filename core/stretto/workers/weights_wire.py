@@ -11,11 +11,11 @@ from stretto.workers.context import WorkerContext
 __all__ = ["BusWire"]
 
 _ENVELOPE = 64
-"""Most bytes of a `WeightsAnswer` besides its data."""
+"""Maximum number of bytes of a `WeightsAnswer` besides its data."""
 
 
 class BusWire:
-    """Questions and answers of one worker over the run's bus."""
+    """The end of one worker: it sends questions, or answers them, over the run's bus."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -28,7 +28,7 @@ class BusWire:
 
     @property
     def limit(self) -> int:
-        """Most bytes of data in one message."""
+        """Maximum number of bytes of data in one message."""
         return self._context.bus.limit - _ENVELOPE
 
     def answer(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
