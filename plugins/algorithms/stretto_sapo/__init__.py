@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from stretto import Component, hookimpl
 from stretto.algorithm import Reduction
 from stretto.component import PositiveFloat
+from stretto.rl.correction import CorrectionConfig
 from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, check_policy
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ __all__ = ["SAPO", "SAPOConfig"]
 class SAPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `sapo`."""
 
+    correction: CorrectionConfig = CorrectionConfig(target_kl=0.003)
+    """Off-policy correction. The gate bounds no ratio, so `target_kl` is smaller than that of the clipped
+    objectives."""
     loss_mean: Reduction = "sequence"
     """How token losses are averaged, as in every policy gradient. Default: the mean over answers, as in the
     paper."""
