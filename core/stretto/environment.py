@@ -65,15 +65,15 @@ def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
         ValueError: if the value is not valid for an environment.
     """
     if isinstance(returned, Mapping) and "role" not in returned:
-        others = dict(cast("Mapping[str, Any]", returned))
-        feedback, reward = others.pop("feedback", None), others.pop("reward", None)
-        numbers = others if reward is None else {**others, "reward": reward}
+        fields = dict(cast("Mapping[str, Any]", returned))
+        feedback, reward = fields.pop("feedback", None), fields.pop("reward", None)
+        numbers = fields if reward is None else {**fields, "reward": reward}
         for name, number in numbers.items():
             if not isinstance(number, (int, float)) or not is_number(number):
                 raise ValueError(
                     f"the environment returned {number!r} for {name!r}; expected a finite number"
                 )
-        metrics = {name: float(number) for name, number in others.items()}
+        metrics = {name: float(number) for name, number in fields.items()}
         return Feedback(
             said=_turns(feedback),
             reward=None if reward is None else float(reward),
@@ -83,16 +83,16 @@ def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
     return Feedback(said=_turns(returned), state=state)
 
 
-def _turns(returned: Any) -> tuple[str | dict[str, Any], ...]:
-    if returned is None:
+def _turns(result: Any) -> tuple[str | dict[str, Any], ...]:
+    if result is None:
         return ()
-    if isinstance(returned, str):
-        return (returned,)
-    turns = [returned] if isinstance(returned, Mapping) else returned
+    if isinstance(result, str):
+        return (result,)
+    turns = [result] if isinstance(result, Mapping) else result
     if isinstance(turns, Sequence) and turns and all(map(_is_message, cast("Sequence[Any]", turns))):
         return tuple(dict(cast("Message", turn)) for turn in cast("Sequence[Any]", turns))
     raise ValueError(
-        f"the environment returned {str(returned)[:80]!r}; expected text, a chat message, a list of "
+        f"the environment returned {str(result)[:80]!r}; expected text, a chat message, a list of "
         "messages, None, or a dict with `feedback` and `reward`"
     )
 

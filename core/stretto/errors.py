@@ -197,8 +197,8 @@ def place_of(error: BaseException, files: str = "") -> str:
         for frame in foreign
         if (files and frame.filename.startswith(files)) or not frame.filename.startswith(libraries)
     ]
-    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or foreign)[-1:])
-    return f"{type(error).__name__}: {error}{where}"
+    location = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or foreign)[-1:])
+    return f"{type(error).__name__}: {error}{location}"
 
 
 def foreign_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -318,7 +318,7 @@ class Served:
         self._published = count()
         self._portal: BlockingPortal
         self._samples: dict[Key, Sample] = {}
-        self._asked: dict[Key, None] = {}
+        self._open_keys: dict[Key, None] = {}
         self._broken: BaseException | None = None
         """The exception that ended the engine."""
         self._violations: list[AssertionError] = []
@@ -344,7 +344,7 @@ class Served:
         """Send requests to the engine."""
         for request in requests:
             have = request.have or (0,) * len(request.seeds)
-            self._asked |= {(request.id, i): None for i in range(len(request.seeds)) if have[i] >= 0}
+            self._open_keys |= {(request.id, i): None for i in range(len(request.seeds)) if have[i] >= 0}
         self._portal.call(lambda: [self.engine.generate(request) for request in requests])
 
     def abort(self, request: str) -> None:
@@ -408,11 +408,11 @@ class Served:
 
     def settle(self) -> None:
         """Abort all unfinished samples and wait until the engine is idle."""
-        open_ = [key for key in self._asked if not self._samples.get(key, Sample()).finish]
+        open_ = [key for key in self._open_keys if not self._samples.get(key, Sample()).finish]
         for request in {key[0] for key in open_}:
             self.abort(request)
         self.until(*open_)
-        self._asked.clear()
+        self._open_keys.clear()
         self.until_load(lambda load: load.running == load.waiting == 0)
 
     def assert_own_logprobs(self, asked: GenerateRequest, sample: Sample, begun: Sequence[int] = ()) -> None:
@@ -594,23 +594,23 @@ class InferenceConformance:
     def test_logprobs_are_those_of_the_models_own_forward(self, served: Served) -> None:
         """At any temperature, with other requests at the same time, for prompts of one to hundreds of
         tokens."""
-        asked = [
+        queries = [
             request(1 + 37 * i % 400, n=1 + i % 3, max_tokens=5 + 13 * i % 40, temperature=temperature)
             for i, temperature in enumerate([1.0, 0.7, 0.0, 1.3] * 4)
         ]
-        for one, samples in zip(asked, served.answers(*asked), strict=True):
+        for query, samples in zip(queries, served.answers(*queries), strict=True):
             for sample in samples:
-                assert (sample.finish, len(sample.tokens)) == ("length", one.sampling.max_tokens)
+                assert (sample.finish, len(sample.tokens)) == ("length", query.sampling.max_tokens)
                 assert set(sample.versions) == {served.version}
-                served.assert_own_logprobs(one, sample)
+                served.assert_own_logprobs(query, sample)
 
     def test_temperature_0_takes_the_likeliest_token(
         self, served: Served, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """At every position."""
-        asked = request(temperature=0.0, max_tokens=60)
-        sample = served.answer(asked)
-        prompt = asked.prompt_ids.numpy().tolist()
+        query = request(temperature=0.0, max_tokens=60)
+        sample = served.answer(query)
+        prompt = query.prompt_ids.numpy().tolist()
         logits = models[0].reference.logits([*prompt, *sample.tokens])[len(prompt) - 1 : -1]
         chosen = logits[np.arange(len(sample.tokens)), sample.tokens]
         assert (logits.max(-1) - chosen).max() <= self.engine.tolerance
@@ -631,14 +631,14 @@ class InferenceConformance:
         self, served: Served, models: tuple[TinyModel, TinyModel], sampling: dict[str, Any]
     ) -> None:
         """For every option that changes the distribution. The engine names each option that it refuses."""
-        asked = request(n=600, max_tokens=1, **sampling)
-        (samples,) = served.answers(asked)
+        query = request(n=600, max_tokens=1, **sampling)
+        (samples,) = served.answers(query)
         for refused in (names.split("+") for names in self.engine.refuses):
             if sampling.keys() >= set(refused):
                 assert all(name in sample.error for sample in samples for name in refused)
                 return
-        logits = models[0].reference.logits(asked.prompt_ids.numpy().tolist())[-1]
-        exact = _distribution(logits, asked.sampling)
+        logits = models[0].reference.logits(query.prompt_ids.numpy().tolist())[-1]
+        exact = _distribution(logits, query.sampling)
         drawn = np.array([sample.tokens[0] for sample in samples])
         assert exact[drawn].min() > 0, "a token was drawn that is not kept"
         reported = np.array([sample.logprobs[0] for sample in samples])
@@ -654,10 +654,10 @@ class InferenceConformance:
         for model in models:
             if served.weights[served.version] is not model.reference:
                 served.swap(model.reference)
-            for sequence, said in zip(text, served.logprobs(text), strict=True):
-                assert said.dtype == np.float32
+            for sequence, logprobs in zip(text, served.logprobs(text), strict=True):
+                assert logprobs.dtype == np.float32
                 expected = model.reference.logprobs(sequence[:1], sequence[1:])
-                np.testing.assert_allclose(said, expected, atol=self.engine.tolerance)
+                np.testing.assert_allclose(logprobs, expected, atol=self.engine.tolerance)
 
     def test_the_seed_alone_decides_what_is_drawn(self, served: Served) -> None:
         """Independent of other requests; for signed and unsigned 64-bit seeds."""
@@ -680,12 +680,12 @@ class InferenceConformance:
 
     def test_the_end_of_sequence_token_is_the_answers_last(self, served: Served) -> None:
         """Unless `ignore_eos` is set."""
-        asked = request(n=32, max_tokens=150, ignore_eos=False)
+        query = request(n=32, max_tokens=150, ignore_eos=False)
         ignoring = request(n=8, max_tokens=150)
-        samples, ignored = served.answers(asked, ignoring)
+        samples, ignored = served.answers(query, ignoring)
         assert any(sample.finish == "stop" for sample in samples)
         for sample in samples:
-            served.assert_own_logprobs(asked, sample)
+            served.assert_own_logprobs(query, sample)
             if sample.finish == "stop":
                 assert sample.tokens.index(END) == len(sample.tokens) - 1
             else:
@@ -696,14 +696,16 @@ class InferenceConformance:
     def test_a_stop_token_is_the_answers_last(self, served: Served) -> None:
         """With and without `ignore_eos`."""
         stops = tuple(range(40, 50))
-        asked = [request(n=4, max_tokens=150, stop_token_ids=stops, ignore_eos=eos) for eos in (True, False)]
-        for one, samples in zip(asked, served.answers(*asked), strict=True):
+        queries = [
+            request(n=4, max_tokens=150, stop_token_ids=stops, ignore_eos=eos) for eos in (True, False)
+        ]
+        for query, samples in zip(queries, served.answers(*queries), strict=True):
             assert any(sample.finish == "stop" for sample in samples)
             for sample in samples:
-                ends = {*stops} if one.sampling.ignore_eos else {*stops, END}
-                met = [i for i, token in enumerate(sample.tokens) if token in ends]
-                assert met == ([len(sample.tokens) - 1] if sample.finish == "stop" else [])
-                served.assert_own_logprobs(one, sample)
+                ends = {*stops} if query.sampling.ignore_eos else {*stops, END}
+                end_positions = [i for i, token in enumerate(sample.tokens) if token in ends]
+                assert end_positions == ([len(sample.tokens) - 1] if sample.finish == "stop" else [])
+                served.assert_own_logprobs(query, sample)
 
     def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
         self, served: Served, models: tuple[TinyModel, TinyModel]
@@ -748,15 +750,15 @@ class InferenceConformance:
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)
             served.ask(long)
             early = served.until(*((long.id, i) for i in range(slots)), tokens=5)
-            began, step_s = time.monotonic(), _step_s(early)
+            start, step_s = time.monotonic(), _step_s(early)
             served.ask(following)
             served.abort(long.id)
             served.abort(long.id)
             ended = served.finished(long)
             (after,) = served.until((following.id, 0), tokens=1)
             allowed_s = _DELIVERY_S + step_s
-            assert max(sample.arrivals[-1] for sample in ended) - began <= allowed_s
-            assert after.arrivals[0] - began <= allowed_s + step_s
+            assert max(sample.arrivals[-1] for sample in ended) - start <= allowed_s
+            assert after.arrivals[0] - start <= allowed_s + step_s
             assert {sample.finish for sample in ended} == {"abort"}
             for sample in ended[:3]:
                 assert len(sample.tokens) < 900
@@ -766,17 +768,17 @@ class InferenceConformance:
 
     def test_a_deadline_ends_what_runs_and_what_waits(self, served: Served) -> None:
         """Samples keep their tokens so far, and other requests are not affected."""
-        began = time.monotonic()
-        held = request(min_version=served.version + 1, deadline_s=0.3)
-        runs = request(n=8, max_tokens=900, deadline_s=0.6)
+        start = time.monotonic()
+        waiting_query = request(min_version=served.version + 1, deadline_s=0.3)
+        running_query = request(n=8, max_tokens=900, deadline_s=0.6)
         other = request(max_tokens=60)
-        (waited,), ended, (good,) = served.answers(held, runs, other)
-        assert time.monotonic() - began <= 0.6 + 8 * _DELIVERY_S
-        assert (waited.finish, waited.tokens) == ("error", [])
+        (late,), ended, (good,) = served.answers(waiting_query, running_query, other)
+        assert time.monotonic() - start <= 0.6 + 8 * _DELIVERY_S
+        assert (late.finish, late.tokens) == ("error", [])
         assert all(sample.finish == "error" and 0 < len(sample.tokens) < 900 for sample in ended)
         assert good.finish == "length"
         for sample in ended:
-            served.assert_own_logprobs(runs, sample)
+            served.assert_own_logprobs(running_query, sample)
 
     # ---------------------------------------------------------------- going on, and asking again
 
@@ -786,22 +788,22 @@ class InferenceConformance:
         (before,) = served.answers(whole)
         begun = (before[0].tokens[:17], before[1].tokens, [])
         prompt = whole.prompt_ids.numpy().tolist()
-        asked = request(prompt, n=3, max_tokens=50, temperature=0.7, begun=begun, have=(17, -1, 0))
-        served.ask(asked)
-        part, fresh = served.until((asked.id, 0), (asked.id, 2))
+        query = request(prompt, n=3, max_tokens=50, temperature=0.7, begun=begun, have=(17, -1, 0))
+        served.ask(query)
+        part, fresh = served.until((query.id, 0), (query.id, 2))
         assert (part.start, len(part.tokens), part.finish) == (17, 33, "length")
         assert (fresh.start, len(fresh.tokens), fresh.finish) == (0, 50, "length")
-        served.assert_own_logprobs(asked, part, begun=begun[0])
-        served.assert_own_logprobs(asked, fresh)
+        served.assert_own_logprobs(query, part, begun=begun[0])
+        served.assert_own_logprobs(query, fresh)
         served.settle()
         with pytest.raises(AssertionError):
-            served.until((asked.id, 1), within_s=0.1)
+            served.until((query.id, 1), within_s=0.1)
 
     def test_an_answer_that_came_complete_ends_at_once(self, served: Served) -> None:
         """Complete by the end-of-sequence token, a stop token, or its length."""
         begun = ([5, 6, END], [5, 6, 7], [5] * 20)
-        asked = request(n=3, begun=begun, have=(3, 3, 20), ignore_eos=False, stop_token_ids=(7,))
-        (samples,) = served.answers(asked)
+        query = request(n=3, begun=begun, have=(3, 3, 20), ignore_eos=False, stop_token_ids=(7,))
+        (samples,) = served.answers(query)
         assert [(sample.finish, sample.tokens) for sample in samples] == [
             ("stop", []),
             ("stop", []),
@@ -812,10 +814,10 @@ class InferenceConformance:
     def test_a_request_sent_again_is_the_same_request(self, served: Served) -> None:
         """The engine does not start it twice."""
         before = served.load().generated_tokens
-        asked = request(n=2, max_tokens=200)
-        served.ask(asked)
-        served.until((asked.id, 0), tokens=1)
-        (samples,) = served.answers(asked)
+        query = request(n=2, max_tokens=200)
+        served.ask(query)
+        served.until((query.id, 0), tokens=1)
+        (samples,) = served.answers(query)
         assert [len(sample.tokens) for sample in samples] == [200, 200]
         served.answer(request(max_tokens=100))
         assert served.load().generated_tokens - before == 500
@@ -834,9 +836,9 @@ class InferenceConformance:
     ) -> None:
         """The digest equals the digest of the tensors, which the test computes again."""
         before = served.load()
-        began = time.monotonic()
+        start = time.monotonic()
         reports = [served.swap(models[1].reference), served.swap(models[0].reference)]
-        took = time.monotonic() - began
+        took = time.monotonic() - start
         after = served.load()
         for report, model in zip(reports, reversed(models), strict=True):
             hashes = _hashes(model.reference.tensors())
@@ -854,17 +856,17 @@ class InferenceConformance:
         self, served: Served, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """Under `on_swap: recompute`, over three swaps."""
-        asked = [request(6 + 40 * i, n=2, max_tokens=600) for i in range(3)]
-        served.ask(*asked)
+        queries = [request(6 + 40 * i, n=2, max_tokens=600) for i in range(3)]
+        served.ask(*queries)
         for tokens, model in ((20, models[1]), (60, models[0]), (100, models[1])):
-            served.until((asked[0].id, 0), tokens=tokens)
+            served.until((queries[0].id, 0), tokens=tokens)
             served.swap(model.reference)
         spans: list[int] = []
-        for one in asked:
-            for sample in served.finished(one):
+        for query in queries:
+            for sample in served.finished(query):
                 assert (sample.finish, len(sample.tokens)) == ("length", 600)
                 assert sample.versions == sorted(sample.versions)
-                served.assert_own_logprobs(one, sample)
+                served.assert_own_logprobs(query, sample)
                 spans.append(len(set(sample.versions)))
         assert max(spans) == 4, f"no answer spans all swaps: {spans}"
 
@@ -878,18 +880,21 @@ class InferenceConformance:
         with Served(self.engine, models[0].folder, tmp_path, on_swap="keep_cache").running() as served:
             served.swap(older)
             prompt = request(300).prompt_ids.numpy().tolist()
-            asked, repeated = request(prompt, n=4, max_tokens=150), request(prompt, max_tokens=10)
-            served.ask(asked)
-            served.until(*((asked.id, i) for i in range(4)), tokens=20)
+            query, repeated = request(prompt, n=4, max_tokens=150), request(prompt, max_tokens=10)
+            served.ask(query)
+            served.until(*((query.id, i) for i in range(4)), tokens=20)
             beginning = [request(800, max_tokens=5) for _ in range(3)]
             served.ask(*beginning)
             served.swap(newer)
             fresh = served.answer(repeated)
             assert set(fresh.versions) == {1}
-            for one, sample in ((repeated, fresh), *((each, served.finished(each)[0]) for each in beginning)):
+            for fresh_query, sample in (
+                (repeated, fresh),
+                *((early, served.finished(early)[0]) for early in beginning),
+            ):
                 if set(sample.versions) == {1}:
-                    served.assert_own_logprobs(one, sample)
-            for sample in served.finished(asked):
+                    served.assert_own_logprobs(fresh_query, sample)
+            for sample in served.finished(query):
                 switch = sample.versions.index(1)
                 assert sample.versions == [0] * switch + [1] * (150 - switch)
                 before = older.logprobs(prompt, sample.tokens)[:switch]
@@ -906,8 +911,8 @@ class InferenceConformance:
         prompt = request(400).prompt_ids.numpy().tolist()
         for model in (models[1], models[0], models[1]):
             for _ in range(2):
-                asked = request(prompt, max_tokens=5)
-                served.assert_own_logprobs(asked, served.answer(asked))
+                query = request(prompt, max_tokens=5)
+                served.assert_own_logprobs(query, served.answer(query))
             served.swap(model.reference)
 
     def test_a_request_waits_for_the_version_it_needs_and_holds_up_nobody(
@@ -947,9 +952,9 @@ class InferenceConformance:
         with pytest.raises(WeightsError, match=name):
             served.swap_tensors(tensors)
         assert served.load().version == served.version
-        for asked, sample in ((later, served.answer(later)), (running, served.finished(running)[0])):
+        for query, sample in ((later, served.answer(later)), (running, served.finished(running)[0])):
             assert (sample.finish, set(sample.versions)) == ("length", {served.version})
-            served.assert_own_logprobs(asked, sample)
+            served.assert_own_logprobs(query, sample)
 
     # --------------------------------------------------------------------- streaming and figures
 
@@ -958,39 +963,39 @@ class InferenceConformance:
         a chunk."""
         shares: list[float] = []
         while min(shares, default=1.0) > 0.1 and len(shares) < 3:
-            messages, began = served.messages, time.monotonic()
+            messages, start = served.messages, time.monotonic()
             sample = served.answer(request(50, max_tokens=512))
-            took = sample.arrivals[-1] - began
+            took = sample.arrivals[-1] - start
             assert len(sample.tokens) == 512
             assert 10 <= served.messages - messages <= took / 0.015 + 2
-            shares.append((sample.arrivals[0] - began) / took)
+            shares.append((sample.arrivals[0] - start) / took)
         assert min(shares) <= 0.1, f"time to the first chunk, as shares of the answer's time: {shares}"
 
     def test_figures_add_up(self, served: Served) -> None:
         """With more samples than slots, from the request to the end."""
         idle = served.load()
         assert (idle.version, idle.running, idle.waiting) == (served.version, 0, 0)
-        asked = request(n=idle.slots + 4, max_tokens=60)
-        began = time.monotonic()
-        served.ask(asked)
+        query = request(n=idle.slots + 4, max_tokens=60)
+        start = time.monotonic()
+        served.ask(query)
         served.until_load(lambda load: load.running + load.waiting == idle.slots + 4)
         full = served.until_load(lambda load: load.running == idle.slots)
         assert full.waiting <= 4
-        samples = served.finished(asked)
-        done = served.until_load(lambda load: load.running == load.waiting == 0)
-        took = time.monotonic() - began
+        samples = served.finished(query)
+        final = served.until_load(lambda load: load.running == load.waiting == 0)
+        took = time.monotonic() - start
         assert all(len(sample.tokens) == 60 for sample in samples)
-        assert done.generated_tokens - idle.generated_tokens == 60 * (idle.slots + 4)
-        assert 0 < done.busy_s - idle.busy_s <= took
-        assert idle.busy_s <= full.busy_s <= done.busy_s
+        assert final.generated_tokens - idle.generated_tokens == 60 * (idle.slots + 4)
+        assert 0 < final.busy_s - idle.busy_s <= took
+        assert idle.busy_s <= full.busy_s <= final.busy_s
 
     def test_stop_ends_the_stream(self, models: tuple[TinyModel, TinyModel], tmp_path: Path) -> None:
         """In the middle of an answer; a second call has no effect."""
         with Served(self.engine, models[0].folder, tmp_path).running() as served:
             served.swap(models[0].reference)
-            asked = request(n=4, max_tokens=900)
-            served.ask(asked)
-            served.until((asked.id, 0), tokens=5)
+            query = request(n=4, max_tokens=900)
+            served.ask(query)
+            served.until((query.id, 0), tokens=5)
             served.stop()
             messages = served.messages
             served.stop()
@@ -1008,17 +1013,17 @@ def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np
     biased = logits.copy()
     for token, bias in sampling.logit_bias.items():
         biased[token] += bias
-    whole = np.exp(_log_softmax(biased / sampling.temperature))
-    order = np.argsort(-whole)[: sampling.top_k or None]
-    among = whole[order].sum()
-    kept: list[int] = []
+    probabilities = np.exp(_log_softmax(biased / sampling.temperature))
+    order = np.argsort(-probabilities)[: sampling.top_k or None]
+    total = probabilities[order].sum()
+    indices: list[int] = []
     for token in order.tolist():
-        enough = whole[kept].sum() / among >= sampling.top_p
-        if enough or whole[token] < sampling.min_p * whole[order[0]]:
+        enough = probabilities[indices].sum() / total >= sampling.top_p
+        if enough or probabilities[token] < sampling.min_p * probabilities[order[0]]:
             break
-        kept.append(token)
-    exact = np.zeros(len(whole))
-    exact[kept] = whole[kept]
+        indices.append(token)
+    exact = np.zeros(len(probabilities))
+    exact[indices] = probabilities[indices]
     return exact / exact.sum()
 
 
@@ -1026,9 +1031,12 @@ def _assert_drawn_from(exact: NDArray[np.float64], drawn: NDArray[np.int64]) -> 
     """Assert a bound on Pearson's chi-squared statistic. Tokens expected fewer than five times form one
     class."""
     expected = exact * len(drawn)
-    seen = np.bincount(drawn, minlength=len(exact))
-    often = expected >= 5
-    pairs = [*zip(seen[often], expected[often], strict=True), (seen[~often].sum(), expected[~often].sum())]
+    counts = np.bincount(drawn, minlength=len(exact))
+    frequent = expected >= 5
+    pairs = [
+        *zip(counts[frequent], expected[frequent], strict=True),
+        (counts[~frequent].sum(), expected[~frequent].sum()),
+    ]
     statistic = sum((n - e) ** 2 / e for n, e in pairs if e > 0)
     freedom = max(1, sum(e > 0 for _, e in pairs) - 1)
     assert statistic < freedom + 6 * (2 * freedom) ** 0.5, f"chi-squared {statistic:.1f} of {freedom}"

@@ -142,8 +142,10 @@ def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
         parameters["$defs"] = definitions
 
     async def run(values: Mapping[str, Any]) -> Any:
-        checked = msgspec.convert(values, arguments)
-        result = function(**{field: getattr(checked, field) for field in arguments.__struct_fields__})
+        struct = msgspec.convert(values, arguments)
+        result = function(
+            **{field: getattr(struct, field) for field in arguments.__struct_fields__}
+        )
         return await result if inspect.isawaitable(result) else result
 
     return Tool(name, description, parameters, run)
@@ -224,8 +226,8 @@ def _mistral(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         part = part.removesuffix("</s>").strip()
-        if named := re.match(r"([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\](.*)", part, re.DOTALL):
-            name, id, arguments = named.groups()
+        if call := re.match(r"([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\](.*)", part, re.DOTALL):
+            name, id, arguments = call.groups()
             calls.append(_call_in(f'{{"name": "{name}", "id": "{id or ""}", "arguments": {arguments}}}'))
             continue
         try:

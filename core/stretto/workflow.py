@@ -264,11 +264,11 @@ async def group_of(session: Session, sample: Callable[[], Awaitable[T]]) -> list
     all."""
     samples: list[T] = []
 
-    async def one() -> None:
+    async def add_sample() -> None:
         samples.append(await sample())
 
     with one_error():
         async with anyio.create_task_group() as tasks:
             for _ in range(session.group_size):
-                tasks.start_soon(one)
+                tasks.start_soon(add_sample)
     return samples

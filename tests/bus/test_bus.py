@@ -332,7 +332,7 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
             at_one = await anext(one.take(names.tickets_stream, names.ticket("train"), Ticket))
             at_two = await anext(two.take(names.tickets_stream, names.ticket("train"), Ticket))
             assert {at_one.message.id, at_two.message.id} == {1, 2}
-            await at_two.done()
+            await at_two.acknowledge()
             # `at_one` is forgotten: it comes again, and only it.
             again = await anext(two.take(names.tickets_stream, names.ticket("train"), Ticket))
         assert again.message == at_one.message

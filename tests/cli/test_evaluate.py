@@ -17,7 +17,7 @@ import yaml
 
 from stretto.assembly.compose import compose
 from stretto.cli.checks import problems
-from stretto.cli.evaluate import Wanted, compose_evaluation, pass_at_k, result_of
+from stretto.cli.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
 from stretto.errors import ConfigError, PluginError
 from stretto.workers.answers import KeptAnswer
 
@@ -89,8 +89,8 @@ def test_a_threshold_says_what_passes() -> None:
 # --------------------------------------------------------------------------------------- refusals
 
 
-def wanted(**changes: Any) -> Wanted:
-    return replace(Wanted(dataset=HELDOUT, reward="exact"), **changes)
+def wanted(**changes: Any) -> EvaluationOptions:
+    return replace(EvaluationOptions(dataset=HELDOUT, reward="exact"), **changes)
 
 
 @pytest.fixture
@@ -165,11 +165,13 @@ def test_a_damaged_checkpoint_is_refused(run_folder: Path) -> None:
     (checkpoint / "manifest.json").write_text('{"kernel.json": "00"}')
     (checkpoint / "kernel.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is damaged: kernel.json differs from its hash|is damaged"):
-        compose_evaluation(str(run_folder), Wanted(version="2"))
+        compose_evaluation(str(run_folder), EvaluationOptions(version="2"))
 
 
 def test_a_run_says_how_its_checkpoints_are_evaluated(run_folder: Path) -> None:
-    composed = compose_evaluation(str(run_folder), Wanted(version="0", max_tokens=30), ["inference.slots=8"])
+    composed = compose_evaluation(
+        str(run_folder), EvaluationOptions(version="0", max_tokens=30), ["inference.slots=8"]
+    )
     config = composed.config
     assert (config.name, config.steps, config.seed, config.model) == ("evaluate-former", 0, 7, MODEL)
     assert msgspec.to_builtins(config.training)["use"] == "frozen"
@@ -186,10 +188,10 @@ def test_a_run_says_how_its_checkpoints_are_evaluated(run_folder: Path) -> None:
 def test_wishes_go_before_the_run(run_folder: Path, tmp_path: Path) -> None:
     rows = tmp_path / "own.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
-    asked = Wanted(
+    options = EvaluationOptions(
         version="0", dataset=str(rows), reward="math", n=4, temperature=0.5, inference="mock", out="there"
     )
-    config = compose_evaluation(str(run_folder), asked, ["evaluation.sampling.top_p=0.9"]).config
+    config = compose_evaluation(str(run_folder), options, ["evaluation.sampling.top_p=0.9"]).config
     assert config.evaluation is not None
     assert (config.evaluation.rows, config.evaluation.samples) == (None, 4)
     assert config.evaluation.sampling is not None

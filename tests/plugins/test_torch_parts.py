@@ -83,7 +83,7 @@ class Pool:
 def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int, together: bool) -> None:
     random, slots = np.random.default_rng(seed), 24
     tokens = int(random.integers(8 * length, 28 * length))
-    size_classes = SizeClasses(Shapes(slots, context=length), tokens, together=together)
+    size_classes = SizeClasses(Shapes(slots, context=length), tokens, one_size_class=together)
     pool, prefixes = Pool(tokens), Prefixes(tokens)
     running: list[Row] = []
     for text in range(1, 13):

@@ -367,7 +367,7 @@ async def test_an_abort_reaches_the_server(tmp_path: Path) -> None:
         engine.abort("a")
         await until(lambda: len(answers.finish) == 6 and engine.load().running == 0, within_s=2)
         assert set(answers.finish.values()) == {"abort"}
-        server = engine._the_server()  # pyright: ignore[reportPrivateUsage]
+        server = engine._current_server()  # pyright: ignore[reportPrivateUsage]
         assert (await server.get("/state", deadline_s=5))["running"] == []
 
 

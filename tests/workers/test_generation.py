@@ -329,12 +329,12 @@ async def test_the_oldest_token_is_known_when_every_sample_has_begun(case: Case)
 def test_turns_and_requests_side_by_side_are_one_ticket() -> None:
     told: list[int] = []
     floor = VersionFloor(12, told.append)
-    floor.asked()
-    floor.asked()
-    floor.begun(15)
+    floor.add_request()
+    floor.add_request()
+    floor.record_start(15)
     assert told == []
-    floor.begun(13)
+    floor.record_start(13)
     assert (floor.version, told) == (13, [13])
-    floor.asked()
-    floor.begun(16)  # a later turn cannot make the ticket any younger
+    floor.add_request()
+    floor.record_start(16)  # a later turn cannot make the ticket any younger
     assert (floor.version, told) == (13, [13])

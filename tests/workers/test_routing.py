@@ -145,8 +145,8 @@ async def test_a_sample_that_is_over_makes_room(kernel: Kernel) -> None:
             samples = left.pop(worker)
             await calls.enter_async_context(pool.member(samples=lambda n=samples: n, avoid=other(worker)))
         assert await chosen(pool) == {"b": 40}
-        pool.ended("a")
-        pool.ended("a")
+        pool.finish_sample("a")
+        pool.finish_sample("a")
         assert await chosen(pool) == {"a": 40}
 
 
@@ -265,7 +265,7 @@ async def simulate(replicas: dict[str, Replica], requests: int, seed: int) -> No
 
     async def until_over(pool: Router, worker: str, over: anyio.Event) -> None:
         await over.wait()
-        pool.ended(worker)
+        pool.finish_sample(worker)
 
     async with anyio.create_task_group() as tasks:
         for number in range(requests):

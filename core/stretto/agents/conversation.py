@@ -147,9 +147,9 @@ class Conversation:
         """Return the answer's text as it follows the prompt, with special tokens. Decode it together with the
         prompt's last token: some tokenizers drop a space before the first token."""
         before = self._tokenizer.decode(ids[-1:], special=True)
-        whole = self._tokenizer.decode(np.concatenate([ids[-1:], answer.tokens]), special=True)
-        if whole.startswith(before):
-            return whole[len(before) :]
+        full_text = self._tokenizer.decode(np.concatenate([ids[-1:], answer.tokens]), special=True)
+        if full_text.startswith(before):
+            return full_text[len(before) :]
         return self._tokenizer.decode(answer.tokens, special=True)
 
 

@@ -55,7 +55,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
-class _Open:
+class _AgentRun:
     """An agent run with a key."""
 
     recorder: CallRecorder
@@ -74,7 +74,7 @@ class Endpoint:
 
     def __init__(self, tool_parser: ParserName = "hermes") -> None:
         self._tool_parser: ParserName = tool_parser
-        self._open: dict[str, _Open] = {}
+        self._agent_runs: dict[str, _AgentRun] = {}
         self._runner: web.AppRunner | None = None
         self._starting = anyio.Lock()
         self.base_url = ""
@@ -89,7 +89,7 @@ class Endpoint:
         async with self._starting:
             if self._runner is not None:
                 return
-            app = web.Application(middlewares=[_in_openai_shape], client_max_size=_MAX_BODY)
+            app = web.Application(middlewares=[_format_errors], client_max_size=_MAX_BODY)
             app.router.add_get("/v1/models", self._models)
             app.router.add_post("/v1/chat/completions", self._chat)
             app.router.add_post("/v1/completions", self._completions)
@@ -113,80 +113,80 @@ class Endpoint:
         """Accept the agent's calls inside the block; yield the key that they must have. At the end of the
         block, unfinished calls are cancelled and the key becomes invalid."""
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._open[key] = _Open(recorder)
+        self._agent_runs[key] = _AgentRun(recorder)
         try:
             yield key
         finally:
-            del self._open[key]
+            del self._agent_runs[key]
             with anyio.CancelScope(shield=True):
                 await recorder.close()
 
     # ------------------------------------------------------------------------------------ handlers
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._opened(request)
+        self._agent_run_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "stretto"}
         return _json({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        opened = self._opened(request)
+        agent_run = self._agent_run_of(request)
         return await self._answer(
-            request, opened, ChatCall(await request.read(), opened.recorder.session.tokenizer)
+            request, agent_run, ChatCall(await request.read(), agent_run.recorder.session.tokenizer)
         )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        opened = self._opened(request)
-        call = CompletionCall(await request.read(), opened.recorder.session.tokenizer)
-        return await self._answer(request, opened, call)
+        agent_run = self._agent_run_of(request)
+        call = CompletionCall(await request.read(), agent_run.recorder.session.tokenizer)
+        return await self._answer(request, agent_run, call)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        opened = self._opened(request)
-        return await self._answer(request, opened, ResponseCall(await request.read(), opened.responses))
+        agent_run = self._agent_run_of(request)
+        return await self._answer(request, agent_run, ResponseCall(await request.read(), agent_run.responses))
 
-    def _opened(self, request: web.Request) -> _Open:
+    def _agent_run_of(self, request: web.Request) -> _AgentRun:
         """Return the agent run that a request's key names.
 
         Raises:
             ApiError: if the key belongs to no current agent run.
         """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme != "Bearer" or (opened := self._open.get(key)) is None:
+        if scheme != "Bearer" or (agent_run := self._agent_runs.get(key)) is None:
             raise ApiError("the key belongs to no current agent run", code="invalid_api_key", status=401)
-        return opened
+        return agent_run
 
-    async def _answer(self, request: web.Request, opened: _Open, call: APICall) -> web.StreamResponse:
-        return await opened.recorder.doing(
-            self._stream(request, opened, call) if call.stream else self._whole(opened, call)
+    async def _answer(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
+        return await agent_run.recorder.doing(
+            self._stream(request, agent_run, call) if call.stream else self._answer_at_once(agent_run, call)
         )
 
-    async def _whole(self, opened: _Open, call: APICall) -> web.Response:
-        threads = opened.recorder.take(call.given, call.tools)
+    async def _answer_at_once(self, agent_run: _AgentRun, call: APICall) -> web.Response:
+        threads = agent_run.recorder.take(call.given, call.tools)
         replies: dict[int, Reply] = {}
 
-        async def one(choice: int, thread: Thread) -> None:
-            replies[choice] = await self._reply(opened, call, thread)
+        async def answer_choice(choice: int, thread: Thread) -> None:
+            replies[choice] = await self._reply(agent_run, call, thread)
 
         with one_error():
             async with anyio.create_task_group() as tasks:
                 for choice, thread in enumerate(threads):
-                    tasks.start_soon(one, choice, thread)
+                    tasks.start_soon(answer_choice, choice, thread)
         return _json(call.whole([replies[choice] for choice in range(len(threads))]))
 
-    async def _stream(self, request: web.Request, opened: _Open, call: APICall) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
         """Stream the answer, from the first token on, so that an earlier refusal has its own status."""
-        threads = opened.recorder.take(call.given, call.tools)
+        threads = agent_run.recorder.take(call.given, call.tools)
         send, receive = anyio.create_memory_object_stream[_News](math.inf)
         replies: dict[int, Reply] = {}
 
-        async def one(choice: int, thread: Thread, send: MemoryObjectSendStream[_News]) -> None:
+        async def stream_choice(choice: int, thread: Thread, send: MemoryObjectSendStream[_News]) -> None:
             with send:
-                shown = self._shown(opened, call)
+                visible = self._visible_text(agent_run, call)
 
                 def on_tokens(_: int, tokens: NDArray[np.int32]) -> None:
-                    send.send_nowait((choice, shown.add(tokens)))
+                    send.send_nowait((choice, visible.add(tokens)))
 
-                reply = await self._reply(opened, call, thread, on_tokens)
-                send.send_nowait((choice, shown.rest(reply.text)))
+                reply = await self._reply(agent_run, call, thread, on_tokens)
+                send.send_nowait((choice, visible.rest(reply.text)))
                 send.send_nowait((choice, reply))
 
         stream = _EventStream(request)
@@ -194,7 +194,7 @@ class Endpoint:
             with one_error(), receive:
                 async with anyio.create_task_group() as tasks:
                     for choice, thread in enumerate(threads):
-                        tasks.start_soon(one, choice, thread, send.clone())
+                        tasks.start_soon(stream_choice, choice, thread, send.clone())
                     send.close()
                     async for choice, news in receive:
                         if not stream.begun:
@@ -209,50 +209,50 @@ class Endpoint:
             if not stream.begun:
                 raise
             await stream.send([call.failed(_api_error(error).data)])
-        return await stream.end(done=call.ends_with_done)
+        return await stream.end(with_done=call.ends_with_done)
 
     # ------------------------------------------------------------------------------------ answers
 
     async def _reply(
-        self, opened: _Open, call: APICall, thread: Thread, on_tokens: OnTokens | None = None
+        self, agent_run: _AgentRun, call: APICall, thread: Thread, on_tokens: OnTokens | None = None
     ) -> Reply:
-        answer = await opened.recorder.reply(
+        answer = await agent_run.recorder.reply(
             thread, max_tokens=call.max_tokens, stop=call.stop, on_tokens=on_tokens
         )
-        stops = (*opened.recorder.session.sampling.stop, *call.stop)
-        message: Message = {"role": "assistant", "content": _before(answer.text, stops)}
+        stops = (*agent_run.recorder.session.sampling.stop, *call.stop)
+        message: Message = {"role": "assistant", "content": _text_before(answer.text, stops)}
         if call.reads_tools:
-            message = self._with_calls(opened, answer) or message
+            message = self._with_calls(agent_run, answer) or message
         # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
         calls = self._tool_parser == "mistral" and "tool_calls" in message
         thread.shown(message, remembered={**message, "content": ""} if calls else None)
         return Reply(answer, thread.prompt_tokens, message)
 
-    def _with_calls(self, opened: _Open, answer: Answer) -> Message | None:
+    def _with_calls(self, agent_run: _AgentRun, answer: Answer) -> Message | None:
         """Return the message with its tool calls; None if it has none, or if one cannot be parsed. As with
         other servers, the message is then the sampled text."""
-        text = opened.recorder.session.tokenizer.decode(answer.tokens, special=True)
+        text = agent_run.recorder.session.tokenizer.decode(answer.tokens, special=True)
         calls = parse_calls(text, self._tool_parser)
         if not calls or any(call.fault for call in calls):
             return None
         tool_calls: list[dict[str, Any]] = []
         for call in calls:
-            opened.calls += 1
+            agent_run.calls += 1
             # Nine letters and digits: templates of Mistral models accept nothing else.
-            id = call.id or f"call{opened.calls:05}"
+            id = call.id or f"call{agent_run.calls:05}"
             function = {"name": call.name, "arguments": call.arguments}
             tool_calls.append({"id": id, "type": "function", "function": function})
         reasoning, closing, rest = text.rpartition("</think>")
-        content = reasoning + closing + _before(rest, _MARKS[self._tool_parser])
+        content = reasoning + closing + _text_before(rest, _MARKS[self._tool_parser])
         return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
-    def _shown(self, opened: _Open, call: APICall) -> _Shown:
-        session = opened.recorder.session
+    def _visible_text(self, agent_run: _AgentRun, call: APICall) -> _VisibleText:
+        session = agent_run.recorder.session
         marks = (*session.sampling.stop, *call.stop)
         if call.reads_tools:
             # Some marks are special tokens, so decode these too; but do not show the token that ends a turn.
             marks += (*_MARKS[self._tool_parser], session.tokenizer.end)
-        return _Shown(_AnswerReader(session.tokenizer, special=call.reads_tools), marks)
+        return _VisibleText(_AnswerReader(session.tokenizer, special=call.reads_tools), marks)
 
 
 class _AnswerReader:
@@ -261,10 +261,10 @@ class _AnswerReader:
     def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._before = self._tokens = np.empty(0, np.int32)
+        self._context_tokens = self._tokens = np.empty(0, np.int32)
         """The latest tokens that ended with a complete character, and the tokens after them. Decoding both
         together gives the text that the later ones have in context."""
-        self._shown = 0
+        self._num_returned = 0
         """Characters of `_tokens` that `add` has returned."""
 
     def add(self, tokens: NDArray[np.int32]) -> str:
@@ -272,19 +272,21 @@ class _AnswerReader:
         if not len(tokens):
             return ""
         self._tokens = np.concatenate([self._tokens, tokens])
-        text = self._decode(np.concatenate([self._before, self._tokens]))[len(self._decode(self._before)) :]
-        whole = text.rstrip("\ufffd")
-        new = whole[self._shown :]
-        self._shown += len(new)
-        if whole == text:
-            self._before, self._tokens, self._shown = self._tokens, self._tokens[:0], 0
+        text = self._decode(np.concatenate([self._context_tokens, self._tokens]))[
+            len(self._decode(self._context_tokens)) :
+        ]
+        complete = text.rstrip("\ufffd")
+        new = complete[self._num_returned :]
+        self._num_returned += len(new)
+        if complete == text:
+            self._context_tokens, self._tokens, self._num_returned = self._tokens, self._tokens[:0], 0
         return new
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
         return self._tokenizer.decode(tokens, special=self._special)
 
 
-class _Shown:
+class _VisibleText:
     """The part of a growing answer that the agent may see: up to the first mark, and without an end that may
     be the beginning of a mark."""
 
@@ -301,10 +303,10 @@ class _Shown:
         ends = [at for mark in self._marks if (at := self._text.find(mark, self._sent)) >= 0]
         return self._send(min(ends, default=len(self._text) - self._uncertain()))
 
-    def rest(self, whole: str) -> str:
+    def rest(self, answer: str) -> str:
         """Return the part of the whole answer that is missing so far."""
         # If an engine was lost, its replacement may have sampled another answer.
-        return whole[self._sent :] if whole.startswith(self._text[: self._sent]) else ""
+        return answer[self._sent :] if answer.startswith(self._text[: self._sent]) else ""
 
     def _send(self, end: int) -> str:
         new = self._text[self._sent : end]
@@ -315,8 +317,10 @@ class _Shown:
         """Return the number of characters at the end that may begin a mark."""
         longest = max(map(len, self._marks), default=0)
         end = self._text[self._sent :][-longest:] if longest else ""
-        ends = (end[at:] for at in range(len(end)))
-        return next((len(each) for each in ends if any(m.startswith(each) for m in self._marks)), 0)
+        suffixes = (end[at:] for at in range(len(end)))
+        return next(
+            (len(suffix) for suffix in suffixes if any(mark.startswith(suffix) for mark in self._marks)), 0
+        )
 
 
 class _EventStream:
@@ -341,22 +345,22 @@ class _EventStream:
         if data:
             await self._response.write(data)
 
-    async def end(self, *, done: bool) -> web.StreamResponse:
+    async def end(self, *, with_done: bool) -> web.StreamResponse:
         """End the answer: no more events follow."""
-        await self._response.write_eof(b"data: [DONE]\n\n" if done else b"")
+        await self._response.write_eof(b"data: [DONE]\n\n" if with_done else b"")
         return self._response
 
 
 # ----------------------------------------------------------------------------------------- helpers
 
 
-def _before(text: str, marks: Iterable[str]) -> str:
+def _text_before(text: str, marks: Iterable[str]) -> str:
     """Return the text before the first mark."""
     return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
 
 
 @web.middleware
-async def _in_openai_shape(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _format_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Return refusals and errors in the format of OpenAI's server."""
     try:
         return await handler(request)

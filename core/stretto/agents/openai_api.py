@@ -445,21 +445,21 @@ class ResponseCall:
         """A `response`."""
         [reply] = replies
         self._earlier[self._id] = [*self._messages, reply.message]
-        cut = reply.answer.finish == "length" and "tool_calls" not in reply.message
-        used = _usage(replies)
+        truncated = reply.answer.finish == "length" and "tool_calls" not in reply.message
+        usage = _usage(replies)
         return {
-            **self._head("incomplete" if cut else "completed"),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            **self._head("incomplete" if truncated else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "output": [
                 *([self._message(reply.text, "completed")] if self._has_message(reply) else []),
                 *map(_output_call, reply.tool_calls),
             ],
             "usage": {
-                "input_tokens": used["prompt_tokens"],
+                "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": used["completion_tokens"],
+                "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": used["total_tokens"],
+                "total_tokens": usage["total_tokens"],
             },
         }
 
@@ -490,9 +490,9 @@ class ResponseCall:
         for index, call in enumerate(reply.tool_calls, at):
             item = _output_call(call)
             place = {"item_id": item["id"], "output_index": index}
-            begun = {**item, "arguments": "", "status": "in_progress"}
+            open_item = {**item, "arguments": "", "status": "in_progress"}
             arguments = item["arguments"]
-            yield self._event("response.output_item.added", output_index=index, item=begun)
+            yield self._event("response.output_item.added", output_index=index, item=open_item)
             yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
             name = item["name"]
             yield self._event(
@@ -568,19 +568,19 @@ def _read(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at ")
+        message, _, path = str(error).partition(" - at ")
         param = path.strip("`").removeprefix("$").removeprefix(".") or None
-        where = f"{param}: " if param else ""
-        raise ApiError(f"{where}{what[:1].lower()}{what[1:]}", param=param) from error
+        location = f"{param}: " if param else ""
+        raise ApiError(f"{location}{message[:1].lower()}{message[1:]}", param=param) from error
     except msgspec.DecodeError as error:
         raise ApiError(f"the body is not JSON: {error}") from error
 
 
-def _plain(message: _ChatMessage, where: str) -> Message:
+def _plain(message: _ChatMessage, location: str) -> Message:
     """Return a chat message in the form of chat templates. Two equal messages have equal forms."""
     # OpenAI's newer models call the role `developer` that templates call `system`.
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _text(message.content, f"{where}.content")}
+    plain: dict[str, Any] = {"role": role, "content": _text(message.content, f"{location}.content")}
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -588,16 +588,16 @@ def _plain(message: _ChatMessage, where: str) -> Message:
     if message.name is not None:
         plain["name"] = message.name
     if role == "tool" and message.tool_call_id is None:
-        raise ApiError(f"{where}: a tool's message needs 'tool_call_id'", param=f"{where}.tool_call_id")
+        raise ApiError(f"{location}: a tool's message needs 'tool_call_id'", param=f"{location}.tool_call_id")
     return plain
 
 
-def _text(content: str | list[_Part] | None, where: str) -> str:
+def _text(content: str | list[_Part] | None, location: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise ApiError(f"{where}: only text is supported, not {part.type!r}", param=where)
+            raise ApiError(f"{location}: only text is supported, not {part.type!r}", param=location)
     return "".join(part.text or part.refusal for part in content)
 
 
@@ -614,9 +614,9 @@ def _call(call: _APIToolCall) -> dict[str, Any]:
 def _function(tool: Mapping[str, Any], function: Any, index: int) -> dict[str, Any]:
     """Return a tool in the form of chat templates."""
     if tool.get("type") != "function":
-        found = tool.get("type")
+        kind = tool.get("type")
         raise ApiError(
-            f"tools[{index}]: only functions are supported, not {found!r}", param=f"tools[{index}].type"
+            f"tools[{index}]: only functions are supported, not {kind!r}", param=f"tools[{index}].type"
         )
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(f"tools[{index}]: a function needs a name", param=f"tools[{index}].name")
@@ -649,42 +649,42 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:
         prompts = prompt
     if not prompts or not all(prompts):
         raise ApiError("a prompt needs at least one token", param="prompt")
-    if any(isinstance(each, int) for each in prompts):
+    if any(isinstance(item, int) for item in prompts):
         raise ApiError("expected text, token ids, or a list of either", param="prompt")
-    return [each if isinstance(each, str) else np.asarray(each, np.int32) for each in prompts]
+    return [item if isinstance(item, str) else np.asarray(item, np.int32) for item in prompts]
 
 
-def _items(given: str | list[dict[str, Any]]) -> list[Message]:
+def _items(items: str | list[dict[str, Any]]) -> list[Message]:
     """Return the input items of a response as chat messages. Each tool call is a message of its own."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    return [message for i, item in enumerate(given) for message in _item(item, f"input[{i}]")]
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    return [message for i, item in enumerate(items) for message in _item(item, f"input[{i}]")]
 
 
-def _item(item: dict[str, Any], where: str) -> list[Message]:
+def _item(item: dict[str, Any], location: str) -> list[Message]:
     match item.get("type", "message"):
         case "message":
-            message = _item_as(item, _InputMessage, where)
-            return [_plain(_ChatMessage(role=message.role, content=message.content), where)]
+            message = _item_as(item, _InputMessage, location)
+            return [_plain(_ChatMessage(role=message.role, content=message.content), location)]
         case "function_call":
-            call = _item_as(item, _InputCall, where)
-            called = _APIToolCall(call.call_id, _CalledFunction(call.name, call.arguments))
-            return [{"role": "assistant", "content": "", "tool_calls": [_call(called)]}]
+            call = _item_as(item, _InputCall, location)
+            tool_call = _APIToolCall(call.call_id, _CalledFunction(call.name, call.arguments))
+            return [{"role": "assistant", "content": "", "tool_calls": [_call(tool_call)]}]
         case "function_call_output":
-            output = _item_as(item, _InputOutput, where)
-            text = _text(output.output, f"{where}.output")
+            output = _item_as(item, _InputOutput, location)
+            text = _text(output.output, f"{location}.output")
             return [{"role": "tool", "content": text, "tool_call_id": output.call_id}]
         case "reasoning":  # other models have these items; the policy's reasoning is part of its text
             return []
         case other:
-            raise ApiError(f"{where}: {other!r} is not supported", param=f"{where}.type")
+            raise ApiError(f"{location}: {other!r} is not supported", param=f"{location}.type")
 
 
-def _item_as(item: dict[str, Any], kind: type[T], where: str) -> T:
+def _item_as(item: dict[str, Any], kind: type[T], location: str) -> T:
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
-        raise ApiError(f"{where}: {error}", param=where) from error
+        raise ApiError(f"{location}: {error}", param=location) from error
 
 
 def _merge_calls(messages: Sequence[Message]) -> list[Message]:

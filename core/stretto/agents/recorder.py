@@ -71,12 +71,12 @@ class Thread:
         self.prompt_tokens = 0
         """Number of tokens before the last answer."""
         self._tools = tools
-        self._free = False
+        self._can_continue = False
         """Whether a call may continue the thread: the agent got the last answer."""
         self._session = session
         self._name = name
         self._on_tokens: OnTokens | None = None
-        self._seen: str | list[Any] = ""
+        self._prefix: str | list[Any] = ""
         """A call that begins with this continues the thread."""
         if isinstance(given, np.ndarray):
             self._conversation: Conversation | _TokenPrompt = _TokenPrompt(self._generate, given, limit)
@@ -97,25 +97,25 @@ class Thread:
     @property
     def length(self) -> int:
         """Number of messages or characters that a call has to begin with to continue the thread."""
-        return len(self._seen)
+        return len(self._prefix)
 
     def news_in(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
         """Return what a call adds to this thread; None if the call does not continue it."""
-        seen = self._seen
-        if not self._free or tools != self._tools:
+        prefix = self._prefix
+        if not self._can_continue or tools != self._tools:
             return None
-        if isinstance(given, str) and isinstance(seen, str):
-            new = given.removeprefix(seen)
+        if isinstance(given, str) and isinstance(prefix, str):
+            new = given.removeprefix(prefix)
             return [new] if 0 < len(new) < len(given) else None
-        if isinstance(given, list) and isinstance(seen, list) and given[: len(seen)] == seen:
-            return given[len(seen) :] or None
+        if isinstance(given, list) and isinstance(prefix, list) and given[: len(prefix)] == prefix:
+            return given[len(prefix) :] or None
         return None
 
     def go_on(self, given: Input, news: Sequence[Any]) -> None:
         """Continue the thread with a call's input. The thread now waits for an answer."""
         assert isinstance(self._conversation, Conversation)
         self._conversation.add(*news)
-        self.given, self._free = given, False
+        self.given, self._can_continue = given, False
 
     async def reply(self, sampling: Sampling, on_tokens: OnTokens | None) -> Answer | None:
         """Sample the policy's answer; None if the thread's limit leaves no room for a token."""
@@ -126,7 +126,7 @@ class Thread:
             # Agents that write prompts append a stop text again, but do not know the token that ends a turn.
             new = self._text[before:]
             end = self._session.tokenizer.end
-            self._seen = self.given + (new.removesuffix(end) if answer.finish == "stop" else new)
+            self._prefix = self.given + (new.removesuffix(end) if answer.finish == "stop" else new)
         return answer
 
     def shown(self, message: Message, *, remembered: Message | None = None) -> None:
@@ -140,10 +140,10 @@ class Thread:
         if isinstance(self._conversation, _TokenPrompt):
             return
         if isinstance(self.given, list):
-            self._seen = [*self.given, message]
+            self._prefix = [*self.given, message]
         if remembered is not None and isinstance(self._conversation.history, list):
             self._conversation.history[-1] = remembered
-        self._free = True
+        self._can_continue = True
 
     def trajectories(self, score: Score) -> list[Trajectory]:
         """Return the trajectories of the sampled tokens."""
@@ -211,8 +211,8 @@ class CallRecorder:
         """The thread with the newest answer."""
         self._name = name
         self._threads: list[Thread] = []
-        self._under_way: set[anyio.CancelScope] = set()
-        self._ended = anyio.Event()
+        self._call_scopes: set[anyio.CancelScope] = set()
+        self._call_ended = anyio.Event()
         self._closed = False
 
     def take(self, given: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
@@ -231,7 +231,7 @@ class CallRecorder:
         if limits.tokens is not None and self.tokens >= limits.tokens:
             raise self._refusal(f"an agent may sample {limits.tokens} tokens", "max_total_tokens")
         self.calls += len(given)
-        return [self._thread_for(each, tools) for each in given]
+        return [self._thread_for(prompt, tools) for prompt in given]
 
     async def reply(
         self,
@@ -254,10 +254,10 @@ class CallRecorder:
             ConfigError: if there is no chat template, or it refuses the messages.
         """
         sampling = self.session.sampling
-        most = (sampling.max_tokens, max_tokens, self._tokens_left())
+        limits = (sampling.max_tokens, max_tokens, self._tokens_left())
         sampling = msgspec.structs.replace(
             sampling,
-            max_tokens=min(each for each in most if each is not None),
+            max_tokens=min(limit for limit in limits if limit is not None),
             stop=(*sampling.stop, *(text for text in stop if text not in sampling.stop)),
         )
         try:
@@ -281,34 +281,36 @@ class CallRecorder:
             OverLimit: if the recorder is closed.
         """
         with anyio.CancelScope() as scope:
-            self._under_way.add(scope)
+            self._call_scopes.add(scope)
             try:
                 if self._closed:
                     scope.cancel()
                 return await work
             finally:
-                self._under_way.remove(scope)
-                self._ended.set()
+                self._call_scopes.remove(scope)
+                self._call_ended.set()
         raise OverLimit("the agent run is over", "run_over")
 
     async def close(self) -> None:
         """Cancel the unfinished calls, and accept no more."""
         self._closed = True
-        for scope in self._under_way:
+        for scope in self._call_scopes:
             scope.cancel()
-        while self._under_way:
-            self._ended = anyio.Event()
-            await self._ended.wait()
+        while self._call_scopes:
+            self._call_ended = anyio.Event()
+            await self._call_ended.wait()
 
     def trajectories(self, score: Score) -> list[Trajectory]:
         """Return the trajectories of all chats; none without an answer.
 
         Each has the agent run's score, with the metrics `calls` and `chats` added.
         """
-        answered = [thread for thread in self._threads if thread.message is not None]
-        metrics = {**score.metrics, "calls": float(self.calls), "chats": float(len(answered))}
+        threads = [thread for thread in self._threads if thread.message is not None]
+        metrics = {**score.metrics, "calls": float(self.calls), "chats": float(len(threads))}
         score = replace(score, metrics=metrics)
-        return parts_of_sample([each for thread in answered for each in thread.trajectories(score)])
+        return parts_of_sample(
+            [trajectory for thread in threads for trajectory in thread.trajectories(score)]
+        )
 
     # ------------------------------------------------------------------------------------ private
 

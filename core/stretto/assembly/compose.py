@@ -95,7 +95,9 @@ class Composed:
             path: dotted key of the section whose component was called. The text names this component if no
                 component's files are in the traceback. Without `path` the text is then empty.
         """
-        owners = {each: self.origin(each) for each in ([path] if path else []) + list(self.components)}
+        owners = {
+            section: self.origin(section) for section in ([path] if path else []) + list(self.components)
+        }
         for frame in reversed(foreign_frames(error)):
             for origin in owners.values():
                 if frame.filename.startswith(origin.files):
@@ -135,17 +137,15 @@ def compose(
     notices: list[str] = []
     plain, secret = run_file.read(source)
     composed = _Composer(source, plugins or Plugins()).run(deepcopy(plain), notices)
-    whole = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
+    full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
     return Composed(
         composed.config,
         composed.plugins,
         composed.components,
-        whole,
+        full,
         tuple(notices),
         source.place,
-        tuple(
-            (path, text) for path, text in run_file.references(source.written) if _at(whole, path) is not None
-        ),
+        tuple((path, text) for path, text in run_file.references(source.raw) if _at(full, path) is not None),
     )
 
 
@@ -195,22 +195,24 @@ class _Composer:
         if not isinstance(paths, (list, tuple)):
             raise self.source.error("plugins", f"expected a list of files, found {paths!r}", paths)
         for index, path in enumerate(cast("list[Any]", paths)):
-            where = self._existing(f"plugins.{index}", str(path))
+            file = self._find_file(f"plugins.{index}", str(path))
             try:
-                self.plugins.add_path(where)
+                self.plugins.add_path(file)
             except PluginError as error:
                 raise PluginError(f"{self.source.place('plugins')}: {error}") from error
         if paths:
-            data["plugins"] = [str(self._existing("plugins", str(path))) for path in cast("list[Any]", paths)]
+            data["plugins"] = [
+                str(self._find_file("plugins", str(path))) for path in cast("list[Any]", paths)
+            ]
 
     def _named_sections(self, data: dict[str, Any]) -> dict[str, Kind]:
         """Return the sections whose names the user chooses, such as `groups.critics`, with their kinds."""
         kinds: dict[str, Kind] = {}
         for path, kind in NAMED_SECTIONS.items():
-            named = data.get(path) or {}
-            if not isinstance(named, dict):
-                raise self.source.error(path, f"expected a mapping of names, found {named!r}", named)
-            for name in cast("dict[str, Any]", named):
+            entries = data.get(path) or {}
+            if not isinstance(entries, dict):
+                raise self.source.error(path, f"expected a mapping of names, found {entries!r}", entries)
+            for name in cast("dict[str, Any]", entries):
                 if not re.fullmatch(GROUP_NAME, str(name)) or name in SECTIONS:
                     raise self.source.error(
                         f"{path}.{name}",
@@ -243,16 +245,16 @@ class _Composer:
 
     def _component(self, kind: Kind, path: str, section: dict[str, Any]) -> Component[Any]:
         name = section.setdefault("use", _default_use(kind))
-        where = f"{path}.use"
+        use_key = f"{path}.use"
         if not isinstance(name, str):
             names = ", ".join(self.plugins.names(kind)) or "none"
             raise self.source.error(
-                where, f"expected the name of a {kind}, found {name!r}; installed: {names}"
+                use_key, f"expected the name of a {kind}, found {name!r}; installed: {names}"
             )
         try:
             component = self.plugins.get(kind, name)
         except PluginError as error:
-            raise PluginError(f"{self.source.place(where)}: {error}", kind=kind, name=name) from error
+            raise PluginError(f"{self.source.place(use_key)}: {error}", kind=kind, name=name) from error
         self.components[path] = component
         return component
 
@@ -260,11 +262,11 @@ class _Composer:
         self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
     ) -> None:
         """If an override replaces a section's component, remove keys that only the former one has."""
-        if not self.source.overridden(f"{path}.use"):
+        if not self.source.is_overridden(f"{path}.use"):
             return
         accepted = {field.encode_name for field in msgspec.structs.fields(component.config)}
         unknown = [key for key in section if key not in accepted]
-        stale = [key for key in unknown if not self.source.overridden(f"{path}.{key}")]
+        stale = [key for key in unknown if not self.source.is_overridden(f"{path}.{key}")]
         former = self._former_keys(kind, path)
         stale = [key for key in stale if former is None or key in former]
         for key in stale:
@@ -277,7 +279,7 @@ class _Composer:
     def _former_keys(self, kind: Kind, path: str) -> set[str] | None:
         """Return the keys of the component that the file names; None if it cannot be loaded here."""
         try:
-            former = self.plugins.get(kind, self.source.chosen(path))
+            former = self.plugins.get(kind, self.source.component_in_file(path))
         except PluginError:
             return None
         return {field.encode_name for field in msgspec.structs.fields(former.config)}
@@ -306,27 +308,27 @@ class _Composer:
         self, sections: Mapping[str, type[msgspec.Struct]], lists: Mapping[str, list[type[msgspec.Struct]]]
     ) -> type[msgspec.Struct]:
         """Return `RunConfig` with its sections narrowed to the structs of the chosen components."""
-        narrowed: list[tuple[str, Any]] = []
+        section_fields: list[tuple[str, Any]] = []
         for path, struct in sections.items():
             if "." not in path:
-                narrowed.append((path, struct))
+                section_fields.append((path, struct))
         groups = [
             (path.removeprefix("groups."), struct)
             for path, struct in sections.items()
             if path.startswith("groups.")
         ]
         if groups:
-            named = msgspec.defstruct("Groups", groups, bases=(Groups,), kw_only=True, frozen=True)
-            narrowed.append(("groups", named))
+            groups_struct = msgspec.defstruct("Groups", groups, bases=(Groups,), kw_only=True, frozen=True)
+            section_fields.append(("groups", groups_struct))
         if "evaluation.dataset" in sections:
             fields = [("dataset", sections["evaluation.dataset"])]
             evaluation = msgspec.defstruct(
                 "EvaluationConfig", fields, bases=(EvaluationConfig,), kw_only=True, frozen=True
             )
-            narrowed.append(("evaluation", evaluation))
+            section_fields.append(("evaluation", evaluation))
         for path, structs in lists.items():
-            narrowed.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
-        return msgspec.defstruct("RunConfig", narrowed, bases=(RunConfig,), kw_only=True, frozen=True)
+            section_fields.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
+        return msgspec.defstruct("RunConfig", section_fields, bases=(RunConfig,), kw_only=True, frozen=True)
 
     def _refuse_unknown(self, data: Any, struct: type[msgspec.Struct], path: str) -> None:
         """Refuse unknown keys and name the nearest known key, which msgspec does not do."""
@@ -334,11 +336,11 @@ class _Composer:
             return
         known = {field.encode_name: field for field in msgspec.structs.fields(struct)}
         for key, value in cast("dict[str, Any]", data).items():
-            here = f"{path}.{key}" if path else str(key)
+            key_path = f"{path}.{key}" if path else str(key)
             if key not in known:
                 hint = offer(str(key), known, "accepted here")
-                raise self.source.error(here, f"unknown key {key!r}{hint}", value)
-            for part, item in _structs_in(known[key].type, value, here):
+                raise self.source.error(key_path, f"unknown key {key!r}{hint}", value)
+            for part, item in _structs_in(known[key].type, value, key_path):
                 self._refuse_unknown(item[1], part, item[0])
 
     def _convert(self, data: dict[str, Any], struct: type[msgspec.Struct]) -> RunConfig:
@@ -351,7 +353,7 @@ class _Composer:
                 path = f"{path}.{missing[1]}" if path else missing[1]
                 raise self.source.error(path, "this key is required but missing") from error
             source = ""
-            if origin := self._interpolated(path):
+            if origin := self._reference_at(path):
                 try:
                     msgspec.convert(_at(data, origin), _annotation_at(struct, origin))
                     source = f", from ${{{origin}}}"
@@ -359,50 +361,50 @@ class _Composer:
                     message, path = _message_and_path(cause)[0], origin
             value = _at(data, path)
             text = _plain_message(message, value, _annotation_at(struct, path))
-            shown = "" if isinstance(value, dict) else f"; found {value!r}{source}"
-            raise self.source.error(path, f"{text}{shown}", value) from error
+            value_text = "" if isinstance(value, dict) else f"; found {value!r}{source}"
+            raise self.source.error(path, f"{text}{value_text}", value) from error
 
-    def _interpolated(self, path: str) -> str:
+    def _reference_at(self, path: str) -> str:
         """Return the key that `${key}` at `path` refers to in the end; empty if the value is no reference."""
-        match = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(_at(self.source.written, path)))
-        return (self._interpolated(match[1]) or match[1]) if match else ""
+        match = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(_at(self.source.raw, path)))
+        return (self._reference_at(match[1]) or match[1]) if match else ""
 
     def _resolve_paths(self, struct: msgspec.Struct, path: str) -> msgspec.Struct:
         """Return the struct with every path to a local file made absolute, also in nested structs."""
         changes: dict[str, Any] = {}
         for field in msgspec.structs.fields(type(struct)):
             value = getattr(struct, field.name)
-            here = f"{path}.{field.name}" if path else field.name
+            key_path = f"{path}.{field.name}" if path else field.name
             if isinstance(value, msgspec.Struct):
-                changes[field.name] = self._resolve_paths(value, here)
+                changes[field.name] = self._resolve_paths(value, key_path)
             elif isinstance(value, dict):
-                named = cast("dict[str, Any]", value)
+                mapping = cast("dict[str, Any]", value)
                 changes[field.name] = {
-                    key: self._resolve_paths(item, f"{here}.{key}")
+                    key: self._resolve_paths(item, f"{key_path}.{key}")
                     if isinstance(item, msgspec.Struct)
                     else item
-                    for key, item in named.items()
+                    for key, item in mapping.items()
                 }
             elif isinstance(value, str):
-                changes[field.name] = self._resolve_path(_marks(field.type), value, here)
+                changes[field.name] = self._resolve_path(_marks(field.type), value, key_path)
             elif isinstance(value, tuple) and (marks := _marks_of_items(field.type)):
                 items = cast("tuple[str, ...]", value)
                 changes[field.name] = tuple(
-                    self._resolve_path(marks, item, f"{here}.{index}") for index, item in enumerate(items)
+                    self._resolve_path(marks, item, f"{key_path}.{index}") for index, item in enumerate(items)
                 )
         return msgspec.structs.replace(struct, **changes) if changes else struct
 
     def _resolve_path(self, marks: set[str], value: str, path: str) -> str:
         if "local_path" in marks:
-            return str(self._existing(path, value))
+            return str(self._find_file(path, value))
         if "model" in marks and (local := find_path(value, self.source.file)):
             return str(local)
         module, _, name = value.rpartition(":")
         if "importable" in marks and module.endswith(".py"):
-            return f"{self._existing(path, module)}:{name}"
+            return f"{self._find_file(path, module)}:{name}"
         return value
 
-    def _existing(self, key: str, path: str) -> Path:
+    def _find_file(self, key: str, path: str) -> Path:
         local = find_path(path, self.source.file)
         if local is None:
             raise self.source.error(
@@ -521,8 +523,10 @@ def _annotation_at(struct: Any, path: str) -> Any:
     for part in path.split("."):
         if part.isdigit():
             continue
-        structs = [each for each, _ in _structs_in(annotation, None, "")]
-        fields = {field.encode_name: field.type for each in structs for field in msgspec.structs.fields(each)}
+        structs = [nested for nested, _ in _structs_in(annotation, None, "")]
+        fields = {
+            field.encode_name: field.type for nested in structs for field in msgspec.structs.fields(nested)
+        }
         if part not in fields:
             return Any
         annotation = fields[part]

@@ -100,7 +100,7 @@ def _signature_faults(
     try:
         signature.bind(*first, *positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        arguments = ", ".join([*positional, *(f"{each}=" for each in keywords)])
+        arguments = ", ".join([*positional, *(f"{keyword}=" for keyword in keywords)])
         own = ", ".join(list(signature.parameters)[len(first) :])
         yield f"has {name}({own}), but stretto calls {name}({arguments}): {error}"
 

@@ -13,7 +13,7 @@ from stretto.errors import ConfigError, nearest, offer
 __all__ = ["Graph", "graph_of"]
 
 # Keys that a call may read although no call writes them.
-GIVEN = ("prompt",)
+INPUT_KEYS = ("prompt",)
 # Calls of these kinds are complete before a batch is formed: the rollout worker runs them for a ticket, or
 # they read rows. All other calls run on a worker group.
 SOURCE_OPS = ("generate", "score", "read")
@@ -96,7 +96,7 @@ class Graph:
         for call in self.calls:
             keys: dict[str, list[str]] = {}
             for key in call.reads:
-                source = "prompt" if key in GIVEN else number[self.writers[key].name]
+                source = "prompt" if key in INPUT_KEYS else number[self.writers[key].name]
                 keys.setdefault(source, []).append(key)
             lines += [
                 f'  {source} -- "{", ".join(names)}" --> {number[call.name]}'
@@ -133,9 +133,9 @@ def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
     if {"generate", "score"} & {call.op for call in calls} not in ({"generate", "score"}, set()):
         raise _error("sampled answers need scores: expected both `generate` and `score`, or neither")
     writer = _writers(calls)
-    edges = {(writer[key], call.name) for call in calls for key in call.reads if key not in GIVEN}
+    edges = {(writer[key], call.name) for call in calls for key in call.reads if key not in INPUT_KEYS}
     edges |= set(_weights_edges(calls))
-    return Graph(_ordered(calls, edges), frozenset(edges), dict(models))
+    return Graph(_sort_calls(calls, edges), frozenset(edges), dict(models))
 
 
 def _check_model(call: Call, models: Mapping[str, Model]) -> None:
@@ -170,7 +170,7 @@ def _writers(calls: Sequence[Call]) -> dict[str, str]:
             writer[key] = call.name
     for call in calls:
         for key in call.reads:
-            if key not in writer and key not in GIVEN:
+            if key not in writer and key not in INPUT_KEYS:
                 raise _error(f"call {call.name!r} reads {key!r}, which no call writes{nearest(key, writer)}")
     return writer
 
@@ -178,25 +178,25 @@ def _writers(calls: Sequence[Call]) -> dict[str, str]:
 def _weights_edges(calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
     """Yield edges that put every other call on a model before its training: those calls read the weights of
     the step's start."""
-    for last in calls:
-        if last.op == "train":
+    for train_call in calls:
+        if train_call.op == "train":
             for call in calls:
-                if call.model == last.model and call.op != "train":
-                    yield call.name, last.name
+                if call.model == train_call.model and call.op != "train":
+                    yield call.name, train_call.name
 
 
-def _ordered(calls: Sequence[Call], edges: set[tuple[str, str]]) -> tuple[Call, ...]:
-    ordered: list[Call] = []
+def _sort_calls(calls: Sequence[Call], edges: set[tuple[str, str]]) -> tuple[Call, ...]:
+    order: list[Call] = []
     waiting = list(calls)
     while waiting:
-        held = {later for earlier, later in edges if any(call.name == earlier for call in waiting)}
-        free = next((call for call in waiting if call.name not in held), None)
+        blocked = {later for earlier, later in edges if any(call.name == earlier for call in waiting)}
+        free = next((call for call in waiting if call.name not in blocked), None)
         if free is None:
             names = ", ".join(call.name for call in waiting)
             raise _error(f"the calls {names} wait for each other in a cycle")
-        ordered.append(free)
+        order.append(free)
         waiting.remove(free)
-    return tuple(ordered)
+    return tuple(order)
 
 
 def _error(message: str) -> ConfigError:

@@ -61,11 +61,11 @@ class _Tee:
         if self._file is not None:
             self._file.write(f"{self._json(logger, name, dict(event))}\n")
         if self._console:
-            shown = {key: value for key, value in event.items() if key not in ("run", "role")}
-            if shown.pop("exception", None) and self._file is not None:
-                shown["traceback"] = self._file.name
+            fields = {key: value for key, value in event.items() if key not in ("run", "role")}
+            if fields.pop("exception", None) and self._file is not None:
+                fields["traceback"] = self._file.name
             try:
-                print(self._text(logger, name, shown), file=sys.stderr, flush=True)
+                print(self._text(logger, name, fields), file=sys.stderr, flush=True)
             except OSError:  # the reader of stderr is gone; the file still gets every line
                 self._console = False
         return ""

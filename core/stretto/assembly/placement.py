@@ -116,8 +116,8 @@ class Placement:
         return owners
 
     def _group_name(self, model: str) -> str:
-        placed = self._config.models.get(model)
-        return DEFAULT_GROUP if placed is None else placed.group
+        settings = self._config.models.get(model)
+        return DEFAULT_GROUP if settings is None else settings.group
 
 
 def sections(config: RunConfig) -> dict[str, TrainingConfig]:
@@ -149,15 +149,15 @@ def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None =
     """
     if parts == 1:
         return [list(range(len(weights)))]
-    together: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for index, unit in enumerate(range(len(weights)) if units is None else units):
-        together.setdefault(unit, []).append(index)
-    total = {unit: sum(weights[index] for index in indices) for unit, indices in together.items()}
+        members.setdefault(unit, []).append(index)
+    total = {unit: sum(weights[index] for index in indices) for unit, indices in members.items()}
     shares: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, 0)] * parts
-    for unit in sorted(together, key=lambda unit: (-total[unit], together[unit][0])):
+    for unit in sorted(members, key=lambda unit: (-total[unit], members[unit][0])):
         lightest = loads.index(min(loads))
-        shares[lightest] += together[unit]
+        shares[lightest] += members[unit]
         weight, count = loads[lightest]
-        loads[lightest] = (weight + total[unit], count + len(together[unit]))
+        loads[lightest] = (weight + total[unit], count + len(members[unit]))
     return [sorted(indices) for indices in shares]

@@ -95,7 +95,7 @@ class _PluginSource:
 
     kind: Kind
     name: str
-    where: EntryPoint | ModuleType
+    provider: EntryPoint | ModuleType
     path: Path | None = None
     """The file of a module loaded by path."""
 
@@ -113,12 +113,12 @@ class _PluginSource:
 
     @property
     def _package(self) -> Distribution | None:
-        return self.where.dist if isinstance(self.where, EntryPoint) else None
+        return self.provider.dist if isinstance(self.provider, EntryPoint) else None
 
     @property
     def label(self) -> str:
-        if isinstance(self.where, ModuleType):
-            return f"{self.kind} {self.name!r} of {Path(self.where.__file__ or self.distribution).name}"
+        if isinstance(self.provider, ModuleType):
+            return f"{self.kind} {self.name!r} of {Path(self.provider.__file__ or self.distribution).name}"
         return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
 
 
@@ -129,7 +129,7 @@ class Plugins:
         self._manager = pluggy.PluginManager("stretto")
         self._manager.add_hookspecs(hooks)
         self._paths: dict[Path, ModuleType] = {}
-        self._offered: dict[tuple[Kind, str], list[Component[Any]]] = {}
+        self._offers: dict[tuple[Kind, str], list[Component[Any]]] = {}
         self._origins: dict[tuple[Kind, str], Origin] = {}
 
     @property
@@ -199,7 +199,11 @@ class Plugins:
             )
         [source] = sources
         component = self._load(kind, source)
-        module = source.where if isinstance(source.where, ModuleType) else sys.modules[source.where.module]
+        module = (
+            source.provider
+            if isinstance(source.provider, ModuleType)
+            else sys.modules[source.provider.module]
+        )
         self._origins[kind, name] = Origin(source.label, _files_of(module), source.distribution)
         return component
 
@@ -226,19 +230,19 @@ class Plugins:
     # ------------------------------------------------------------------------------------ private
 
     @cached_property
-    def _installed(self) -> EntryPoints:
+    def _entry_points(self) -> EntryPoints:
         """The entry points of all installed packages. Reading them takes a few milliseconds."""
         return cast("EntryPoints", entry_points())  # Python 3.11 returns another class with the same `select`
 
     def _sources(self, kind: Kind) -> Iterator[_PluginSource]:
-        for entry in self._installed.select(group=f"stretto.{kind}"):
+        for entry in self._entry_points.select(group=f"stretto.{kind}"):
             yield _PluginSource(kind, entry.name, entry)
         for path, module in self._paths.items():
             for component in self._components(kind, module):
                 yield _PluginSource(kind, component.name, module, path)
 
     def _load(self, kind: Kind, source: _PluginSource) -> Component[Any]:
-        module = source.where
+        module = source.provider
         if isinstance(module, EntryPoint):
             try:
                 module = module.load()
@@ -246,15 +250,15 @@ class Plugins:
                 reason = f"{source.label} does not load: {place_of(error)}"
                 raise PluginError(reason, kind=kind, name=source.name) from error
             self._register(module, source.label)
-        offered = {component.name: component for component in self._components(kind, module)}
-        if source.name not in offered:
+        components = {component.name: component for component in self._components(kind, module)}
+        if source.name not in components:
             raise PluginError(
                 f"{source.label}: its module {module.__name__!r} implements stretto_{kind} for "
-                f"{sorted(offered) or 'nothing'}, not for {source.name!r}",
+                f"{sorted(components) or 'nothing'}, not for {source.name!r}",
                 kind=kind,
                 name=source.name,
             )
-        component = offered[source.name]
+        component = components[source.name]
         if not issubclass(component.config, BASES[kind]):
             raise PluginError(
                 f"{source.label}: its config {component.config.__name__!r} must extend "
@@ -275,25 +279,25 @@ class Plugins:
     def _components(self, kind: Kind, module: ModuleType) -> list[Component[Any]]:
         """Return the components of a kind that a registered module offers. Call its hook only once."""
         key = (kind, module.__name__)
-        if key not in self._offered:
+        if key not in self._offers:
             caller: pluggy.HookCaller = getattr(self._manager.hook, f"stretto_{kind}")
-            offered: list[Component[Any]] = []
+            components: list[Component[Any]] = []
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is module:
-                    offered += _offered_by(implementation.function, kind, module)
-            self._offered[key] = offered
-        return self._offered[key]
+                    components += _components_of_hook(implementation.function, kind, module)
+            self._offers[key] = components
+        return self._offers[key]
 
     def _unknown(self, kind: Kind, name: str) -> str:
         installed = self.names(kind)
         planned = _PLANNED[kind]
-        listed = f"installed: {', '.join(installed) or 'none'}"
+        hint = f"installed: {', '.join(installed) or 'none'}"
         if name in planned:
-            return f"no {kind} {name!r}: this version of stretto does not have it yet; {listed}"
+            return f"no {kind} {name!r}: this version of stretto does not have it yet; {hint}"
         guess = nearest(name, [*installed, *planned])
         if any(f"{word!r}?" in guess for word in planned if word not in installed):
             guess += " (not in this version)"
-        return f"no {kind} {name!r}{guess or ';'} {listed}"
+        return f"no {kind} {name!r}{guess or ';'} {hint}"
 
 
 def missing_extra(component: Component[Any]) -> str:
@@ -312,18 +316,22 @@ def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
         PluginError: if there is no such hook, or it has no such argument.
     """
     name = function.__name__
-    where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
-    specified = [hook for hook in vars(hooks) if hook.startswith("stretto_")]
-    if name not in specified:
-        raise PluginError(f"{label}: there is no hook {name!r}{nearest(name, specified)} ({where})")
-    known = inspect.signature(getattr(hooks, name)).parameters
+    location = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    hook_names = [hook for hook in vars(hooks) if hook.startswith("stretto_")]
+    if name not in hook_names:
+        raise PluginError(f"{label}: there is no hook {name!r}{nearest(name, hook_names)} ({location})")
+    parameters = inspect.signature(getattr(hooks, name)).parameters
     for argument in inspect.signature(function).parameters:
-        if argument not in known:
-            accepted = f"; accepted: {', '.join(known)}" if known else "; stretto calls it without arguments"
-            raise PluginError(f"{label}: hook {name!r} has no argument {argument!r} ({where}){accepted}")
+        if argument not in parameters:
+            accepted = (
+                f"; accepted: {', '.join(parameters)}"
+                if parameters
+                else "; stretto calls it without arguments"
+            )
+            raise PluginError(f"{label}: hook {name!r} has no argument {argument!r} ({location}){accepted}")
 
 
-def _offered_by(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list[Component[Any]]:
+def _components_of_hook(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list[Component[Any]]:
     """Return the components that a hook of one kind yields.
 
     Raises:
@@ -331,16 +339,16 @@ def _offered_by(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list
     """
     label = f"stretto_{kind} of {module.__file__ or module.__name__!r}"
     try:
-        returned = hook()
-        offered: Any = returned if isinstance(returned, Component) else list(returned)
+        result = hook()
+        components: Any = result if isinstance(result, Component) else list(result)
     except Exception as error:
         raise PluginError(f"{label} failed: {place_of(error, _files_of(module))}", kind=kind) from error
-    if isinstance(offered, Component):
+    if isinstance(components, Component):
         raise PluginError(f"{label} returns a Component; expected it to yield each Component", kind=kind)
-    for each in offered:
-        if not isinstance(each, Component):
-            raise PluginError(f"{label} yields {each!r}; expected a Component", kind=kind)
-    return cast("list[Component[Any]]", offered)
+    for component in components:
+        if not isinstance(component, Component):
+            raise PluginError(f"{label} yields {component!r}; expected a Component", kind=kind)
+    return cast("list[Component[Any]]", components)
 
 
 def _files_of(module: ModuleType) -> str:

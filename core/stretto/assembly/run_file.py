@@ -21,7 +21,7 @@ __all__ = ["RunFile", "overlay", "read", "references"]
 
 
 class RunFile(KeySource):
-    """A run file with its overrides. `read` sets `written`."""
+    """A run file with its overrides. `read` sets `raw`."""
 
     def __init__(
         self, file: Path, overrides: Sequence[str], document: Mapping[str, Any] | None = None
@@ -30,7 +30,7 @@ class RunFile(KeySource):
         self._document = document
         self.items = [self._item(item) for item in overrides]
         self.overrides = _overrides(self.items)
-        self._overridden = [".".join(path) for path in _leaves(_unresolved(self.overrides))]
+        self._override_keys = [".".join(path) for path in _leaves(_to_plain(self.overrides))]
 
     def _item(self, item: str) -> str:
         key, equals, value = item.partition("=")
@@ -45,20 +45,20 @@ class RunFile(KeySource):
         """Load the content with OmegaConf, without the overrides."""
         return OmegaConf.load(self.file) if self._document is None else OmegaConf.create(dict(self._document))
 
-    def overridden(self, path: str) -> bool:
+    def is_overridden(self, path: str) -> bool:
         """See `KeySource`."""
-        return any(f"{path}.".startswith(f"{key}.") for key in self._overridden)
+        return any(f"{path}.".startswith(f"{key}.") for key in self._override_keys)
 
     def place(self, path: str) -> str:
         """See `KeySource`."""
-        if self.overridden(path) or any(key.startswith(f"{path}.") for key in self._overridden):
+        if self.is_overridden(path) or any(key.startswith(f"{path}.") for key in self._override_keys):
             return f"override {path}"
         line = self._line(path)
         return f"{self.file}:{line}: {path}" if line else f"{self.file}: {path}"
 
-    def chosen(self, path: str) -> str:
+    def component_in_file(self, path: str) -> str:
         """See `KeySource`."""
-        raw: Any = _unresolved(self.load())
+        raw: Any = _to_plain(self.load())
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part, {}) if isinstance(raw, dict) else raw
         return raw if isinstance(raw, str) else str(cast("dict[str, Any]", raw or {}).get("use", ""))
@@ -94,10 +94,10 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         merged = OmegaConf.merge(_expand_short_sections(loaded, source.overrides), source.overrides)
         merged = _expand_short_sections(cast("DictConfig", merged))  # those that overrides added
-        source.written = _unresolved(merged)
+        source.raw = _to_plain(merged)
         plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
-        kept = OmegaConf.create(_escape_env(source.written))
-        secret = cast("dict[str, Any]", OmegaConf.to_container(kept, resolve=True))
+        escaped = OmegaConf.create(_escape_env(source.raw))
+        secret = cast("dict[str, Any]", OmegaConf.to_container(escaped, resolve=True))
     except TypeError as error:  # one side has a value where the other side has a mapping
         raise ConfigError(f"overrides {', '.join(source.items)} do not fit {source.file}: {error}") from error
     except OmegaConfBaseException as error:
@@ -125,7 +125,7 @@ def _is_null(value: str) -> bool:
     return value in ("", "~", "null", "Null", "NULL")
 
 
-def _unresolved(config: DictConfig) -> dict[str, Any]:
+def _to_plain(config: DictConfig) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
 
 
@@ -138,7 +138,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield from _leaves(value, (*path, str(key)))
 
 
-def _expand_short_sections(loaded: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
+def _expand_short_sections(config: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
     """Expand `workflow: single_turn` to `workflow: {use: single_turn}`. Do not expand `${…}`, which stands
     for a whole section.
 
@@ -146,20 +146,20 @@ def _expand_short_sections(loaded: DictConfig, overrides: DictConfig | None = No
         overrides: also expand a name at any path below which an override sets a key, so that
             `algorithm.correction.cap=3` adds to `correction: token_tis` and does not replace it.
     """
-    whole = _unresolved(loaded)
-    named = [f"{path}.{name}" for path in NAMED_SECTIONS for name in (whole.get(path) or {})]
+    tree = _to_plain(config)
+    named_sections = [f"{path}.{name}" for path in NAMED_SECTIONS for name in (tree.get(path) or {})]
     below = {
         ".".join(leaf[:depth])
-        for leaf in _leaves(_unresolved(overrides) if overrides is not None else {})
+        for leaf in _leaves(_to_plain(overrides) if overrides is not None else {})
         for depth in range(1, len(leaf))
     }
-    for path in (*SECTIONS, *named, *sorted(below - {*SECTIONS, *named})):
-        raw: Any = whole
+    for path in (*SECTIONS, *named_sections, *sorted(below - {*SECTIONS, *named_sections})):
+        raw: Any = tree
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part) if isinstance(raw, dict) else None
         if isinstance(raw, str) and not raw.startswith("${"):
-            OmegaConf.update(loaded, path, {"use": raw}, merge=False)
-    return loaded
+            OmegaConf.update(config, path, {"use": raw}, merge=False)
+    return config
 
 
 def _escape_env(node: Any) -> Any:

@@ -40,10 +40,10 @@ class KeySource:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.written: Mapping[str, Any] = {}
+        self.raw: Mapping[str, Any] = {}
         """The run file with the overrides merged in, before interpolations are resolved."""
 
-    def overridden(self, path: str) -> bool:
+    def is_overridden(self, path: str) -> bool:
         """Whether an override set this key, or a section around it."""
         del path
         return False
@@ -52,7 +52,7 @@ class KeySource:
         """Return where a key was written: `run.yaml:14: training.lr`, or `override training.lr`."""
         return f"{self.file}: {path}"
 
-    def chosen(self, path: str) -> str:
+    def component_in_file(self, path: str) -> str:
         """Return the component that the file chooses for a section, without the overrides; empty if none."""
         del path
         return ""

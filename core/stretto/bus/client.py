@@ -45,7 +45,7 @@ from stretto.bus.messages import Message, Refusal
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, NoAnswer, Refused, StrettoError
 
-__all__ = ["Bus", "Taken", "connect", "decoder", "sleep_and_measure_delay"]
+__all__ = ["Bus", "Delivery", "connect", "decoder", "sleep_and_measure_delay"]
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -91,14 +91,14 @@ def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
 
 
 @dataclass
-class Taken(Generic[M]):
-    """A message taken from a work queue. Without a call of `done` or `in_progress`, the server delivers it
-    again after the queue's `redeliver_s`."""
+class Delivery(Generic[M]):
+    """A message taken from a work queue. Without a call of `acknowledge` or `in_progress`, the server
+    delivers it again after the queue's `redeliver_s`."""
 
     message: M
     _msg: Msg
 
-    async def done(self) -> None:
+    async def acknowledge(self) -> None:
         """Acknowledge the message, which removes it from the queue."""
         await self._msg.ack()
 
@@ -174,7 +174,7 @@ class Bus:
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
         """Queues of the streams that this process follows. None in a queue means that the client has lost the
         connection and reconnected."""
-        self.explain: Callable[[Exception], str] = _in_words
+        self.explain: Callable[[Exception], str] = _error_text
         """Returns the reason in the refusal that is sent when a request's handler raises."""
         self.refused = 0
         """Number of malformed messages refused so far."""
@@ -208,7 +208,7 @@ class Bus:
         decode = decoder(kind)
 
         async def deliver(msg: Msg) -> None:
-            data = self._whole(msg)
+            data = self._payload(msg)
             if data is None:
                 return
             try:
@@ -243,17 +243,17 @@ class Bus:
         reply_to = f"{self.inbox(_answerer(subject))}.{token}"
         data = _encode(message)
         decode = decoder(answer | Refusal)
-        began = anyio.current_time()
+        start = anyio.current_time()
         try:
-            while (left := began + deadline_s - anyio.current_time()) > 0:
+            while (remaining_s := start + deadline_s - anyio.current_time()) > 0:
                 future = self._waiting[token] = asyncio.get_running_loop().create_future()
-                with anyio.move_on_after(min(_RESEND_S, left)):
+                with anyio.move_on_after(min(_RESEND_S, remaining_s)):
                     await self._send(subject, data, reply_to)
                     msg = await future
                     if _no_responders(msg):
-                        await anyio.sleep(min(0.1, left))
+                        await anyio.sleep(min(0.1, remaining_s))
                         continue
-                    reply = self._decoded(msg, decode, answer)
+                    reply = self._decode_answer(msg, decode, answer)
                     if isinstance(reply, Refusal):
                         raise Refused(who, reply.reason)
                     if reply is not None:
@@ -297,7 +297,7 @@ class Bus:
             await self._send(reply, data, "")
 
         async def deliver(msg: Msg) -> None:
-            data = self._whole(msg)
+            data = self._payload(msg)
             if data is None:
                 return
             if msg.reply in answers:
@@ -370,7 +370,7 @@ class Bus:
             BusError: if the message is not in the stream.
             Malformed: if the message is not of this kind.
         """
-        data = await self._joined(stream, await self._stored(stream, sequence))
+        data = await self._join_stored_parts(stream, await self._read_message(stream, sequence))
         try:
             return decoder(kind)(data)
         except msgspec.DecodeError as error:
@@ -402,7 +402,7 @@ class Bus:
                         continue
                     following = sequence + 1
                     try:
-                        message = decode(await self._joined(stream, data))
+                        message = decode(await self._join_stored_parts(stream, data))
                     except msgspec.DecodeError as error:
                         self._refuse(subject, kind, error)
                         continue
@@ -432,7 +432,7 @@ class Bus:
             if not (isinstance(error.__cause__, APIError) and error.__cause__.err_code in _NO_MESSAGE):
                 raise
 
-    async def take(self, stream: str, subject: str, kind: type[M]) -> AsyncIterator[Taken[M]]:
+    async def take(self, stream: str, subject: str, kind: type[M]) -> AsyncIterator[Delivery[M]]:
         """Yield messages of a work queue, each to one process at a time. The bus pulls a message only when
         the caller asks for the next one."""
         subscription = await self._jetstream.pull_subscribe_bind(
@@ -449,7 +449,7 @@ class Bus:
                 await anyio.sleep(0.5)
                 continue
             try:
-                yield Taken(decode(msg.data), msg)
+                yield Delivery(decode(msg.data), msg)
             except msgspec.DecodeError as error:
                 self._refuse(subject, kind, error)
                 await msg.term()
@@ -512,7 +512,7 @@ class Bus:
         for part in _split(data, self.limit):
             await self._nats.publish(subject, part, reply)
 
-    def _whole(self, msg: Msg) -> bytes | None:
+    def _payload(self, msg: Msg) -> bytes | None:
         """Return the payload, or None if some of its parts have not arrived."""
         data = msg.data
         if data[:1] != b"\xc1":
@@ -525,12 +525,12 @@ class Bus:
 
     async def _on_answer(self, msg: Msg) -> None:
         future = self._waiting.get(msg.subject.rsplit(".", 1)[-1])
-        data = self._whole(msg)
+        data = self._payload(msg)
         if data is not None and future is not None and not future.done():
             msg.data = data
             future.set_result(msg)
 
-    def _decoded(self, msg: Msg, decode: Callable[[bytes], Any], kind: type[R]) -> R | Refusal | None:
+    def _decode_answer(self, msg: Msg, decode: Callable[[bytes], Any], kind: type[R]) -> R | Refusal | None:
         try:
             return decode(msg.data)
         except msgspec.DecodeError as error:
@@ -548,10 +548,10 @@ class Bus:
     def _fail(self, error: Exception) -> None:
         """End the bus with the exception that a handler has raised."""
 
-        async def raise_it() -> None:
+        async def raise_error() -> None:
             raise error
 
-        self._start(raise_it)
+        self._start(raise_error)
 
     def _start(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         assert self._tasks is not None, "the bus is not open"
@@ -564,21 +564,21 @@ class Bus:
     async def _bucket(self, bucket: str) -> KeyValue:
         return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
 
-    async def _storing(self, operation: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _storing(self, operation: Callable[[], Awaitable[T]], action: str) -> T:
         """Run a JetStream operation, and repeat it for up to 30 s while the server does not answer. All these
         operations are idempotent."""
-        began = anyio.current_time()
+        start = anyio.current_time()
         while True:
             try:
                 return await operation()
             except (NotFoundError, KeyNotFoundError):
                 raise
             except APIError as error:
-                if not _temporary(error) or anyio.current_time() - began > 30:
-                    raise BusError(f"nats-server refuses {what!r}: {error.description}") from error
+                if not _temporary(error) or anyio.current_time() - start > 30:
+                    raise BusError(f"nats-server refuses {action!r}: {error.description}") from error
             except (TimeoutError, nats.errors.Error) as error:
-                if anyio.current_time() - began > 30:
-                    raise NoAnswer("nats-server", what, 30.0) from error
+                if anyio.current_time() - start > 30:
+                    raise NoAnswer("nats-server", action, 30.0) from error
             await anyio.sleep(0.2)
 
     async def _store(self, subject: str, data: bytes, id: str) -> int:
@@ -588,7 +588,7 @@ class Bus:
         )
         return ack.seq
 
-    async def _stored(self, stream: str, sequence: int) -> bytes:
+    async def _read_message(self, stream: str, sequence: int) -> bytes:
         try:
             raw = await self._storing(
                 lambda: self._jetstream.get_msg(stream, sequence, direct=True), f"{stream} {sequence}"
@@ -597,12 +597,12 @@ class Bus:
             raise BusError(f"message {sequence} of {stream} is gone") from error
         return raw.data or b""
 
-    async def _joined(self, stream: str, data: bytes) -> bytes:
+    async def _join_stored_parts(self, stream: str, data: bytes) -> bytes:
         """Return the appended payload. If it was stored in parts, join them."""
         if data[:1] != b"\xc1":
             return data
         sequences = msgspec.msgpack.decode(data[1:], type=list[int])
-        return b"".join([(await self._stored(stream, part))[_PART_HEAD.size :] for part in sequences])
+        return b"".join([(await self._read_message(stream, part))[_PART_HEAD.size :] for part in sequences])
 
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, bytes]]:
         """Yield (sequence, payload) of a consumer's messages as they arrive, in order.
@@ -626,8 +626,8 @@ class Bus:
         try:
             while True:
                 await self._nats.publish(ask, request, inbox)
-                got = 0
-                while got < batch:
+                received = 0
+                while received < batch:
                     try:
                         with anyio.fail_after(12):  # heartbeats come every 5 s
                             msg = await queue.get()
@@ -642,7 +642,7 @@ class Bus:
                         break
                     if status is not None:
                         raise NoAnswer("nats-server", ask, 0.0)
-                    got += 1
+                    received += 1
                     yield msg.metadata.sequence.stream, msg.data
         finally:
             self._pulling.discard(queue)
@@ -687,7 +687,7 @@ def _split(data: bytes, limit: int) -> list[bytes]:
     return [_PART_HEAD.pack(_PART, key, index, len(pieces)) + piece for index, piece in enumerate(pieces)]
 
 
-def _in_words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -711,7 +711,7 @@ async def sleep_and_measure_delay(seconds: float) -> float:
     of its peers in that time says nothing about them. A delay of at most `seconds` returns 0, because a busy
     machine can cause it.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     await anyio.sleep(seconds)
-    late = time.monotonic() - began - seconds
+    late = time.monotonic() - start - seconds
     return late if late > seconds else 0.0

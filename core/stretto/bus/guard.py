@@ -23,7 +23,7 @@ _POLL_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 
-def _held(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     """Whether some kernel holds the lock. The guard takes the lock for an instant; kernels retry."""
     with lock.open("a") as file:
         try:
@@ -53,22 +53,22 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
     """Run the server until a signal asks the guard to stop, or until the kernel has been gone for
     `grace_s` seconds."""
-    asked: list[int] = []
+    signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         del frame
-        asked.append(number)
+        signals.append(number)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     pid_file = lock.with_name("guard.pid")
     pid_file.write_text(str(os.getpid()))
     server = _start(binary, configuration)
-    seen = time.monotonic()
-    while not asked and time.monotonic() - seen <= grace_s:
+    last_locked = time.monotonic()
+    while not signals and time.monotonic() - last_locked <= grace_s:
         time.sleep(_POLL_S)
-        if _held(lock):
-            seen = time.monotonic()
+        if _is_locked(lock):
+            last_locked = time.monotonic()
         if server.poll() is not None:
             print(f"nats-server ended with status {server.returncode}; starting it again", flush=True)
             time.sleep(_POLL_S)  # a server that cannot start must not keep the guard busy

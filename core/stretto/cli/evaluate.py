@@ -30,16 +30,24 @@ from stretto.errors import ConfigError, offer
 from stretto.kernel.checkpoint import damage_of, newest_intact
 from stretto.workers.answers import KeptAnswer
 
-__all__ = ["Estimate", "Result", "Wanted", "compose_evaluation", "pass_at_k", "result_of", "run_evaluation"]
+__all__ = [
+    "Estimate",
+    "EvaluationOptions",
+    "Result",
+    "compose_evaluation",
+    "pass_at_k",
+    "result_of",
+    "run_evaluation",
+]
 
 # An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
-_LEFT_OUT = {"algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out"}
+_EXCLUDED_KEYS = {"algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out"}
 _Z = 1.959964
 """97.5 % quantile of the normal distribution."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvaluationOptions:
     """The options of the command line; None means the run's own value, or the default."""
 
     version: str | None = None
@@ -95,7 +103,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 # ------------------------------------------------------------------------------------- composing
 
 
-def compose_evaluation(source: str, wanted: Wanted, overrides: Sequence[str] = ()) -> Composed:
+def compose_evaluation(source: str, options: EvaluationOptions, overrides: Sequence[str] = ()) -> Composed:
     """Compose the run that evaluates a run's checkpoint, or a model.
 
     Args:
@@ -113,23 +121,23 @@ def compose_evaluation(source: str, wanted: Wanted, overrides: Sequence[str] = (
         )
     folder = Path(source).expanduser()
     if (folder / "config.yaml").is_file():
-        file, document = folder / "config.yaml", _document_of_run(folder.absolute(), wanted.version)
-    elif wanted.version is not None:
+        file, document = folder / "config.yaml", _document_of_run(folder.absolute(), options.version)
+    elif options.version is not None:
         raise ConfigError(
-            f"--version {wanted.version}: {source!r} is not a run's folder; only a run has versions"
+            f"--version {options.version}: {source!r} is not a run's folder; only a run has versions"
         )
     elif folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"{source!r} is neither a run (no config.yaml) nor a model (no config.json)")
     else:
         file, document = Path("evaluate"), {"name": _name_of(source), "model": source, "evaluation": {}}
-    _apply_options(document, wanted)
+    _apply_options(document, options)
     _require_rows_and_reward(document, overrides)
     document |= {
         "steps": 0,
         "algorithm": "grpo",  # any algorithm that samples from one model: the run trains nothing
         "dataset": "${evaluation.dataset}",
     }
-    engine = [f"inference.use={wanted.inference}"] if wanted.inference else []
+    engine = [f"inference.use={options.inference}"] if options.inference else []
     composed = compose(file, [*engine, *overrides], document=document)
     evaluation = composed.config.evaluation
     assert evaluation is not None
@@ -146,7 +154,7 @@ def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
     run: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
     evaluation: dict[str, Any] = run.get("evaluation") or {}
     return {
-        **{key: value for key, value in run.items() if key not in _LEFT_OUT and value is not None},
+        **{key: value for key, value in run.items() if key not in _EXCLUDED_KEYS and value is not None},
         "name": f"evaluate-{run['name']}",
         "model": _model_of(folder, run, version),
         "training": {"use": "frozen", "dtype": run["training"].get("dtype", "auto")},
@@ -189,29 +197,29 @@ def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
 
 def _name_of(source: str) -> str:
     """Return the name of the run that evaluates a model."""
-    last = Path(source).absolute().name
-    return "evaluate-" + "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in last)
+    stem = Path(source).absolute().name
+    return "evaluate-" + "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in stem)
 
 
-def _apply_options(document: dict[str, Any], wanted: Wanted) -> None:
+def _apply_options(document: dict[str, Any], options: EvaluationOptions) -> None:
     """Write the command line's options into the document. They replace the run's values."""
     evaluation: dict[str, Any] = document["evaluation"]
     evaluation |= {"sampling": "${sampling}", "every": 0, "keep_answers": True}
-    if wanted.dataset is not None:
-        evaluation["dataset"] = _dataset_of(wanted.dataset)
+    if options.dataset is not None:
+        evaluation["dataset"] = _dataset_of(options.dataset)
         evaluation.pop("rows", None)
-    counts = {"samples": wanted.n, "rows": wanted.rows}
+    counts = {"samples": options.n, "rows": options.rows}
     evaluation |= {key: value for key, value in counts.items() if value is not None}
-    sampling = {"temperature": wanted.temperature, "max_tokens": wanted.max_tokens}
+    sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     document["sampling"] = {
         **document.get("sampling", {}),
         **{key: value for key, value in sampling.items() if value is not None},
     }
     document.setdefault("training", {"use": "frozen"})
-    if wanted.reward is not None:
-        document["reward"] = {"use": wanted.reward}
-    if wanted.out is not None:
-        document["out"] = wanted.out
+    if options.reward is not None:
+        document["reward"] = {"use": options.reward}
+    if options.out is not None:
+        document["out"] = options.out
 
 
 def _dataset_of(name: str) -> dict[str, Any]:
@@ -268,11 +276,11 @@ def run_evaluation(composed: Composed, threshold: float) -> tuple[Result | None,
         threshold=threshold,
         tokens_per_s=summary["tokens"]["generated"] / busy_s if busy_s else 0.0,
     )
-    whole = {**summary, "result": msgspec.to_builtins(result, str_keys=True)}
+    full_summary = {**summary, "result": msgspec.to_builtins(result, str_keys=True)}
     temporary = folder / ".summary.json"
-    temporary.write_text(json.dumps(whole, indent=1) + "\n")
+    temporary.write_text(json.dumps(full_summary, indent=1) + "\n")
     temporary.rename(folder / "summary.json")
-    return result, whole, folder
+    return result, full_summary, folder
 
 
 # -------------------------------------------------------------------------------------- counting
@@ -290,7 +298,7 @@ def result_of(
         rows[answer.row].append(answer)
     scores = {row: [_score(answer) for answer in of_row] for row, of_row in rows.items()}
     n = min(map(len, scores.values()))
-    passed = [(len(of_row), sum(score >= threshold for score in of_row)) for of_row in scores.values()]
+    counts = [(len(of_row), sum(score >= threshold for score in of_row)) for of_row in scores.values()]
     finishes = Counter(answer.finish for answer in answers)
     return Result(
         source=source,
@@ -301,7 +309,7 @@ def result_of(
         avg=_estimate([fmean(of_row) for of_row in scores.values()]),
         reward=_estimate([fmean(answer.reward for answer in of_row) for of_row in rows.values()]),
         pass_at={
-            k: _estimate([pass_at_k(of_row, correct, k) for of_row, correct in passed])
+            k: _estimate([pass_at_k(of_row, correct, k) for of_row, correct in counts])
             for k in (2**power for power in range(n.bit_length()))
         },
         threshold=threshold,

@@ -179,12 +179,12 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
-    from stretto.cli.evaluate import Wanted, compose_evaluation, run_evaluation
+    from stretto.cli.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: no folder {str(json_file.absolute().parent)!r}")
-    wanted = Wanted(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
-    composed = _accepted(compose_evaluation(source, wanted, overrides or ()), starting=True)
+    evaluation = EvaluationOptions(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
+    composed = _accepted(compose_evaluation(source, evaluation, overrides or ()), starting=True)
     result, summary, folder = run_evaluation(composed, threshold)
     if result is None:
         from stretto.kernel.life import exit_status

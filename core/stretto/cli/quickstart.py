@@ -15,7 +15,7 @@ __all__ = ["copy_quickstart"]
 _IN_CHECKOUT = "examples/quickstart"
 _SCHEMA_LINE = "# yaml-language-server:"
 # What run.yaml refers to beside itself.
-_REFERRED = ("model", "train.jsonl", "heldout.jsonl")
+_REFERENCES = ("model", "train.jsonl", "heldout.jsonl")
 # Files that make_model.py writes; a checkout may have them, the wheel does not.
 _GENERATED = ("demonstrations.jsonl", "untrained", "__pycache__")
 
@@ -31,7 +31,7 @@ def copy_quickstart(folder: Path) -> Generator[Path]:
     _expect_room(folder)
     is_new = not folder.exists()
     try:
-        _copy(_packaged(), folder)
+        _copy(_source_folder(), folder)
         yield folder / "run.yaml"
     except BaseException:
         _empty(folder)
@@ -40,7 +40,7 @@ def copy_quickstart(folder: Path) -> Generator[Path]:
         raise
 
 
-def _packaged() -> Path:
+def _source_folder() -> Path:
     """The folder of the quickstart's files: `stretto/quickstart` of a wheel, or the checkout's example."""
     package = Path(str(files("stretto")))
     for folder in (package / "quickstart", package.parents[1] / _IN_CHECKOUT):
@@ -53,10 +53,10 @@ def _expect_room(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists():
-        again = folder / "run.yaml"
-        hint = f"; to run it again: stretto run {again}" if again.is_file() else ""
+        run_file = folder / "run.yaml"
+        hint = f"; to run it again: stretto run {run_file}" if run_file.is_file() else ""
         raise ConfigError(f"{str(folder)!r} exists and is not an empty folder{hint}", value=str(folder))
-    for name in _REFERRED:
+    for name in _REFERENCES:
         if Path(name).exists():
             raise ConfigError(
                 f"the working directory has {name!r}, which the quickstart's run file would use in place of "

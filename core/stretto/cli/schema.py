@@ -74,21 +74,21 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         run["properties"][key]["items"] = _section_schema(choices[kind], plugins.names(kind), {})
     for key, kind in NAMED_SECTIONS.items():
         section = _section_schema(choices[kind], plugins.names(kind), {})
-        described = run["properties"][key]["description"]
+        description = run["properties"][key]["description"]
         run["properties"][key] = {
             "type": "object",
             "additionalProperties": section,
-            "description": described,
+            "description": description,
         }
     assert refs
     for struct in _all_structs(structs):
         for field in _info(struct).fields:
             if names := _names_of(field.type):
                 properties = definitions[struct.__name__]["properties"]
-                properties[field.encode_name] = _or_name(properties[field.encode_name], names)
+                properties[field.encode_name] = _allow_name(properties[field.encode_name], names)
     for definition in definitions.values():
         for name, schema in definition.get("properties", {}).items():
-            definition["properties"][name] = _or_interpolated(schema)
+            definition["properties"][name] = _allow_interpolation(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "stretto run file",
@@ -125,11 +125,11 @@ def _section_schema(
     choices: list[type[msgspec.Struct]], names: list[str], plain: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the schema of a section: a component's name, or an object with that component's keys."""
-    kept = {key: plain[key] for key in ("description", "default") if key in plain}
+    metadata = {key: plain[key] for key in ("description", "default") if key in plain}
     variants: list[dict[str, Any]] = [{"$ref": f"#/$defs/{struct.__name__}"} for struct in choices]
     if "default" in plain and plain["default"] is None:
         variants.append({"type": "null"})
-    return {"anyOf": [{"enum": names}, *variants], **kept}
+    return {"anyOf": [{"enum": names}, *variants], **metadata}
 
 
 def _names_of(info: types.Type) -> list[str]:
@@ -141,20 +141,20 @@ def _names_of(info: types.Type) -> list[str]:
     return []
 
 
-def _or_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _allow_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Allow a name instead of the object: `correction: none` means `correction: {use: none}`."""
-    kept = {key: schema.pop(key) for key in ("description", "default") if key in schema}
-    return {"anyOf": [{"enum": names}, *schema.pop("anyOf", [schema])], **kept}
+    metadata = {key: schema.pop(key) for key in ("description", "default") if key in schema}
+    return {"anyOf": [{"enum": names}, *schema.pop("anyOf", [schema])], **metadata}
 
 
-def _or_interpolated(schema: dict[str, Any]) -> dict[str, Any]:
+def _allow_interpolation(schema: dict[str, Any]) -> dict[str, Any]:
     """Allow `${key}` where the schema expects a number or a bool."""
     kinds = {part.get("type") for part in schema.get("anyOf", [schema])}
     if not kinds & {"integer", "number", "boolean"}:
         return schema
-    kept = {key: schema.pop(key) for key in ("description", "default") if key in schema}
+    metadata = {key: schema.pop(key) for key in ("description", "default") if key in schema}
     variants = schema.get("anyOf", [schema])
-    return {"anyOf": [*variants, {"type": "string", "pattern": r"\$\{.+\}"}], **kept}
+    return {"anyOf": [*variants, {"type": "string", "pattern": r"\$\{.+\}"}], **metadata}
 
 
 def _describe(definition: dict[str, Any], struct: type[msgspec.Struct]) -> None:

@@ -22,10 +22,10 @@ def tensor_hash(tensor: Tensor) -> str:
 
 def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
     """Digest of a set of weights from (tensor name, SHA-256 hex of its little-endian bytes), in any order."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, tensor_hash in sorted(hashes):
-        whole.update(f"{name} {tensor_hash}\n".encode())
-    return whole.hexdigest()
+        hasher.update(f"{name} {tensor_hash}\n".encode())
+    return hasher.hexdigest()
 
 
 def differing(loaded: Mapping[str, str], published: Mapping[str, str]) -> list[str]:

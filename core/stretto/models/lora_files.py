@@ -68,12 +68,16 @@ def made_whole(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
     note = update.note
     assert update.folder is not None
     try:
-        own, given = tensors_of_model(model), places_in(update.folder)
-        _see_fitting(given, own, model)
+        model_tensors, adapter = tensors_of_model(model), places_in(update.folder)
+        _check_fit(adapter, model_tensors, model)
         folder.mkdir(mode=0o700, parents=True)
         files = {
-            file.name: _write(folder / file.name, [each for each in own.values() if each.file == file], given)
-            for file in sorted({place.file for place in own.values()})
+            file.name: _write(
+                folder / file.name,
+                [tensor for tensor in model_tensors.values() if tensor.file == file],
+                adapter,
+            )
+            for file in sorted({place.file for place in model_tensors.values()})
         }
         manifest = Manifest.write(folder, note.version, files)
     except (OSError, ValueError) as error:
@@ -84,10 +88,10 @@ def made_whole(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
     return FolderUpdate(note, folder, manifest, temporary=True)
 
 
-def _see_fitting(given: Mapping[str, Place], own: Mapping[str, Place], model: Path) -> None:
-    for name, place in given.items():
+def _check_fit(adapter: Mapping[str, Place], model_tensors: Mapping[str, Place], model: Path) -> None:
+    for name, place in adapter.items():
         owner = matrix_of(name)
-        factors, matrix = _factors(owner, given), own.get(owner)
+        factors, matrix = _factors(owner, adapter), model_tensors.get(owner)
         if factors is None:
             raise ValueError(f"{name!r} is one factor of two, and the other one is missing")
         if matrix is None:
@@ -95,40 +99,40 @@ def _see_fitting(given: Mapping[str, Place], own: Mapping[str, Place], model: Pa
         b, a = factors
         if (b.shape[0], a.shape[1]) != matrix.shape or b.shape[1] != a.shape[0]:
             raise ValueError(f"{owner!r} has shape {matrix.shape}; its factors have {b.shape} and {a.shape}")
-        if strange := {place.dtype, matrix.dtype} - _TYPES.keys():
-            raise ValueError(f"{name!r} or its matrix is {strange.pop()}; expected {', '.join(_TYPES)}")
+        if unsupported := {place.dtype, matrix.dtype} - _TYPES.keys():
+            raise ValueError(f"{name!r} or its matrix is {unsupported.pop()}; expected {', '.join(_TYPES)}")
 
 
-def _factors(matrix: str, given: Mapping[str, Place]) -> tuple[Place, Place] | None:
+def _factors(matrix: str, adapter: Mapping[str, Place]) -> tuple[Place, Place] | None:
     """The factors B and A of a matrix; None if it is not adapted."""
     owner = matrix.removesuffix(".weight")
-    b, a = given.get(owner + FACTOR_B), given.get(owner + FACTOR_A)
+    b, a = adapter.get(owner + FACTOR_B), adapter.get(owner + FACTOR_A)
     return (b, a) if b is not None and a is not None else None
 
 
-def _write(file: Path, own: list[Place], given: Mapping[str, Place]) -> dict[str, str]:
+def _write(file: Path, places: list[Place], adapter: Mapping[str, Place]) -> dict[str, str]:
     """Write one file of the merged model. Return tensor name -> SHA-256."""
     hashes: dict[str, str] = {}
-    with file.open("wb") as opened:
-        write_header(opened, [_outline(place, given) for place in own])
-        for place in own:
-            data = _data(place, given)
+    with file.open("wb") as output:
+        write_header(output, [_merged_place(place, adapter) for place in places])
+        for place in places:
+            data = _merged_bytes(place, adapter)
             hashes[place.name] = hashlib.sha256(data).hexdigest()
-            opened.write(data)
+            output.write(data)
     return hashes
 
 
-def _outline(place: Place, given: Mapping[str, Place]) -> Place:
+def _merged_place(place: Place, adapter: Mapping[str, Place]) -> Place:
     """A tensor as it is in the merged model: an adapted matrix gets the dtype of its factors."""
-    factors = _factors(place.name, given)
+    factors = _factors(place.name, adapter)
     if factors is None:
         return place
     dtype = factors[0].dtype
     return replace(place, dtype=dtype, size=math.prod(place.shape) * _TYPES[dtype].itemsize)
 
 
-def _data(place: Place, given: Mapping[str, Place]) -> bytes:
-    factors = _factors(place.name, given)
+def _merged_bytes(place: Place, adapter: Mapping[str, Place]) -> bytes:
+    factors = _factors(place.name, adapter)
     if factors is None:
         return place.read()
     b, a = factors

@@ -88,8 +88,8 @@ def _text(column: str, row: Row) -> str:
         raise ConfigError(f"prompt_template: {_no_column(column, row)}")
     value = row[column]
     if not isinstance(value, str | int | float):
-        found = type(value).__name__
-        raise ConfigError(f"prompt_template: column {column!r}: expected text or a number, found {found}")
+        kind = type(value).__name__
+        raise ConfigError(f"prompt_template: column {column!r}: expected text or a number, found {kind}")
     return str(value)
 
 

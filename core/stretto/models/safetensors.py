@@ -41,9 +41,9 @@ def places(file: Path) -> Iterator[Place]:
         OSError: if the file cannot be read.
         ValueError: if the header is not JSON.
     """
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(size))
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(size))
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = entry["data_offsets"]

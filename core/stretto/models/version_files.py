@@ -71,9 +71,9 @@ class RunFolders:
             purpose: tells several folders of a worker apart. Call without a purpose first: that call removes
                 all folders of the worker's earlier processes.
         """
-        mine = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
-        self._remove(mine)
-        return self._parent / f"{mine}{os.getpid()}"
+        own_prefix = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
+        self._remove(own_prefix)
+        return self._parent / f"{own_prefix}{os.getpid()}"
 
     def clean(self) -> None:
         """Remove the folders of all processes of the run on this machine."""
@@ -152,7 +152,7 @@ class FolderPublisher:
         self._address = address
         self._keep = keep
         self._shard_bytes = int(shard_gb * 2**30)
-        self._stored: dict[int, StoredVersion] = {}
+        self._versions: dict[int, StoredVersion] = {}
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
@@ -164,22 +164,22 @@ class FolderPublisher:
             WeightsError: if the version cannot be written.
         """
         final = self._root / f"v{version:08d}"
-        aside = self._root / f".v{version:08d}-{os.getpid()}"
+        temporary = self._root / f".v{version:08d}-{os.getpid()}"
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            aside.mkdir(mode=0o700)
-            digest = self._write(aside, version, tensors)
+            temporary.mkdir(mode=0o700)
+            digest = self._write(temporary, version, tensors)
             shutil.rmtree(final, ignore_errors=True)  # a repeated step publishes its version again
-            aside.rename(final)
-            stored = {**self._stored, version: StoredVersion.of(final)}
+            temporary.rename(final)
+            versions = {**self._versions, version: StoredVersion.of(final)}
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             reason = f"version {version} cannot be written to {self._root}: {error}"
             raise WeightsError(reason, version=version) from error
-        for old in sorted(stored)[: -self._keep]:
+        for old in sorted(versions)[: -self._keep]:
             if old not in needed:
-                shutil.rmtree(stored.pop(old).folder, ignore_errors=True)
-        self._stored = stored
+                shutil.rmtree(versions.pop(old).folder, ignore_errors=True)
+        self._versions = versions
         return WeightsNote(version, self._address or str(final), digest)
 
     def find(self, version: int) -> StoredVersion:
@@ -188,12 +188,12 @@ class FolderPublisher:
         Raises:
             WeightsError: if the version was never here or has been removed.
         """
-        found = self._stored.get(version)
-        if found is None:
-            newest = max(self._stored, default="none")
+        entry = self._versions.get(version)
+        if entry is None:
+            newest = max(self._versions, default="none")
             reason = f"version {version} is not here (any more); the newest is {newest}"
             raise WeightsError(reason, version=version)
-        return found
+        return entry
 
     def copy(self, version: int, folder: Path) -> None:
         """Copy a version to a folder that does not exist yet.
@@ -243,8 +243,8 @@ class FolderUpdate:
 
         tensors: dict[str, Tensor] = {}
         for file in self._files:
-            with safe_open(file, framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            with safe_open(file, framework="pt") as reader:
+                tensors |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
         return tensors
 
     def close(self) -> None:
@@ -286,14 +286,14 @@ def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) ->
         WeightsError: if the folder is missing or damaged, or is not the announced version. The error names
             tensors that differ.
     """
-    where = f"version {note.version} at {note.address}"
+    label = f"version {note.version} at {note.address}"
     try:
         manifest = _read_manifest((folder / "manifest.json").read_bytes(), note)
-        found = dict(pair for name in manifest.files for pair in _file_hashes(folder / name))
+        hashes = dict(pair for name in manifest.files for pair in _file_hashes(folder / name))
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{where} cannot be read: {error}", version=note.version) from error
-    if wrong := differing(found, manifest.hashes()):
-        raise WeightsError(f"{where} is not the announced one: {wrong[:3]} differ", version=note.version)
+        raise WeightsError(f"{label} cannot be read: {error}", version=note.version) from error
+    if wrong := differing(hashes, manifest.hashes()):
+        raise WeightsError(f"{label} is not the announced one: {wrong[:3]} differ", version=note.version)
     return FolderUpdate(note, folder, manifest, temporary=temporary)
 
 
@@ -304,16 +304,16 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
         WeightsError: if it cannot be read, names files that are not plain names, or is not the manifest of
             the announced version.
     """
-    where = f"version {note.version} at {note.address}"
+    label = f"version {note.version} at {note.address}"
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
-        raise WeightsError(f"{where} cannot be read: {error}", version=note.version) from error
-    if strange := [name for name in manifest.files if Path(name).name != name]:
-        raise WeightsError(f"{where} has a file {strange[0]!r}; expected plain names", version=note.version)
+        raise WeightsError(f"{label} cannot be read: {error}", version=note.version) from error
+    if bad_names := [name for name in manifest.files if Path(name).name != name]:
+        raise WeightsError(f"{label} has a file {bad_names[0]!r}; expected plain names", version=note.version)
     if digest_of(manifest.hashes().items()) != note.digest:
         raise WeightsError(
-            f"{where} is not the announced one: its manifest is of other tensors", version=note.version
+            f"{label} is not the announced one: its manifest is of other tensors", version=note.version
         )
     return manifest
 

@@ -82,21 +82,21 @@ def images_of(row: Mapping[str, Any]) -> list[Image]:
         ConfigError: if both columns hold images, if a column holds something else, if an image cannot be
             read, or if Pillow is not installed.
     """
-    found = [column for column in IMAGE_COLUMNS if row.get(column)]
-    if len(found) > 1:
-        raise column_error(row, found[0], "and the column 'image' both hold images; expected one of them")
-    if not found:
+    columns = [column for column in IMAGE_COLUMNS if row.get(column)]
+    if len(columns) > 1:
+        raise column_error(row, columns[0], "and the column 'image' both hold images; expected one of them")
+    if not columns:
         return []
-    [column] = found
+    [column] = columns
     value = row[column]
     if column == "image":
-        return [_opened(row, column, value)]
+        return [_open_image(row, column, value)]
     if not isinstance(value, list | tuple):
-        raise column_error(row, column, f"expected a list of images, found {_shown(value)}")
-    return [_opened(row, column, each) for each in cast("Sequence[Any]", value)]
+        raise column_error(row, column, f"expected a list of images, found {_describe(value)}")
+    return [_open_image(row, column, item) for item in cast("Sequence[Any]", value)]
 
 
-def _opened(row: Mapping[str, Any], column: str, value: Any) -> Image:
+def _open_image(row: Mapping[str, Any], column: str, value: Any) -> Image:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
@@ -105,23 +105,23 @@ def _opened(row: Mapping[str, Any], column: str, value: Any) -> Image:
         return ImageOps.exif_transpose(value).convert("RGB")
     source: Any = value
     if isinstance(value, Mapping):  # the form of `datasets`; it has bytes, or only a path
-        held = cast("Mapping[str, Any]", value)
-        source = io.BytesIO(held["bytes"]) if held.get("bytes") else held.get("path")
+        mapping = cast("Mapping[str, Any]", value)
+        source = io.BytesIO(mapping["bytes"]) if mapping.get("bytes") else mapping.get("path")
     if not isinstance(source, str | io.BytesIO):
         raise column_error(
-            row, column, f"expected a path, or {{'bytes': …, 'path': …}}, found {_shown(value)}"
+            row, column, f"expected a path, or {{'bytes': …, 'path': …}}, found {_describe(value)}"
         )
     try:
         with Image.open(source) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        what = repr(source) if isinstance(source, str) else "what its bytes hold"
+        label = repr(source) if isinstance(source, str) else "what its bytes hold"
         if isinstance(error, FileNotFoundError):
-            raise column_error(row, column, f"no such file: {what}") from error
-        raise column_error(row, column, f"{what} is no image that can be read: {error}") from error
+            raise column_error(row, column, f"no such file: {label}") from error
+        raise column_error(row, column, f"{label} is no image that can be read: {error}") from error
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{type(value).__name__} {str(value)[:60]!r}"
 
 
@@ -172,7 +172,7 @@ class Vision:
         self._model = model
         self.tokenizer: Tokenizer = load_tokenizer(model)
         """The tokenizer for text without images."""
-        self._processor = _loaded(model)
+        self._processor = _load_processor(model)
         config = fetched_config(model)
         token = config.get("image_token_id", config.get("image_token_index"))
         if not isinstance(token, int):
@@ -214,9 +214,9 @@ class Vision:
                 the model, or if the prompt is chat messages and the model has no chat template.
         """
         plain = isinstance(prompt, str)
-        text = prompt if plain else self._rendered(prompt, wanted=bool(images))
+        text = prompt if plain else self._render(prompt, with_images=bool(images))
         try:
-            found: Mapping[str, Any] = self._processor(
+            inputs: Mapping[str, Any] = self._processor(
                 images=list(images) or None,
                 text=[text],
                 add_special_tokens=plain,  # the chat template already contains them
@@ -226,13 +226,13 @@ class Vision:
             raise ConfigError(
                 f"the prompt does not go with its {len(images)} images: {error}", path="dataset"
             ) from error
-        media = {name: np.asarray(value) for name, value in found.items() if name not in _OF_TOKENS}
-        return Seen(np.asarray(found["input_ids"][0], np.int32), media)
+        media = {name: np.asarray(value) for name, value in inputs.items() if name not in _OF_TOKENS}
+        return Seen(np.asarray(inputs["input_ids"][0], np.int32), media)
 
-    def _rendered(self, messages: Sequence[Message], *, wanted: bool) -> str:
+    def _render(self, messages: Sequence[Message], *, with_images: bool) -> str:
         if self._processor.chat_template is None:
             raise ConfigError(f"the prompt is chat messages, and model {self._model!r} has no chat template")
-        turns = [{**turn, "content": _parts(turn["content"], wanted=wanted)} for turn in messages]
+        turns = [{**turn, "content": _parts(turn["content"], with_images=with_images)} for turn in messages]
         return self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
@@ -269,19 +269,19 @@ class RowTokenizer:
         return self._vision.tokenizer.decode(ids, special=special)
 
 
-def _parts(content: Any, *, wanted: bool) -> Any:
+def _parts(content: Any, *, with_images: bool) -> Any:
     """A message's content as a list of parts: the only form that all chat templates of vision-language
     models read."""
     if not isinstance(content, str):
         return content
-    texts = content.split("<image>") if wanted else [content]
+    texts = content.split("<image>") if with_images else [content]
     parts: list[dict[str, str]] = []
     for number, text in enumerate(texts):
         parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
     return parts
 
 
-def _loaded(model: str) -> Any:
+def _load_processor(model: str) -> Any:
     """Load the model's processor with the Pillow backend of its image processor.
 
     AutoProcessor would choose the torchvision backend if torchvision is installed. It also needs torchvision
@@ -299,18 +299,20 @@ def _loaded(model: str) -> Any:
             def get_attributes(cls) -> list[str]:
                 return parts
 
-        given = {
+        components = {
             "image_processor": AutoImageProcessor.from_pretrained(model, backend="pil"),
             "tokenizer": PreTrainedTokenizerFast.from_pretrained(model),
         }
-        if left := set(parts) - given.keys():
+        if unsupported := set(parts) - components.keys():
             raise ConfigError(
-                f"model {model!r} has a processor with {', '.join(sorted(left))}: not supported"
+                f"model {model!r} has a processor with {', '.join(sorted(unsupported))}: not supported"
             )
         settings, _ = kind.get_processor_dict(model)
         no_video = {"video_processor": None} if "video_processor" in kind.get_attributes() else {}
-        settings = {key: value for key, value in settings.items() if key not in (*given, "video_processor")}
-        processor = WithoutVideo.from_args_and_dict([], {**settings, **no_video}, **given)
+        settings = {
+            key: value for key, value in settings.items() if key not in (*components, "video_processor")
+        }
+        processor = WithoutVideo.from_args_and_dict([], {**settings, **no_video}, **components)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise ConfigError(
             f"model {model!r} has no processor of images that can be loaded: {type(error).__name__}: {error}"

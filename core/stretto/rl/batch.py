@@ -183,7 +183,7 @@ class Batch:
         """The media of all sequences in order, joined into arguments for the model. Arrays that differ in
         size beyond the first dimension are padded with zeros, as the models' processors do."""
         names = dict.fromkeys(name for media in self.media for name in media)
-        return {name: _joined([media[name] for media in self.media if name in media]) for name in names}
+        return {name: _join([media[name] for media in self.media if name in media]) for name in names}
 
     def starts(self) -> list[int]:
         """The index in the token columns at which each sequence starts."""
@@ -204,12 +204,16 @@ class Batch:
         return torch.arange(self.num_tokens) - torch.repeat_interleave(starts, lengths)
 
 
-def _joined(arrays: Sequence[Tensor]) -> Tensor:
+def _join(arrays: Sequence[Tensor]) -> Tensor:
     """Join arrays of shapes (N1, ...), (N2, ...), ... to one of shape (N1 + N2 + ..., ...)."""
-    most = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
+    full_shape = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
     # F.pad counts dimensions from the last one and takes two sizes for each: before and after.
-    wanted = [
-        [size for have, full in zip(array.shape[:0:-1], most[::-1], strict=True) for size in (0, full - have)]
+    paddings = [
+        [
+            size
+            for have, full in zip(array.shape[:0:-1], full_shape[::-1], strict=True)
+            for size in (0, full - have)
+        ]
         for array in arrays
     ]
-    return torch.cat([F.pad(array, sizes) for array, sizes in zip(arrays, wanted, strict=True)])
+    return torch.cat([F.pad(array, sizes) for array, sizes in zip(arrays, paddings, strict=True)])

@@ -89,8 +89,8 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             return sequence_sum(log_rho, index, len(batch)).exp().clamp(max=cap)[index]
         rho = log_rho.exp()
         by_token = self.use == "icepop"
-        bounded = rho if by_token else sequence_mean(log_rho, mask, index, len(batch)).exp()[index]
-        return torch.where((bounded >= low) & (bounded <= cap), rho, 0.0)
+        ratio = rho if by_token else sequence_mean(log_rho, mask, index, len(batch)).exp()[index]
+        return torch.where((ratio >= low) & (ratio <= cap), rho, 0.0)
 
 
 def check_correction(config: CorrectionConfig, run: RunConfig) -> Iterator[Problem]:

@@ -59,8 +59,8 @@ def logprobs_of(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
         (N,) float32.
     """
     scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
-    picked = scaled.gather(-1, targets[:, None]).squeeze(-1)
-    return picked - scaled.logsumexp(-1)
+    target_logits = scaled.gather(-1, targets[:, None]).squeeze(-1)
+    return target_logits - scaled.logsumexp(-1)
 
 
 def entropy_of(logits: Tensor, temperature: float) -> Tensor:
@@ -139,9 +139,9 @@ def at_last_token(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
     """
     positions = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
     last = positions.new_full((len(values),), -1).scatter_reduce(0, index, positions, "amax")  # (S,)
-    spread = values.new_zeros(len(mask))
-    spread[last[last >= 0]] = values[last >= 0]
-    return spread
+    result = values.new_zeros(len(mask))
+    result[last[last >= 0]] = values[last >= 0]
+    return result
 
 
 def overlong_penalty(lengths: Tensor, *, limit: int, buffer: int, factor: float = 1.0) -> Tensor:
@@ -287,9 +287,9 @@ def second_moment_mask(delta: Tensor, mask: Tensor, tau: float) -> Tensor:
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=delta.device)
     within = torch.zeros_like(ascending, dtype=torch.bool)
     within[order] = means <= tau  # the running mean of ascending numbers ascends
-    kept = torch.zeros_like(mask)
-    kept[mask] = within
-    return kept
+    result = torch.zeros_like(mask)
+    result[mask] = within
+    return result
 
 
 def importance_weight(

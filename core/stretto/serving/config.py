@@ -169,11 +169,11 @@ def flags(own: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
     line: list[str] = []
     for flag, value in (dict(own) | {_flag(name): value for name, value in given.items()}).items():
         values = value if isinstance(value, tuple) else (value,)
-        for each in values:
-            if each is True:
+        for item in values:
+            if item is True:
                 line.append(flag)
-            elif each is not False:
-                line += [flag, str(each)]
+            elif item is not False:
+                line += [flag, str(item)]
     return line
 
 

@@ -46,7 +46,7 @@ _LOADS = 2
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _WeightFiles:
     """Files of the version served, for a server that is started again."""
 
     note: WeightsNote
@@ -82,12 +82,12 @@ class ServerEngine(ABC):
         self._samples = StreamQueue(self, slots=config.slots, room=self._room, model=self._model)
         self._server: Server | None = None
         self._replaced = anyio.Event()
-        self._restarted: deque[float] = deque()
+        self._restart_times: deque[float] = deque()
         self._control = anyio.Lock()
         """Held while the engine swaps weights, scores, or replaces the server."""
         self._version = -1
         """The version that the server serves; -1 for none."""
-        self._kept: _Kept | None = None
+        self._weight_files: _WeightFiles | None = None
         """The weights served, for a server that is started again."""
         self._pauses: list[float] = []
 
@@ -156,8 +156,8 @@ class ServerEngine(ABC):
     async def stop(self) -> None:
         """See `InferenceEngine`."""
         self._samples.stop()
-        if self._kept is not None:
-            self._kept.drop()
+        if self._weight_files is not None:
+            self._weight_files.drop()
         if self._server is not None:
             await self._server.stop()
 
@@ -178,7 +178,7 @@ class ServerEngine(ABC):
         reason = ""
         for _ in range(_LOADS):
             async with self._control:
-                server, replaced = self._the_server(), self._replaced
+                server, replaced = self._current_server(), self._replaced
                 try:
                     return await self._swap_on(server, update)
                 except ServerLost as error:
@@ -192,19 +192,19 @@ class ServerEngine(ABC):
 
     async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """See `InferenceEngine`."""
-        found: list[NDArray[np.float32]] = []
+        results: list[NDArray[np.float32]] = []
         async with self._control:
-            server = self._the_server()
+            server = self._current_server()
             for sequence in sequences:
                 try:
-                    scored = await self.score(server, sequence.tolist())
+                    scores = await self.score(server, sequence.tolist())
                 except ServerLost as error:
                     server.distrust(str(error))
                     raise
-                if len(scored) != len(sequence) - 1:
-                    raise EngineError(f"the server scored {len(scored)} tokens of a text of {len(sequence)}")
-                found.append(np.array(scored, np.float32))
-        return found
+                if len(scores) != len(sequence) - 1:
+                    raise EngineError(f"the server scored {len(scores)} tokens of a text of {len(sequence)}")
+                results.append(np.array(scores, np.float32))
+        return results
 
     def load(self) -> Load:
         """See `InferenceEngine`."""
@@ -231,9 +231,9 @@ class ServerEngine(ABC):
                 " set weights.use: file, or bus",
                 version=note.version,
             )
-        await anyio.to_thread.run_sync(self._see_fitting, note, update.folder)
+        await anyio.to_thread.run_sync(self._check_shapes, note, update.folder)
         await self.prepare_weights(server, update, update.folder)
-        began = time.monotonic()
+        start = time.monotonic()
         self._samples.hold()
         try:
             await self._samples.drain(server)
@@ -243,13 +243,16 @@ class ServerEngine(ABC):
             raise
         finally:
             self._samples.send_to(server, self._version)
-        self._pauses.append(time.monotonic() - began)
-        former, self._kept = self._kept, await anyio.to_thread.run_sync(self._keep, note, update.folder)
+        self._pauses.append(time.monotonic() - start)
+        former, self._weight_files = (
+            self._weight_files,
+            await anyio.to_thread.run_sync(self._keep, note, update.folder),
+        )
         if former is not None:
             await anyio.to_thread.run_sync(former.drop)
         return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
 
-    def _see_fitting(self, note: WeightsNote, folder: Path) -> None:
+    def _check_shapes(self, note: WeightsNote, folder: Path) -> None:
         """Compare a version with the model's own files, if these are on this machine: a server notices a
         tensor that does not fit only during the load, or never.
 
@@ -258,11 +261,11 @@ class ServerEngine(ABC):
         """
         if not self._shapes:
             return
-        given = self._untied(shapes_in(str(folder)))
-        for name in sorted(self._shapes.keys() | given.keys()):
-            if given.get(name) != self._shapes.get(name):
+        shapes = self._without_tied_head(shapes_in(str(folder)))
+        for name in sorted(self._shapes.keys() | shapes.keys()):
+            if shapes.get(name) != self._shapes.get(name):
                 raise WeightsError(
-                    f"tensor {name!r} of version {note.version} has shape {given.get(name)}; the model's has"
+                    f"tensor {name!r} of version {note.version} has shape {shapes.get(name)}; the model's has"
                     f" {self._shapes.get(name)}",
                     version=note.version,
                 )
@@ -272,7 +275,7 @@ class ServerEngine(ABC):
         self._version = update.note.version
         return hashes
 
-    def _keep(self, note: WeightsNote, folder: Path) -> _Kept:
+    def _keep(self, note: WeightsNote, folder: Path) -> _WeightFiles:
         """Hard-link the files of the weights served, because their publisher removes them later. Where links
         are not possible, use the publisher's files until it removes them."""
         links = folder.with_name(f".{self._context.worker}-{note.version:08d}")
@@ -283,12 +286,12 @@ class ServerEngine(ABC):
                 os.link(file, links / file.name)
         except OSError as error:
             log.warning("weights cannot be kept for a restart", folder=str(folder), error=str(error))
-            return _Kept(note, folder, own=False)
-        return _Kept(note, links, own=True)
+            return _WeightFiles(note, folder, own=False)
+        return _WeightFiles(note, links, own=True)
 
     # -------------------------------------------------------------------------------- the server
 
-    def _the_server(self) -> Server:
+    def _current_server(self) -> Server:
         assert self._server is not None, "start comes first"
         return self._server
 
@@ -298,7 +301,7 @@ class ServerEngine(ABC):
         Raises:
             EngineError: if it does not become ready; with the end of its log.
         """
-        config, began = self._config, time.monotonic()
+        config, start = self._config, time.monotonic()
         if config.urls:
             server = Server(self._url(), config.api_key)
         else:
@@ -312,7 +315,7 @@ class ServerEngine(ABC):
             with anyio.CancelScope(shield=True):
                 await server.stop()
             raise
-        log.info("server ready", url=server.url, after_s=round(time.monotonic() - began, 1))
+        log.info("server ready", url=server.url, after_s=round(time.monotonic() - start, 1))
         return server
 
     def _learn_model(self) -> None:
@@ -321,13 +324,13 @@ class ServerEngine(ABC):
         if folder is None:
             return
         self._config_of_model = text_config(folder)
-        self._shapes = self._untied(shapes_in(folder))
+        self._shapes = self._without_tied_head(shapes_in(folder))
         self._samples.learn(self._config_of_model.get("vocab_size"), end_tokens_in(folder))
 
-    def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    def _without_tied_head(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The shapes without the head of a model with tied embeddings: files may contain it or not."""
-        tied = self._config_of_model.get("tie_word_embeddings", False)
-        return {name: shape for name, shape in shapes.items() if not tied or name != "lm_head.weight"}
+        is_tied = self._config_of_model.get("tie_word_embeddings", False)
+        return {name: shape for name, shape in shapes.items() if not is_tied or name != "lm_head.weight"}
 
     def _url(self) -> str:
         """Address of the running server that belongs to this worker."""
@@ -342,7 +345,7 @@ class ServerEngine(ABC):
         """Watch the server and the deadlines of samples, until cancelled."""
         while True:
             await anyio.sleep(_LOOK_EVERY_S)
-            server, silence_s = self._the_server(), self._config.silence_s
+            server, silence_s = self._current_server(), self._config.silence_s
             self._samples.expire()
             if server.status is not None:
                 server.distrust(f"it ended with status {server.status}")
@@ -363,7 +366,7 @@ class ServerEngine(ABC):
         await server.stop()  # this ends the request that a swap may be waiting for
         async with self._control:
             while server.broken:
-                self._account(server, tail)
+                self._count_restart(server, tail)
                 self._version = -1
                 self._server = server = await self._launch()
                 try:
@@ -376,28 +379,28 @@ class ServerEngine(ABC):
             self._replaced.set()
             self._replaced = anyio.Event()
 
-    def _account(self, server: Server, tail: str) -> None:
+    def _count_restart(self, server: Server, tail: str) -> None:
         now, config = time.monotonic(), self._config
-        while self._restarted and now - self._restarted[0] > _RESTARTS_WITHIN_S:
-            self._restarted.popleft()
-        said = f"; its log ends:\n{tail}" if tail else ""
+        while self._restart_times and now - self._restart_times[0] > _RESTARTS_WITHIN_S:
+            self._restart_times.popleft()
+        log_text = f"; its log ends:\n{tail}" if tail else ""
         if server.attached:
             raise EngineError(
                 f"the server at {server.url} is lost: {server.broken}; start it again, and resume the run"
             )
-        if len(self._restarted) >= config.restarts:
-            times, minutes = len(self._restarted) + 1, _RESTARTS_WITHIN_S / 60
+        if len(self._restart_times) >= config.restarts:
+            times, minutes = len(self._restart_times) + 1, _RESTARTS_WITHIN_S / 60
             raise EngineError(
                 f"the server was lost {times} times within {minutes:g} minutes"
-                f" (inference.restarts: {config.restarts}): {server.broken}{said}"
+                f" (inference.restarts: {config.restarts}): {server.broken}{log_text}"
             )
-        self._restarted.append(now)
+        self._restart_times.append(now)
 
     async def _reload(self, server: Server) -> None:
         """Load the lost server's weights into a new one. If their files are gone, wait for the next swap."""
-        if self._kept is None:
+        if self._weight_files is None:
             return
-        note, folder = self._kept.note, self._kept.folder
+        note, folder = self._weight_files.note, self._weight_files.folder
         try:
             update = await anyio.to_thread.run_sync(open_version, note, folder)
             await self.prepare_weights(server, update, folder)

@@ -54,10 +54,10 @@ def _kill_all() -> None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         try:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
+            reaped_pid, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
-        if not ended:
+        if not reaped_pid:
             time.sleep(_POLL_S / 4)
 
 
@@ -78,10 +78,10 @@ def main(grace_s: float, command: list[str]) -> int:
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}", flush=True)
         return 127
-    wanted = True
-    while wanted and server.poll() is None:
+    keep_running = True
+    while keep_running and server.poll() is None:
         readable, _, _ = select.select([sys.stdin], [], [], _POLL_S)
-        wanted = not (readable and not os.read(sys.stdin.fileno(), 4096))
+        keep_running = not (readable and not os.read(sys.stdin.fileno(), 4096))
     if server.poll() is None:
         server.terminate()
         deadline = time.monotonic() + grace_s

@@ -103,15 +103,15 @@ class OpenSample:
 
 
 Sample = TypeVar("Sample", bound=OpenSample)
-_Made = TypeVar("_Made", bound=OpenSample, covariant=True)
+_SampleT = TypeVar("_SampleT", bound=OpenSample, covariant=True)
 
 
-class _MakeSample(Protocol[_Made]):
+class _MakeSample(Protocol[_SampleT]):
     """Makes the engine's sample: the class of the sample, or a function with these parameters."""
 
     def __call__(
         self, source: OpenRequest, index: int, begun: NDArray[np.int32], sent: int, place: int
-    ) -> _Made: ...
+    ) -> _SampleT: ...
 
 
 class Intake(Generic[Sample]):
@@ -135,7 +135,7 @@ class Intake(Generic[Sample]):
         self._places = count()
         self._requests: dict[str, tuple[OpenRequest, list[Sample]]] = {}
         self._ready: list[tuple[int, Sample]] = []
-        self._held_back: list[Sample] = []
+        self._too_new: list[Sample] = []
         self._waiting = 0
         self._next_deadline = inf
 
@@ -155,12 +155,12 @@ class Intake(Generic[Sample]):
             return []
         source = OpenRequest(
             request=request,
-            prompt=self._checked_prompt(request),
+            prompt=self._check_prompt(request),
             ends=frozenset(request.sampling.stop_token_ids)
             | (frozenset() if request.sampling.ignore_eos else self.eos),
             deadline=(time.monotonic() if arrived is None else arrived) + request.deadline_s,
         )
-        begun, have = self._checked_progress(request)
+        begun, have = self._check_progress(request)
         samples = [
             self._sample(source, index, begun[index], max(have[index], len(begun[index])), next(self._places))
             for index in range(len(request.seeds))
@@ -193,8 +193,10 @@ class Intake(Generic[Sample]):
         if now < self._next_deadline:
             return []
         requests = [request for request, _ in self._requests.values()]
-        self._next_deadline = min((each.deadline for each in requests if each.deadline > now), default=inf)
-        return [each for each in requests if each.deadline <= now]
+        self._next_deadline = min(
+            (open_request.deadline for open_request in requests if open_request.deadline > now), default=inf
+        )
+        return [open_request for open_request in requests if open_request.deadline <= now]
 
     @property
     def next_deadline(self) -> float:
@@ -250,8 +252,8 @@ class Intake(Generic[Sample]):
         """Set the policy version that the engine serves from now on. Samples that need a newer one are held
         back; they do not block the others."""
         self._version = version
-        samples = [sample for _, sample in self._ready] + self._held_back
-        self._ready, self._held_back = [], []
+        samples = [sample for _, sample in self._ready] + self._too_new
+        self._ready, self._too_new = [], []
         for sample in samples:
             if not sample.ended:
                 self._queue(sample)
@@ -260,13 +262,13 @@ class Intake(Generic[Sample]):
         if max(sample.request.min_version, 0) <= self._version:
             heappush(self._ready, (sample.place, sample))
         else:
-            self._held_back.append(sample)
+            self._too_new.append(sample)
 
     # -------------------------------------------------------------------------------------- checks
 
-    def _checked_prompt(self, request: GenerateRequest) -> NDArray[np.int32]:
+    def _check_prompt(self, request: GenerateRequest) -> NDArray[np.int32]:
         sampling, count = request.sampling, len(request.seeds)
-        prompt = self._checked_tokens(request.prompt_ids, "prompt_ids")
+        prompt = self._check_tokens(request.prompt_ids, "prompt_ids")
         if not count or not len(prompt):
             raise RequestError(f"{len(prompt)} prompt tokens and {count} seeds; each must be at least 1")
         if len(prompt) + sampling.max_tokens > self._room:
@@ -282,17 +284,17 @@ class Intake(Generic[Sample]):
             raise RequestError("an empty stop string would end every answer")
         return prompt
 
-    def _checked_progress(self, request: GenerateRequest) -> tuple[list[NDArray[np.int32]], tuple[int, ...]]:
+    def _check_progress(self, request: GenerateRequest) -> tuple[list[NDArray[np.int32]], tuple[int, ...]]:
         count, longest = len(request.seeds), request.sampling.max_tokens
         for name, values in (("begun", request.begun), ("have", request.have)):
             if values and len(values) != count:
                 raise RequestError(f"{name!r} is for {len(values)} samples, the request has {count}")
-        begun = [self._checked_tokens(tokens, "begun") for tokens in request.begun] or [_NO_TOKENS] * count
+        begun = [self._check_tokens(tokens, "begun") for tokens in request.begun] or [_NO_TOKENS] * count
         if max(map(len, begun)) > longest:
             raise RequestError(f"'begun' has {max(map(len, begun))} tokens, more than max_tokens {longest}")
         return begun, request.have or (0,) * count
 
-    def _checked_tokens(self, array: Array, name: str) -> NDArray[np.int32]:
+    def _check_tokens(self, array: Array, name: str) -> NDArray[np.int32]:
         try:
             tokens = array.numpy()
         except ValueError as error:

@@ -185,7 +185,7 @@ class Server:
         return await self._call("POST", path, body, deadline_s)
 
     async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
-        self._see_open()
+        self._check_open()
         try:
             with anyio.fail_after(deadline_s):
                 async with self._session.request(method, path, **_json(body)) as response:
@@ -210,7 +210,7 @@ class Server:
             ServerRefused: if the status is not 200; with the server's reason.
             ServerLost: if the stream ends without `[DONE]`, or sends data that is not such an event.
         """
-        self._see_open()
+        self._check_open()
         try:
             async with self._session.post(path, **_json(body)) as response:
                 if response.status != 200:
@@ -218,19 +218,19 @@ class Server:
                 rest = b""
                 async for data in response.content.iter_any():
                     self.heard = time.monotonic()
-                    *whole, rest = (rest + data).split(b"\n\n")
-                    for each in whole:
-                        if each == b"data: [DONE]":
+                    *lines, rest = (rest + data).split(b"\n\n")
+                    for line in lines:
+                        if line == b"data: [DONE]":
                             return
-                        yield event.decode(each.removeprefix(b"data: "))
+                        yield event.decode(line.removeprefix(b"data: "))
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise ServerLost(f"{self.url}{path}: {error or type(error).__name__}") from error
         except RuntimeError:  # aiohttp raises it when `stop` closes the connection during a read
-            self._see_open()
+            self._check_open()
             raise
         raise ServerLost(f"{self.url}{path}: the stream ended without [DONE]")
 
-    def _see_open(self) -> None:
+    def _check_open(self) -> None:
         if self._session.closed:
             raise ServerLost(f"the server at {self.url} was stopped")
 

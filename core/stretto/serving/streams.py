@@ -102,7 +102,7 @@ class _ServerSample(OpenSample):
     """Number of streams that the server ended although the queue did not ask for it."""
     scope: anyio.CancelScope | None = None
     """Cancel scope of the current stream."""
-    asked: str = ""
+    stream_id: str = ""
     """Id of the current stream, or of the last one."""
 
     def __post_init__(self) -> None:
@@ -221,13 +221,13 @@ class StreamQueue:
     def abort(self, request: str) -> None:
         """See `InferenceEngine.abort`."""
         for sample in self._intake.samples(request):
-            self._cut(sample, "abort")
+            self._end_and_cancel(sample, "abort")
 
     def expire(self) -> None:
         """End the samples whose deadline has passed."""
         for request in self._intake.late():
             for sample in self._intake.samples(request.id):
-                self._cut(sample, "error", request.late)
+                self._end_and_cancel(sample, "error", request.late)
 
     def send_to(self, server: Server, version: int) -> None:
         """Send samples to this server, which serves this version."""
@@ -251,7 +251,7 @@ class StreamQueue:
             if time.monotonic() > deadline:
                 raise ServerLost(f"{len(self._running)} streams did not end within {_DRAIN_S:g} s")
             await self._streams.abort_streams(
-                server, [sample.asked for sample in self._running if sample.asked]
+                server, [sample.stream_id for sample in self._running if sample.stream_id]
             )
             with anyio.move_on_after(_LOOK_EVERY_S):
                 await self._idle.wait()
@@ -285,7 +285,7 @@ class StreamQueue:
             if len(sample.answer) == len(sample.begun) or not sample.salt:
                 sample.salt = f"v{self._version}"
             sample.scope = anyio.CancelScope()
-            sample.asked = f"{next(self._stream_numbers):016d}"
+            sample.stream_id = f"{next(self._stream_numbers):016d}"
             assert self._tasks is not None, "start comes first"
             self._tasks.start_soon(self._decode, server, sample)
 
@@ -308,7 +308,7 @@ class StreamQueue:
         except ServerLost as error:
             server.distrust(str(error))
         if not ended and not server.broken:
-            await self._abort_at(server, sample.asked)
+            await self._abort_at(server, sample.stream_id)
         self._running.remove(sample)
         if not self._running:
             self._busy_s += time.monotonic() - self._busy_since
@@ -329,12 +329,12 @@ class StreamQueue:
     async def _receive(self, server: Server, sample: _ServerSample) -> bool:
         """Receive the chunks of a stream until the stream or the sample ends. Return False if the sample
         ended first and the server still runs the stream."""
-        sampling, done = sample.request.sampling, len(sample.answer)
+        sampling, length = sample.request.sampling, len(sample.answer)
         ask = Ask(
-            id=sample.asked,
+            id=sample.stream_id,
             tokens=[*sample.prompt.tolist(), *sample.answer],
-            max_tokens=sampling.max_tokens - done,
-            seed=_seed(sample.seed, done),
+            max_tokens=sampling.max_tokens - length,
+            seed=_seed(sample.seed, length),
             sampling=sampling,
             salt=sample.salt,
         )
@@ -369,7 +369,7 @@ class StreamQueue:
                 sample.versions.append(sample.version)
             # When SGLang is told to ignore the model's own end tokens, it ignores stop tokens too.
             if token in sampling.stop_token_ids or (stops is not None and stops.end(sample.answer)):
-                self._cut(sample, "stop")
+                self._end_and_cancel(sample, "stop")
                 return
         self._note(sample)
         if piece.finish == "abort":
@@ -378,8 +378,10 @@ class StreamQueue:
             if sample.aborts > _UNASKED_ABORTS:
                 self._end(sample, "error", f"the server ended the sample unasked, {sample.aborts} times")
         elif piece.finish == "length" and len(sample.answer) < sampling.max_tokens:
-            got, of = len(sample.answer), sampling.max_tokens
-            self._end(sample, "error", f"the server cut the answer to {got} of {of} tokens: it has less room")
+            length, limit = len(sample.answer), sampling.max_tokens
+            self._end(
+                sample, "error", f"the server cut the answer to {length} of {limit} tokens: it has less room"
+            )
         elif piece.finish:
             self._end(sample, piece.finish, piece.error)
 
@@ -403,7 +405,7 @@ class StreamQueue:
         self._intake.close(sample)
         self._note(sample)
 
-    def _cut(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
+    def _end_and_cancel(self, sample: _ServerSample, finish: Finish, error: str = "") -> None:
         """End a sample, and cancel its stream if it is in one."""
         self._end(sample, finish, error)
         if sample.scope is not None:
@@ -452,5 +454,5 @@ def _seed(seed: int, position: int) -> int:
     stream of the same sample must not use the random numbers of the earlier tokens again."""
     if position == 0:
         return seed % 2**63
-    drawn = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(drawn) % 2**63
+    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % 2**63

@@ -74,26 +74,26 @@ class _Files:
         self._folder = folder
         self._stem = stem
         self._limit = limit
-        self._held: dict[str, Tensor] = {}
-        self._held_bytes = self._bytes = 0
-        self._written: list[list[str]] = []
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = self._bytes = 0
+        self._names_by_file: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
-        if self._held and self._held_bytes + size > self._limit:
+        if self._pending and self._pending_bytes + size > self._limit:
             self._flush()
-        self._held[name] = tensor
-        self._held_bytes += size
+        self._pending[name] = tensor
+        self._pending_bytes += size
         self._bytes += size
 
     def close(self) -> None:
         self._flush()
-        count = len(self._written)
+        count = len(self._names_by_file)
         if count == 1:
             self._part(0).rename(self._folder / f"{self._stem}.safetensors")
             return
         places: dict[str, str] = {}
-        for index, names in enumerate(self._written):
+        for index, names in enumerate(self._names_by_file):
             file = f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
             self._part(index).rename(self._folder / file)
             places |= dict.fromkeys(names, file)
@@ -101,11 +101,11 @@ class _Files:
         index_file.write_text(json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}))
 
     def _flush(self) -> None:
-        part = self._part(len(self._written))
-        save_file(self._held, part, metadata={"format": "pt"})
+        part = self._part(len(self._names_by_file))
+        save_file(self._pending, part, metadata={"format": "pt"})
         part.chmod(self._folder.stat().st_mode & 0o666)  # otherwise only the owner could read it
-        self._written.append(list(self._held))
-        self._held, self._held_bytes = {}, 0
+        self._names_by_file.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
 
     def _part(self, index: int) -> Path:
         return self._folder / f"{self._stem}-{index + 1:05d}.part"
@@ -124,8 +124,8 @@ class _CheckpointFile:
         if not files:
             raise EngineError(f"{folder} has no file {stem}.safetensors")
         for path in files:
-            opened: Any = safe_open(path, framework="pt")
-            self._files |= dict.fromkeys(opened.keys(), opened)
+            file: Any = safe_open(path, framework="pt")
+            self._files |= dict.fromkeys(file.keys(), file)
 
     def keys_of(self, name: str) -> list[str]:
         """The keys stored for a parameter: the last part of each tensor's name."""
@@ -150,13 +150,13 @@ def restore_parameters(
     Raises:
         EngineError: if a tensor is missing or has another shape.
     """
-    stored = _CheckpointFile(folder, stem)
+    file = _CheckpointFile(folder, stem)
     for name, parameter in parameters.items():
-        if f"{prefix}{name}" not in stored:
+        if f"{prefix}{name}" not in file:
             raise EngineError(
                 f"{folder} has no tensor {prefix}{name!r}; was it saved with other lora.targets?"
             )
-        _take(layout, parameter.data, stored[f"{prefix}{name}"], name)
+        _take(layout, parameter.data, file[f"{prefix}{name}"], name)
 
 
 def _take(layout: Layout, into: Tensor, full: Tensor, name: str) -> None:
@@ -183,10 +183,10 @@ def restore_optimizer(
     folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout
 ) -> None:
     """Restore the state that `optimizer_tensors` returned. Another layout may have saved it."""
-    stored = _CheckpointFile(folder, "optimizer")
+    file = _CheckpointFile(folder, "optimizer")
     for name, parameter in parameters.items():
-        for key in stored.keys_of(name):
-            full = stored[f"{name}.{key}"]
+        for key in file.keys_of(name):
+            full = file[f"{name}.{key}"]
             if full.ndim == 0:
                 optimizer.state[parameter][key] = full.to(parameter.device)
                 continue

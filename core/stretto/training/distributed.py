@@ -117,12 +117,12 @@ class RankLayout(Layout):
 
     def everyone(self, value: Any) -> list[Any]:
         """The value of every rank, in the order of the ranks; all ranks get the same list."""
-        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         ranks = self._config.processes
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ranks)]
-        dist.all_gather(sizes, torch.tensor([len(said)]))
+        dist.all_gather(sizes, torch.tensor([len(data)]))
         longest = int(max(sizes))
-        padded = torch.cat([said, torch.zeros(longest - len(said), dtype=torch.uint8)])
+        padded = torch.cat([data, torch.zeros(longest - len(data), dtype=torch.uint8)])
         gathered = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
         dist.all_gather(gathered, padded)
         return [

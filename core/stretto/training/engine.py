@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["HFTraining"]
 
 # The prefix that peft gives to the names of tensors in a model that it has wrapped.
-_ADAPTED = "base_model.model."
+_PEFT_PREFIX = "base_model.model."
 
 
 class HFTraining:
@@ -81,17 +81,17 @@ class HFTraining:
         self._layout.connect()
         self._forget()
         torch.manual_seed(self._seed)
-        self._model = self._built(folder)
+        self._model = self._build_model(folder)
         self._trained = {
             self._layout.name(file_name(name)): parameter
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
-        if self._sent_alone is not None:
-            self._see_sendable()
+        if self._adapter_only is not None:
+            self._check_adapter_files()
         self._steps = 0
         if self._trainable:
-            self._optimizer = self._made_optimizer()
+            self._optimizer = self._make_optimizer()
         if folder is not None:
             self._restore(folder)
 
@@ -101,7 +101,9 @@ class HFTraining:
         writes, layout = self._layout.rank == 0, self._layout
         problem = write_tensors(folder / "model", "model", self._full_weights(), writes=writes)
         if self._config.lora is not None:
-            adapter = ((f"{_ADAPTED}{name}", tensor) for name, tensor in layout.stream(self._trained.items()))
+            adapter = (
+                (f"{_PEFT_PREFIX}{name}", tensor) for name, tensor in layout.stream(self._trained.items())
+            )
             problem += write_tensors(folder / "adapter", "adapter_model", adapter, writes=writes)
         state = layout.stream(optimizer_tensors(self._optimizer, self._trained))
         problem += write_tensors(folder, "optimizer", state, writes=writes)
@@ -116,7 +118,7 @@ class HFTraining:
         """Parameters, and the buffers that the model's files contain, on CPU; tied parameters appear once.
         Adapters are merged, or sent alone in the form of `stretto.models.lora_files`."""
         dtype = getattr(torch, self._config.dtype)
-        if (lora := self._sent_alone) is not None:
+        if (lora := self._adapter_only) is not None:
             own = ((name, tensor.detach()) for name, tensor in self._trained.items())
             tensors = adapter_factors(self._layout.stream(own), self._model, lora)
         else:
@@ -128,18 +130,18 @@ class HFTraining:
         """Disconnect from the other ranks. The memory of the model is freed when the process ends."""
         self._layout.close()
 
-    def _built(self, folder: Path | None) -> PreTrainedModel:
+    def _build_model(self, folder: Path | None) -> PreTrainedModel:
         """Load the model and keep this rank's share of it. With adapters, load the initial model and add
         them."""
-        config, adapted = self._config, self._trainable and self._config.lora is not None
-        source = str(folder / "model") if folder is not None and not adapted else self._initial
+        config, has_adapters = self._config, self._trainable and self._config.lora is not None
+        source = str(folder / "model") if folder is not None and not has_adapters else self._initial
         if source is None:
             raise EngineError(f"the {config.use} engine needs a model: give `model` in the run file")
         model, self._make_rows = load_model(source, config, self._head, self._layout.staging)
         self._reads_images = reads_images(model.config)
         if self._reads_images and self._layout.parts > 1:
             self._blank = _blank_image(self._initial or source)
-        if adapted and config.lora is not None:
+        if has_adapters and config.lora is not None:
             add_adapters(model, config.lora, self._head)
         if not self._trainable:
             model.requires_grad_(False)
@@ -157,17 +159,17 @@ class HFTraining:
                 self.__dict__.pop(name, None)
             gc.collect()
 
-    def _made_optimizer(self) -> torch.optim.Optimizer:
+    def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self._config
         # The fused step accepts only parameters of the same mesh, so each mesh gets a group.
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in self._trained.values():
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        listed = [{"params": group} for group in groups.values()]
+        parameter_groups = [{"params": group} for group in groups.values()]
         if config.optimizer == "sgd":
-            return torch.optim.SGD(listed, lr=config.lr, weight_decay=config.weight_decay)
+            return torch.optim.SGD(parameter_groups, lr=config.lr, weight_decay=config.weight_decay)
         return torch.optim.AdamW(
-            listed,
+            parameter_groups,
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -179,7 +181,7 @@ class HFTraining:
         if not self._trainable:
             return
         if self._config.lora is not None:
-            restore_parameters(folder / "adapter", "adapter_model", self._trained, self._layout, _ADAPTED)
+            restore_parameters(folder / "adapter", "adapter_model", self._trained, self._layout, _PEFT_PREFIX)
         restore_optimizer(folder, self._optimizer, self._trained, self._layout)
         self._steps = json.loads((folder / "engine.json").read_text())["optimizer_steps"]
         read_random(folder, self._layout.device)
@@ -189,12 +191,12 @@ class HFTraining:
         return merge_adapters(self._layout.stream(own), self._model, self._config.lora)
 
     @property
-    def _sent_alone(self) -> LoraConfig | None:
+    def _adapter_only(self) -> LoraConfig | None:
         """The config of the adapters if the engine publishes only them, else None."""
         lora, policy = self._config.lora, self._trainable and self._head == "policy"
         return lora if lora is not None and lora.send == "adapter" and policy else None
 
-    def _see_sendable(self) -> None:
+    def _check_adapter_files(self) -> None:
         """Raise EngineError if the model's files lack an adapted matrix: its adapter could not be merged."""
         folder = folder_of_model(self._initial)
         own = tensors_of_model(Path(folder)) if folder is not None else {}
@@ -225,10 +227,10 @@ class HFTraining:
                 )
         (folder / "engine.json").write_text(json.dumps({"optimizer_steps": self._steps}))
 
-    def _check_trainable(self, done: str) -> None:
+    def _check_trainable(self, action: str) -> None:
         if not self._trainable:
             raise EngineError(
-                f"a model that is only asked cannot be {done}; it was made with trainable=False"
+                f"a model that is only asked cannot be {action}; it was made with trainable=False"
             )
 
     # ------------------------------------------------------------------------------- computing
@@ -238,21 +240,23 @@ class HFTraining:
         """The head's figure for every token, (T,) float32: its logprob, value or reward. It is 0 for tokens
         without one."""
         micro_batches = batch.micro_batches(self._config.micro_batch_tokens)
-        work = [self._work(micro, self._judged(micro)) for micro in micro_batches]
+        work = [self._work(micro, self._figure_mask(micro)) for micro in micro_batches]
         result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
 
         def take(index: int, output: Tensor) -> None:
             if index < len(work):
-                result[index] = self._said(work[index], work[index].rows.pick(output), temperature).cpu()
+                result[index] = self._head_figures(
+                    work[index], work[index].rows.pick(output), temperature
+                ).cpu()
 
-        most = max(self._layout.gather(len(work)))
-        self._layout.forward(self._model, self._rows(work, most), take)
+        max_count = max(self._layout.gather(len(work)))
+        self._layout.forward(self._model, self._rows(work, max_count), take)
         return self._layout.share(torch.cat(result))
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
         """Take one optimizer step. If the gradient is not finite, skip the step and set `skipped` to 1."""
         self._check_trainable("trained")
-        mask = batch["loss_mask"] & self._judged(batch)
+        mask = batch["loss_mask"] & self._figure_mask(batch)
         micro_batches = batch.with_columns({"loss_mask": mask}).micro_batches(
             self._config.micro_batch_tokens, whole_groups=loss.unit == "group"
         )
@@ -301,17 +305,17 @@ class HFTraining:
         Args:
             count: the denominator of the loss, for the whole batch.
         """
-        picked = work.rows.pick(output)
-        said = self._said(work, picked, temperature)
+        token_outputs = work.rows.pick(output)
+        head_figures = self._head_figures(work, token_outputs, temperature)
         batch = work.batch
         mask = batch["loss_mask"]
-        losses, figures = loss.function(said, batch)
-        if losses.shape != said.shape:
+        losses, figures = loss.function(head_figures, batch)
+        if losses.shape != head_figures.shape:
             raise EngineError(
                 f"the loss has shape {tuple(losses.shape)}; expected a number a token, "
-                f"{tuple(said.shape)}, of which the engine takes the mean"
+                f"{tuple(head_figures.shape)}, of which the engine takes the mean"
             )
-        own = self._own_figures(work, picked, temperature, with_gradient=loss.entropy_coef > 0)
+        own = self._own_figures(work, token_outputs, temperature, with_gradient=loss.entropy_coef > 0)
         if loss.entropy_coef:
             losses = losses - loss.entropy_coef * own["entropy"]
         index = batch.sequence_index().to(mask.device)
@@ -321,21 +325,21 @@ class HFTraining:
         statistics.add(mask, float(total.detach()), {**own, **figures})
         return total
 
-    def _judged(self, batch: Batch) -> Tensor:
+    def _figure_mask(self, batch: Batch) -> Tensor:
         """(T,) bool: the tokens for which the head has a figure."""
         if self._head == "reward":
             return torch.ones(batch.num_tokens, dtype=torch.bool)
         return batch.positions() > 0
 
-    def _work(self, micro: Batch, wanted: Tensor) -> _Work:
+    def _work(self, micro: Batch, mask: Tensor) -> _Work:
         device = self._layout.device
-        micro, places = micro.to(device), wanted.nonzero().squeeze(1).to(device)
+        micro, places = micro.to(device), mask.nonzero().squeeze(1).to(device)
         # The output at the token before gives a token's logprob, and the value of the state it was chosen in.
         at = places if self._head == "reward" else places - 1
-        rows = self._make_rows(self._looked_at(micro), at, keep=self._head == "policy")
+        rows = self._make_rows(self._with_blank_image(micro), at, keep=self._head == "policy")
         return _Work(micro, places, rows)
 
-    def _looked_at(self, micro: Batch) -> Batch:
+    def _with_blank_image(self, micro: Batch) -> Batch:
         """The micro-batch as the model reads it. If the model reads images and the layout has several parts,
         a micro-batch without an image gets a blank image at its end, whose output is not used: if only some
         ranks ran the vision tower, the ranks would wait for each other forever.
@@ -352,36 +356,36 @@ class HFTraining:
         plain = Batch(micro.lengths, {"tokens": micro["tokens"]}, {})
         return Batch.concat([plain, self._blank.to(self._layout.device)])
 
-    def _rows(self, work: list[_Work], most: int) -> list[ModelInputs]:
+    def _rows(self, work: list[_Work], max_count: int) -> list[ModelInputs]:
         """The rows of each micro-batch.
 
         Args:
-            most: the largest number of micro-batches in any part; blank ones fill the list up to it.
+            max_count: the largest number of micro-batches in any part; blank ones fill the list up to it.
         """
         blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
-        filling = self._work(blank, torch.tensor([False, True])).rows
-        return [item.rows for item in work] + [filling] * (most - len(work))
+        padding = self._work(blank, torch.tensor([False, True])).rows
+        return [item.rows for item in work] + [padding] * (max_count - len(work))
 
-    def _said(self, work: _Work, picked: Tensor, temperature: float) -> Tensor:
-        """The head's figures of the wanted tokens, 0 elsewhere: (T,) float32.
+    def _head_figures(self, work: _Work, token_outputs: Tensor, temperature: float) -> Tensor:
+        """The head's figures of the selected tokens, 0 elsewhere: (T,) float32.
 
         Args:
-            picked: (N, V) or (N, 1), the head's output for the wanted tokens.
+            token_outputs: (N, V) or (N, 1), the head's output for the selected tokens.
         """
         if self._head == "policy":
-            said = logprobs_of(picked, work.batch["tokens"][work.places], temperature)
+            figures = logprobs_of(token_outputs, work.batch["tokens"][work.places], temperature)
         else:
-            said = picked.squeeze(-1).float()
-        return _spread(said, work)
+            figures = token_outputs.squeeze(-1).float()
+        return _spread(figures, work)
 
     def _own_figures(
-        self, work: _Work, picked: Tensor, temperature: float, *, with_gradient: bool
+        self, work: _Work, token_outputs: Tensor, temperature: float, *, with_gradient: bool
     ) -> dict[str, Tensor]:
         """(T,) figures that the engine adds to those of the loss."""
         if self._head != "policy":
             return {}
         with torch.set_grad_enabled(with_gradient):
-            return {"entropy": _spread(entropy_of(picked, temperature), work)}
+            return {"entropy": _spread(entropy_of(token_outputs, temperature), work)}
 
 
 @dataclass(frozen=True)
@@ -390,12 +394,12 @@ class _Work:
 
     batch: Batch
     places: Tensor
-    """(N,) int64, indices of the tokens whose figures are wanted of the head."""
+    """(N,) int64, indices of the tokens for which the head's figures are computed."""
     rows: ModelInputs
 
 
 def _spread(values: Tensor, work: _Work) -> Tensor:
-    """Spread the (N,) figures of the wanted tokens over all tokens, (T,), with 0 elsewhere."""
+    """Spread the (N,) figures of the selected tokens over all tokens, (T,), with 0 elsewhere."""
     return torch.zeros(work.batch.num_tokens, device=values.device).index_put((work.places,), values)
 
 
@@ -434,18 +438,18 @@ class _Statistics:
 
 def _blank_image(model: str) -> Batch:
     """A batch of one sequence, which contains a blank image."""
-    seen = Vision(model).blank()
-    tokens = torch.from_numpy(seen.ids.astype("int64"))
-    media = {name: torch.from_numpy(array) for name, array in seen.media.items()}
+    prompt = Vision(model).blank()
+    tokens = torch.from_numpy(prompt.ids.astype("int64"))
+    media = {name: torch.from_numpy(array) for name, array in prompt.media.items()}
     return Batch([len(tokens)], {"tokens": tokens}, {}, [media])
 
 
 def _copy_processor(source: str, folder: Path) -> None:
     """Copy the processor files of a model to a folder, unchanged."""
     for name in PROCESSOR_FILES:
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
-            shutil.copyfile(found, folder / name)
+        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
 
 
 def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
@@ -456,6 +460,6 @@ def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
     if config.schedule == "constant" or config.decay_steps is None:
         return 1.0
     length = max(1, config.decay_steps - config.warmup_steps)
-    done = min(1.0, (step - config.warmup_steps) / length)
-    shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    progress = min(1.0, (step - config.warmup_steps) / length)
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.final_lr_ratio + (1 - config.final_lr_ratio) * shape

@@ -38,20 +38,20 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None
     """
     from peft import inject_adapter_in_model
 
-    shared: Any = (
+    embeddings: Any = (
         model.get_input_embeddings()
     )  # excludes a head with tied weights: its adapter would not change the embeddings
     linear = [
         name
         for name, module in model.named_modules()
-        if _is_linear(module) and cast("Any", module).weight is not shared.weight
+        if _is_linear(module) and cast("Any", module).weight is not embeddings.weight
     ]
     for target in config.targets:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
-            last = sorted({name.rpartition(".")[2] for name in linear})
+            names = sorted({name.rpartition(".")[2] for name in linear})
             raise EngineError(
                 f"training.lora.targets: {target!r} is no linear module of {type(model).__name__}; "
-                f"there are {', '.join(last)}"
+                f"there are {', '.join(names)}"
             )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -99,9 +99,9 @@ def file_name(name: str) -> str:
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that the model's files contain, under the names in the module. Tied
     parameters appear once."""
-    kept = model.state_dict().keys()
+    saved_names = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in kept:
+        if name in saved_names:
             yield name, tensor.detach()
 
 
@@ -125,8 +125,8 @@ def merge_adapters(
             waiting[f"{owner}.A"] = tensor
         elif part.startswith("B"):
             assert config is not None
-            added = config.alpha / config.rank * (tensor @ waiting.pop(f"{owner}.A"))
-            yield f"{owner}.weight", waiting.pop(owner) + (added.T if owner in transposed else added)
+            delta = config.alpha / config.rank * (tensor @ waiting.pop(f"{owner}.A"))
+            yield f"{owner}.weight", waiting.pop(owner) + (delta.T if owner in transposed else delta)
         else:
             yield file_name(name), tensor
 

@@ -59,12 +59,12 @@ def load_model(
         EngineError: if the model cannot be loaded, or `packing` is 'packed' and the model cannot be packed.
     """
     try:
-        made_for = _without_dropout(AutoConfig.from_pretrained(source))
-        if reads_images(made_for):
-            return _vision_language(source, made_for, config, head, device)
+        model_config = _without_dropout(AutoConfig.from_pretrained(source))
+        if reads_images(model_config):
+            return _vision_language(source, model_config, config, head, device)
         if config.packing != "padded":
-            model = _from_pretrained(source, made_for, head, ATTENTION, device)
-            size = made_for.get_text_config().vocab_size
+            model = _from_pretrained(source, model_config, head, ATTENTION, device)
+            size = model_config.get_text_config().vocab_size
             reason = packs_exactly(_output_of(model, head), size, device, keep=head == "policy")
             if not reason:
                 return model, packed_rows
@@ -72,7 +72,7 @@ def load_model(
                 raise EngineError(f"training.packing is 'packed', and {source!r} does not allow it: {reason}")
             log.info("rows are padded", reason=reason)
             del model  # free its memory before the next model is loaded
-        return _from_pretrained(source, made_for, head, None, device), padded_rows
+        return _from_pretrained(source, model_config, head, None, device), padded_rows
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
@@ -85,9 +85,9 @@ def load_policy(source: str) -> PreTrainedModel:
         EngineError: if the model cannot be loaded, or is not a language model.
     """
     try:
-        made_for = AutoConfig.from_pretrained(source)
-        kind = AutoModelForImageTextToText if reads_images(made_for) else AutoModelForCausalLM
-        return _read(kind, source, torch.device("cpu"), dtype="auto", config=made_for)
+        model_config = AutoConfig.from_pretrained(source)
+        kind = AutoModelForImageTextToText if reads_images(model_config) else AutoModelForCausalLM
+        return _load(kind, source, torch.device("cpu"), dtype="auto", config=model_config)
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
@@ -98,7 +98,7 @@ def reads_images(config: Any) -> bool:
 
 
 def _vision_language(
-    source: str, made_for: Any, config: ModelTrainingConfig, head: Head, device: torch.device
+    source: str, model_config: Any, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, MakeInputs]:
     """Load a vision-language model. Its rows are padded: images have their own attention, and often their
     own positions, which packed rows do not support."""
@@ -109,7 +109,7 @@ def _vision_language(
         )
     if config.packing == "packed":
         raise EngineError(f"training.packing is 'packed', and {source!r} reads images; leave it 'auto'")
-    model = _read(AutoModelForImageTextToText, source, device, config=made_for)
+    model = _load(AutoModelForImageTextToText, source, device, config=model_config)
     return model, _rows_with_images(model)
 
 
@@ -123,9 +123,9 @@ def _rows_with_images(model: PreTrainedModel) -> MakeInputs:
 
     def rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
         padded = padded_rows(batch, at, keep=keep)
-        marked = (padded.arguments["input_ids"] == image_token).long()
-        told = {**batch.joined_media(), **dict.fromkeys(marks, marked)}
-        return replace(padded, arguments={**padded.arguments, **told})
+        image_mask = (padded.arguments["input_ids"] == image_token).long()
+        image_arguments = {**batch.joined_media(), **dict.fromkeys(marks, image_mask)}
+        return replace(padded, arguments={**padded.arguments, **image_arguments})
 
     return rows
 
@@ -134,14 +134,14 @@ def _from_pretrained(
     source: str, config: Any, head: Head, attention: str | None, device: torch.device
 ) -> PreTrainedModel:
     if head == "policy":
-        return _read(AutoModelForCausalLM, source, device, config=config, attn_implementation=attention)
+        return _load(AutoModelForCausalLM, source, device, config=config, attn_implementation=attention)
     config.num_labels = 1
     config.classifier_dropout = 0.0
     kind = AutoModelForTokenClassification
-    return _read(kind, source, device, new_head=True, config=config, attn_implementation=attention)
+    return _load(kind, source, device, new_head=True, config=config, attn_implementation=attention)
 
 
-def _read(
+def _load(
     kind: Any,
     source: str,
     device: torch.device,
@@ -158,14 +158,14 @@ def _read(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would warn of missing tensors; this function checks them
     try:
-        model, found = kind.from_pretrained(
+        model, info = kind.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
     finally:
         transformers_logging.set_verbosity(verbosity)
     if new_head:
-        _begin_at_zero(model, found["missing_keys"], source)
-    elif missing := sorted(found["missing_keys"]):
+        _begin_at_zero(model, info["missing_keys"], source)
+    elif missing := sorted(info["missing_keys"]):
         raise EngineError(f"model {source!r} lacks {', '.join(missing[:3])}; is it one with another head?")
     model.train()
     return model.to(device)

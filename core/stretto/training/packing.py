@@ -133,12 +133,12 @@ def packs_exactly(
         return rows.pick(compute(rows.arguments))
 
     try:
-        together = output(batch)
-        alone = torch.cat([output(part) for part in batch.split([1] * len(lengths))])
+        packed = output(batch)
+        separate = torch.cat([output(part) for part in batch.split([1] * len(lengths))])
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    scale = together.float().abs().max().clamp(min=1)
-    off = float((together.float() - alone.float()).abs().max() / scale)
+    scale = packed.float().abs().max().clamp(min=1)
+    off = float((packed.float() - separate.float()).abs().max() / scale)
     # bfloat16 rounds each number to within 0.4 %; a leak across sequences gives a far larger difference.
-    limit = 1e-4 if together.dtype == torch.float32 else 0.03
+    limit = 1e-4 if packed.dtype == torch.float32 else 0.03
     return "" if off <= limit else f"sequences of a packed row are not independent (off by {off:.1e})"

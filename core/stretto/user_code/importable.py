@@ -69,9 +69,9 @@ def fault_of_importable(reference: str) -> str:
 
 def _top_names(tree: ast.Module) -> list[str]:
     """The names that a module defines or imports at its top level."""
-    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [
-        *(node.name for node in tree.body if isinstance(node, defined)),
+        *(node.name for node in tree.body if isinstance(node, definitions)),
         *(
             target.id
             for node in tree.body

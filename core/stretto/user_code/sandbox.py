@@ -114,10 +114,10 @@ def confined(
         memory_mb: address space of each process in MiB.
         scratch_mb: size of the private `/tmp` in MiB; it counts as memory.
     """
-    limited = _limited(argv, memory_mb)
+    limited_argv = _with_limits(argv, memory_mb)
     folder = folder or writable
     if sandbox == "unsafe":
-        command = [sys.executable, "-I", "-S", "-c", _UNSAFE, str(os.getpid()), *limited]
+        command = [sys.executable, "-I", "-S", "-c", _UNSAFE, str(os.getpid()), *limited_argv]
         return Confined(command, _environment(str(Path.home()), env), folder)
     options = [
         *_namespaces(network),
@@ -126,7 +126,7 @@ def confined(
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/"),
         *("--chdir", str(_absolute(folder)) if folder else _SCRATCH),
     ]
-    return Confined([_bubblewrap(), *options, "--", *limited], _environment(_SCRATCH, env), None)
+    return Confined([_bubblewrap(), *options, "--", *limited_argv], _environment(_SCRATCH, env), None)
 
 
 def may_be_shown(folder: Path) -> bool:
@@ -148,13 +148,13 @@ def sandbox_problem() -> str:
         return "bubblewrap needs Linux"
     try:
         trial = confined(["true"], sandbox="bubblewrap")
-        done = run_child(trial.argv, b"", _TRY_S, env=trial.env)
+        result = run_child(trial.argv, b"", _TRY_S, env=trial.env)
     except TimeoutError:
         return f"bubblewrap cannot start: it takes more than {_TRY_S:g} s"
     except OSError as error:
         return f"bubblewrap cannot start: {error}"
-    if done.returncode:
-        return f"bubblewrap cannot start: {last_line(done) or f'exit status {done.returncode}'}"
+    if result.returncode:
+        return f"bubblewrap cannot start: {last_line(result) or f'exit status {result.returncode}'}"
     return ""
 
 
@@ -205,12 +205,12 @@ def _mounts(
     readable: Sequence[Path], hidden: Sequence[Path], writable: Path | None, network: bool
 ) -> list[str]:
     """Options that mount the visible paths, outer folders first, so that the deepest folder decides."""
-    shown = [Path(path) for path in _SYSTEM if Path(path).exists()]
+    visible = [Path(path) for path in _SYSTEM if Path(path).exists()]
     if network and (names := Path("/etc/resolv.conf")).exists():
-        shown.append(names.resolve())  # it is often a link out of /etc
+        visible.append(names.resolve())  # it is often a link out of /etc
     # A path that leads over links is shown under both of its names.
     places: dict[Path, str] = {}
-    for path in (*shown, *readable):
+    for path in (*visible, *readable):
         if not may_be_shown(path):
             continue
         places |= {_absolute(path): "--ro-bind", path.resolve(): "--ro-bind"}
@@ -218,16 +218,16 @@ def _mounts(
     if writable is not None:
         places |= {_absolute(writable): "--bind", writable.resolve(): "--bind"}
     options: list[str] = []
-    done: dict[Path, str] = {}
-    for place, how in sorted(places.items(), key=lambda each: len(each[0].parts)):
-        around = next((done[parent] for parent in place.parents if parent in done), None)
-        if around == how:
+    mounted: dict[Path, str] = {}
+    for place, option in sorted(places.items(), key=lambda item: len(item[0].parts)):
+        outer = next((mounted[parent] for parent in place.parents if parent in mounted), None)
+        if outer == option:
             continue
-        if place.is_symlink() and around is None and len(place.parts) == 2:
+        if place.is_symlink() and outer is None and len(place.parts) == 2:
             options += ["--symlink", str(place.readlink()), str(place)]  # such as /bin
             continue
-        done[place] = how
-        options += [how, str(place)] if how == "--tmpfs" else [how, str(place), str(place)]
+        mounted[place] = option
+        options += [option, str(place)] if option == "--tmpfs" else [option, str(place), str(place)]
     return options
 
 
@@ -237,8 +237,8 @@ def _absolute(path: Path) -> Path:
 
 def _python() -> list[Path]:
     """The folders that this interpreter runs from and imports from."""
-    named = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
-    folders = {Path(sys.executable).parent, *(Path(folder).absolute() for folder in named)}
+    locations = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
+    folders = {Path(sys.executable).parent, *(Path(folder).absolute() for folder in locations)}
     return [folder for folder in folders - {Path.cwd()} if folder.exists()]
 
 
@@ -247,7 +247,7 @@ def _environment(home: str, env: Mapping[str, str] | None) -> dict[str, str]:
     return {"PATH": os.pathsep.join(search), "HOME": home, "LANG": "C.UTF-8", **(env or {})}
 
 
-def _limited(argv: Sequence[str], memory_mb: int | None) -> list[str]:
+def _with_limits(argv: Sequence[str], memory_mb: int | None) -> list[str]:
     """The command with resource limits, which its child processes inherit."""
     limits = "ulimit -c 0" + (f" && ulimit -v {memory_mb * 1024}" if memory_mb else "")
     return ["/bin/sh", "-c", f'{limits} && exec "$@"', "sh", *argv]

@@ -49,9 +49,9 @@ class BatchStore:
         self._refs: tuple[RowRef, ...] = ()
         self._version = -1
         self._lengths: list[int] = []
-        self._read: dict[int, Mapping[str, Tensor]] = {}
+        self._source_columns: dict[int, Mapping[str, Tensor]] = {}
         """Row -> its columns of the source."""
-        self._written: dict[str, dict[int, Tensor]] = {}
+        self._call_columns: dict[str, dict[int, Tensor]] = {}
         """Key -> row -> its part of the column."""
         self._vision: Vision | None = None
         self._media: dict[int, Mapping[str, Tensor]] = {}
@@ -82,17 +82,19 @@ class BatchStore:
         if self._version == version:
             return
         self._version, self._refs = version, refs
-        self._read, self._written, self._media = {}, {}, {}
+        self._source_columns, self._call_columns, self._media = {}, {}, {}
         if not self._placement.graph.samples:  # the lengths of a dataset's rows are unknown until encoded
             await anyio.to_thread.run_sync(self._encode_all)
-        self._lengths = [ref.length or len(self._read[row]["tokens"]) for row, ref in enumerate(self._refs)]
+        self._lengths = [
+            ref.length or len(self._source_columns[row]["tokens"]) for row, ref in enumerate(self._refs)
+        ]
 
     def end(self) -> None:
         """End the batch, and drop its rows."""
         for ref in self._refs:
             self._bundles.pop(ref.sequence, None)
         self._version, self._refs, self._lengths = -1, (), []
-        self._read, self._written, self._media = {}, {}, {}
+        self._source_columns, self._call_columns, self._media = {}, {}, {}
 
     async def prefetch(self, refs: Sequence[RowRef]) -> None:
         """Read announced rows from the log ahead of time, and drop rows that no batch needs any more."""
@@ -121,7 +123,7 @@ class BatchStore:
     @property
     def trained_tokens(self) -> int:
         """Tokens in the loss mask of the whole batch. Only for rows of the dataset: every rank has them."""
-        return sum(int(row["loss_mask"].sum()) for row in self._read.values())
+        return sum(int(row["loss_mask"].sum()) for row in self._source_columns.values())
 
     # ------------------------------------------------------------------------------------ columns
 
@@ -135,11 +137,13 @@ class BatchStore:
 
         await self._read_rows(rows)
         writers = self._placement.graph.writers
-        written = [key for key in keys if writers[key].op not in SOURCE_OPS]
-        for key in written:
-            await self._ask_for(key, rows)
-        columns = {key: [self._read[row][key] for row in rows] for key in self._read[rows[0]]}
-        columns |= {key: [self._written[key][row] for row in rows] for key in written}
+        call_keys = [key for key in keys if writers[key].op not in SOURCE_OPS]
+        for key in call_keys:
+            await self._request_missing(key, rows)
+        columns = {
+            key: [self._source_columns[row][key] for row in rows] for key in self._source_columns[rows[0]]
+        }
+        columns |= {key: [self._call_columns[key][row] for row in rows] for key in call_keys}
         lengths = [self._lengths[row] for row in rows]
         tokens, sequences = _join(columns)
         images = None
@@ -151,16 +155,16 @@ class BatchStore:
         """Store a column that a call wrote for these rows, concatenated: one value for each token, or one for
         each row."""
         per_token = len(column) == sum(self._lengths[row] for row in rows)
-        self._written.setdefault(key, {}).update(self._by_row(rows, column, per_token=per_token))
+        self._call_columns.setdefault(key, {}).update(self._by_row(rows, column, per_token=per_token))
 
     def _by_row(self, rows: Sequence[int], column: Tensor, *, per_token: bool) -> dict[int, Tensor]:
         sizes = [self._lengths[row] for row in rows] if per_token else [1] * len(rows)
         parts = column.split(sizes)
         return dict(zip(rows, parts if per_token else [part[0] for part in parts], strict=True))
 
-    async def _ask_for(self, key: str, rows: Sequence[int]) -> None:
+    async def _request_missing(self, key: str, rows: Sequence[int]) -> None:
         """Request from their owners the rows of a written column that this rank lacks."""
-        missing = [row for row in rows if row not in self._written.setdefault(key, {})]
+        missing = [row for row in rows if row not in self._call_columns.setdefault(key, {})]
         if not missing:
             return
         owners = self._placement.owners(key, self._lengths)
@@ -168,8 +172,8 @@ class BatchStore:
         for row in missing:
             by_owner.setdefault(owners[row], []).append(row)
         async with anyio.create_task_group() as tasks:
-            for owner, theirs in by_owner.items():
-                tasks.start_soon(self._ask, owner, key, theirs)
+            for owner, owner_rows in by_owner.items():
+                tasks.start_soon(self._ask, owner, key, owner_rows)
 
     async def _ask(self, owner: str, key: str, rows: list[int]) -> None:
         import torch
@@ -183,16 +187,16 @@ class BatchStore:
             deadline_s=_ANSWER_S,
         )
         values = torch.from_numpy(column.values.numpy().copy())
-        self._written[key].update(self._by_row(rows, values, per_token=column.per_token))
+        self._call_columns[key].update(self._by_row(rows, values, per_token=column.per_token))
 
     async def _answer(self, message: AskColumn) -> Column:
         """Return rows of a column that this rank computed."""
         import torch
 
-        held = self._written.get(message.key, {})
-        if message.version != self._version or not all(row in held for row in message.rows):
+        rows = self._call_columns.get(message.key, {})
+        if message.version != self._version or not all(row in rows for row in message.rows):
             raise Refused(self._context.worker, f"does not have all requested rows of {message.key!r}")
-        parts = [held[row] for row in message.rows]
+        parts = [rows[row] for row in message.rows]
         per_token = parts[0].dim() > 0
         values = torch.cat(parts) if per_token else torch.stack(parts)
         return Column(Array.of(values.numpy(), values.numpy().dtype), per_token)
@@ -201,13 +205,13 @@ class BatchStore:
 
     async def _read_rows(self, rows: Sequence[int]) -> None:
         """Read the source's columns of the rows that are not read yet."""
-        missing = [row for row in rows if row not in self._read]
+        missing = [row for row in rows if row not in self._source_columns]
         await self._fetch([self._refs[row] for row in missing])
         for row in missing:
             ref = self._refs[row]
             trajectory = self._bundles[ref.sequence].trajectories[ref.index]
             assert ref.id == trajectory.id, "the log and the ledger name different trajectories"
-            self._read[row] = _of_trajectory(trajectory, ref.group)
+            self._source_columns[row] = _of_trajectory(trajectory, ref.group)
 
     def _media_of(self, vision: Vision, rows: Sequence[int]) -> list[Mapping[str, Tensor]]:
         """Return the model's inputs for the images of these rows."""
@@ -240,7 +244,7 @@ class BatchStore:
 
     def _encode_all(self) -> None:
         for row, ref in enumerate(self._refs):
-            self._read[row] = self._encode(ref)
+            self._source_columns[row] = self._encode(ref)
 
     def _encode(self, ref: RowRef) -> Mapping[str, Tensor]:
         import torch

@@ -23,7 +23,7 @@ __all__ = ["ChildEnded", "ChildPool", "Program"]
 
 _START_S = 120.0
 _END_S = 2.0
-_GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.IncompleteRead)
+_PIPE_ERRORS = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.IncompleteRead)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ChildPool:
         self._missing = count
         self._children: set[_Child] = set()
         self._free: list[_Child] = []
-        self._freed = anyio.Semaphore(0)
+        self._available = anyio.Semaphore(0)
         self._waiting = 0
         self.busy_s = 0.0
         """Seconds that the children spent on questions, summed over all children."""
@@ -84,7 +84,7 @@ class ChildPool:
             try:
                 with anyio.fail_after(timeout_s):
                     return await child.ask(msgspec.msgpack.encode(question))
-            except _GONE as error:
+            except _PIPE_ERRORS as error:
                 raise ChildEnded(await child.last_status()) from error
             finally:
                 self.busy_s += time.perf_counter() - start
@@ -102,7 +102,7 @@ class ChildPool:
             self._tasks.start_soon(self._start)
         self._waiting += 1
         try:
-            await self._freed.acquire()
+            await self._available.acquire()
         finally:
             self._waiting -= 1
         child = self._free.pop()
@@ -114,7 +114,7 @@ class ChildPool:
         finally:
             if child.alive:
                 self._free.append(child)
-                self._freed.release()
+                self._available.release()
             else:
                 self._children.discard(child)
                 self._tasks.start_soon(self._start)
@@ -125,7 +125,7 @@ class ChildPool:
         child, data = await _Child.start(self._program)
         self._children.add(child)
         self._free.append(child)
-        self._freed.release()
+        self._available.release()
         return data
 
 
@@ -156,21 +156,21 @@ class _Child:
         child = cls(process)
         try:
             with anyio.fail_after(_START_S):
-                started = msgspec.msgpack.decode(await child.ask(program.setup), type=Started)
+                report = msgspec.msgpack.decode(await child.ask(program.setup), type=Started)
         except TimeoutError as error:
             await child.end()
             raise RewardError(f"{program.name} did not start within {_START_S:g} s") from error
-        except _GONE as error:
-            how = await child.last_status()
+        except _PIPE_ERRORS as error:
+            status = await child.last_status()
             await child.end()
-            raise RewardError(f"{program.name} did not start: {how}") from error
+            raise RewardError(f"{program.name} did not start: {status}") from error
         except BaseException:
             await child.end()
             raise
-        if started.error:
+        if report.error:
             await child.end()
-            raise RewardError(started.error)
-        return child, started.data
+            raise RewardError(report.error)
+        return child, report.data
 
     async def ask(self, data: bytes) -> bytes:
         """Send a frame, and return the content of the answer's frame."""

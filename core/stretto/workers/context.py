@@ -114,12 +114,12 @@ class ComputeThread:
         self.busy_s = 0.0
         """Seconds spent in `run` so far."""
 
-    async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    async def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
         """Run a function in the thread, after the functions submitted before it."""
-        timed = partial(self._timed, partial(function, *arguments, **named))
-        return await asyncio.wrap_future(self._executor.submit(timed))
+        call = partial(self._run_timed, partial(function, *arguments, **keywords))
+        return await asyncio.wrap_future(self._executor.submit(call))
 
-    def _timed(self, function: Callable[[], T]) -> T:
+    def _run_timed(self, function: Callable[[], T]) -> T:
         start = time.perf_counter()
         try:
             return function()

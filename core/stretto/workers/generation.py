@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 _SILENT_ASKS = 3
 """A request leaves an engine after this many unanswered asks, if the engine does nothing else either."""
-_GIVEN_UP = 5
+_MAX_GIVE_UPS = 5
 """A request fails after engines have given it up this many times."""
 _TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
 """The record of a sampled token. Answers are stored as such records: many chunks of a few tokens arrive, so
@@ -45,31 +45,31 @@ class VersionFloor:
     their oldest token, and stays so. Later requests ask for this version or a newer one.
 
     Args:
-        told: called once, with the version of the oldest token, when it is known.
+        on_known: called once, with the version of the oldest token, when it is known.
     """
 
-    def __init__(self, min_version: int, told: Callable[[int], None]) -> None:
+    def __init__(self, min_version: int, on_known: Callable[[int], None]) -> None:
         self.version = min_version
-        self._told: Callable[[int], None] | None = told
-        self._not_begun = 0
+        self._on_known: Callable[[int], None] | None = on_known
+        self._unstarted = 0
         self._oldest: int | None = None
 
-    def asked(self) -> None:
+    def add_request(self) -> None:
         """Record that one more request is made."""
-        self._not_begun += 1
+        self._unstarted += 1
 
-    def begun(self, oldest: int) -> None:
+    def record_start(self, oldest: int) -> None:
         """Record that every sample of a request has its first token.
 
         Args:
             oldest: version of the request's oldest token.
         """
-        self._not_begun -= 1
+        self._unstarted -= 1
         self._oldest = oldest if self._oldest is None else min(self._oldest, oldest)
-        if self._not_begun == 0 and self._told is not None:
+        if self._unstarted == 0 and self._on_known is not None:
             self.version = self._oldest
-            self._told(self._oldest)
-            self._told = None
+            self._on_known(self._oldest)
+            self._on_known = None
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class GeneratedSample:
     finish: Finish = ""
     engine: str = ""
     """The engine that finished the sample; empty before."""
-    told: int = 0
+    reported: int = 0
     """Number of tokens that were passed to `on_tokens`."""
 
     @property
@@ -129,13 +129,13 @@ class _Generation:
         """The engine has given it up and will not finish it."""
         self.alive = False
         """The engine has sent something since the last `look`."""
-        self.heard_at = time.monotonic()
-        self.in_vain = 0
+        self.quiet_since = time.monotonic()
+        self.silent_periods = 0
         """Number of silent periods since the engine last sent something; the engine is asked after each."""
         self.wake = anyio.Event()
         """Set when the engine is done with the request, or is silent."""
-        self._begun = False
-        floor.asked()
+        self._started = False
+        floor.add_request()
 
     @property
     def over(self) -> bool:
@@ -145,15 +145,15 @@ class _Generation:
     def move_to(self, engine: str) -> None:
         """Continue on another engine, or start again on the same one."""
         self.engine, self.given_up, self.wake = engine, False, anyio.Event()
-        self.heard_at, self.in_vain = time.monotonic(), 0
+        self.quiet_since, self.silent_periods = time.monotonic(), 0
 
     def look(self, now: float, silence_s: float) -> None:
         """Wake the waiting task if the engine has sent nothing for `silence_s` seconds."""
         if self.alive:
-            self.alive, self.heard_at, self.in_vain = False, now, 0
-        elif now - self.heard_at >= silence_s:
-            self.heard_at = now
-            self.in_vain += 1
+            self.alive, self.quiet_since, self.silent_periods = False, now, 0
+        elif now - self.quiet_since >= silence_s:
+            self.quiet_since = now
+            self.silent_periods += 1
             self.wake.set()
 
     def add(self, head: ChunkHead, records: memoryview) -> bool:
@@ -163,13 +163,13 @@ class _Generation:
         if sample.finish:
             return True
         begins = not sample.records
-        known = len(sample.records) - head.position * _TOKEN.itemsize
-        if known < 0:
+        overlap = len(sample.records) - head.position * _TOKEN.itemsize
+        if overlap < 0:
             return False
-        sample.records += records[known:]
+        sample.records += records[overlap:]
         if begins and records:
-            self._note_begun()
-        if self.on_tokens is not None and sample.length > sample.told:
+            self._report_start()
+        if self.on_tokens is not None and sample.length > sample.reported:
             self._tell(self.on_tokens, sample, head.sample)
         if head.finish:
             self._end(sample, head)
@@ -194,20 +194,20 @@ class _Generation:
             self.wake.set()
 
     def _tell(self, on_tokens: OnTokens, sample: GeneratedSample, index: int) -> None:
-        told, sample.told = sample.told, sample.length
+        reported, sample.reported = sample.reported, sample.length
         try:
-            on_tokens(index, sample.tokens()[told:])
+            on_tokens(index, sample.tokens()[reported:])
         except Exception as error:  # noqa: BLE001 - raised again in the ticket that listens
             self.failure = error
             self.wake.set()
 
-    def _note_begun(self) -> None:
+    def _report_start(self) -> None:
         """Report the oldest version once every sample has its first token. Samples arrive in any order, so it
         is not known before."""
-        if not self._begun and all(sample.records for sample in self.samples):
-            self._begun = True
+        if not self._started and all(sample.records for sample in self.samples):
+            self._started = True
             records = np.frombuffer(b"".join(sample.records for sample in self.samples), _TOKEN)
-            self.floor.begun(int(records["version"].min()))
+            self.floor.record_start(int(records["version"].min()))
 
 
 class Generations:
@@ -225,7 +225,7 @@ class Generations:
         self._engines = engines
         self._deterministic = context.composed.config.inference.deterministic
         self._reply = f"{context.bus.inbox('inference')}.chunks.in"
-        self._under_way: dict[str, _Generation] = {}
+        self._running: dict[str, _Generation] = {}
         """Running requests by the name that their current engine knows."""
         context.on_beacon(self._look)
 
@@ -257,39 +257,39 @@ class Generations:
             Exception: any exception that `on_tokens` raised.
         """
         generation = _Generation(request, floor, exact_version, on_tokens)
-        place, given_up, left = 0, 0, ""
+        attempt, give_ups, former_engine = 0, 0, ""
         while generation.unfinished:
             async with self._engines.member(
                 affinity,
                 min_version=floor.version,
                 exact_version=exact_version,
                 samples=lambda: generation.unfinished,
-                avoid=left,
+                avoid=former_engine,
             ) as engine:
-                await self._on(engine, generation, place)
+                await self._on(engine, generation, attempt)
             if generation.failure is not None:
                 raise generation.failure
             if generation.given_up:
-                given_up += 1
-                if given_up == _GIVEN_UP:
-                    raise EngineError(f"given up {given_up} times, at last by {generation.engine}")
-                await anyio.sleep(0.05 * 2**given_up)
-            place, left = place + 1, generation.engine
+                give_ups += 1
+                if give_ups == _MAX_GIVE_UPS:
+                    raise EngineError(f"given up {give_ups} times, at last by {generation.engine}")
+                await anyio.sleep(0.05 * 2**give_ups)
+            attempt, former_engine = attempt + 1, generation.engine
         return generation.samples
 
-    async def _on(self, engine: str, generation: _Generation, place: int) -> None:
+    async def _on(self, engine: str, generation: _Generation, attempt: int) -> None:
         """Run the unfinished samples on one engine until it finishes them, gives them up or is stuck. This is
         cancelled when the engine is lost."""
         generation.move_to(engine)
         if self._deterministic:
             generation.forget_unfinished()
         # Every engine gets another name for the request, so that late chunks of earlier engines are ignored.
-        name = f"{generation.request.id}~{place}" if place else generation.request.id
-        self._under_way[name] = generation
+        name = f"{generation.request.id}~{attempt}" if attempt else generation.request.id
+        self._running[name] = generation
         try:
             await self._until_over(engine, generation, name)
         finally:
-            del self._under_way[name]
+            del self._running[name]
             with anyio.CancelScope(shield=True), anyio.move_on_after(1):
                 await self._release(engine, generation, name)
 
@@ -299,7 +299,7 @@ class Generations:
             await generation.wake.wait()
             if generation.over:
                 return
-            if generation.in_vain >= _SILENT_ASKS and self._engines.stuck(engine):
+            if generation.silent_periods >= _SILENT_ASKS and self._engines.stuck(engine):
                 log.warning("engine is stuck, another goes on", engine=engine, request=name)
                 return
             generation.wake = anyio.Event()
@@ -310,7 +310,7 @@ class Generations:
         than a timer for each."""
         del beacon
         now = time.monotonic()
-        for generation in self._under_way.values():
+        for generation in self._running.values():
             generation.look(now, self._silence_s)
 
     async def _ask(self, engine: str, generation: _Generation, name: str) -> None:
@@ -338,23 +338,23 @@ class Generations:
     async def _take(self, batch: ChunkBatch) -> None:
         """Pass the chunks of a message to the requests that they belong to."""
         records = _records(batch)
-        at = 0
+        offset = 0
         name, generation = "", None
         behind: set[str] = set()
         for head in batch.heads:
-            start, at = at, at + head.count * _TOKEN.itemsize
+            start, offset = offset, offset + head.count * _TOKEN.itemsize
             if head.request != name:  # the chunks of a request are mostly consecutive
                 name = head.request
-                generation = self._under_way.get(name)
+                generation = self._running.get(name)
             if generation is None or head.sample >= len(generation.samples):
                 continue
             unfinished = generation.unfinished
-            if not generation.add(head, records[start:at]):
+            if not generation.add(head, records[start:offset]):
                 behind.add(name)
             if generation.unfinished < unfinished:
-                self._engines.ended(generation.engine)
+                self._engines.finish_sample(generation.engine)
         for name in behind:
-            await self._ask(batch.worker, self._under_way[name], name)
+            await self._ask(batch.worker, self._running[name], name)
 
 
 def _records(batch: ChunkBatch) -> memoryview:

@@ -61,7 +61,7 @@ __all__ = ["InferenceWorker"]
 log = structlog.get_logger()
 
 _FORGET_S = 600.0
-_EVERY_S, _FOR_EACH_S, _LATEST_S = 0.02, 0.0004, 0.2
+_BASE_PAUSE_S, _SAMPLE_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.0004, 0.2
 """Seconds between messages to the rollout workers: a base, an addition for each sample in the last messages,
 and a maximum. For the receiver a message costs much, a sample in it little, its tokens almost nothing."""
 _SCORE_S = 120.0
@@ -76,11 +76,11 @@ class _Request:
 
     reply: str
     """Subject that the chunks go to."""
-    left: int
+    unfinished: int
     """Samples that are not finished."""
     chunks: list[list[Chunk]] = field(default_factory=list[list[Chunk]])
     """Chunks of each sample."""
-    touched: float = 0.0
+    active_at: float = 0.0
     """When the request was last sent or got a chunk, in seconds of the monotonic clock."""
 
 
@@ -108,7 +108,7 @@ class InferenceWorker:
         self._audience: Audience = None
         self._unverified: set[int] = set()
         """Versions that the engine may serve already, but that are not verified yet."""
-        self._held: dict[tuple[str, int], list[Chunk]] = {}
+        self._held_chunks: dict[tuple[str, int], list[Chunk]] = {}
         """(request, sample) -> its chunks, from the first one with tokens of an unverified version."""
 
     async def run(self, ready: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class InferenceWorker:
         engine = self._engine = await anyio.to_thread.run_sync(context.make, "inference")
         subscriber = self._subscriber = context.make("weights").subscriber(BusWire(context))
         expect_contract(subscriber, Subscriber, context.composed.origin("weights").label)
-        self._whole = RunFolders(context.component_context, None).own("whole")
+        self._merged_root = RunFolders(context.component_context, None).own("whole")
         try:
             async with anyio.create_task_group() as tasks:
                 await engine.start(self._emit, tasks)
@@ -133,7 +133,7 @@ class InferenceWorker:
             with anyio.CancelScope(shield=True):
                 await engine.stop()
             subscriber.close()
-            shutil.rmtree(self._whole, ignore_errors=True)
+            shutil.rmtree(self._merged_root, ignore_errors=True)
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add the engine's own figures."""
@@ -157,13 +157,13 @@ class InferenceWorker:
             assert self._engine is not None
             self._engine.generate(request)
             return
-        known.reply, known.touched = message.reply, time.monotonic()
+        known.reply, known.active_at = message.reply, time.monotonic()
         for sample, chunks in enumerate(known.chunks):
             have = request.have[sample] if request.have else 0
             if have < 0:
                 continue
-            again = [part for chunk in chunks if (part := _from(chunk, have)) is not None]
-            self._queue(known.reply, again)
+            missing = [part for chunk in chunks if (part := _from(chunk, have)) is not None]
+            self._queue(known.reply, missing)
 
     def _confirm(self, message: Confirm) -> None:
         for request in message.requests:
@@ -177,7 +177,7 @@ class InferenceWorker:
         assert self._engine is not None
         self._engine.abort(request)
         self._requests.pop(request, None)
-        self._held = {key: chunks for key, chunks in self._held.items() if key[0] != request}
+        self._held_chunks = {key: chunks for key, chunks in self._held_chunks.items() if key[0] != request}
 
     async def _forget(self) -> None:
         """Drop finished requests whose sender did not confirm them for `_FORGET_S`: it is gone."""
@@ -187,7 +187,7 @@ class InferenceWorker:
             old = [
                 id
                 for id, request in self._requests.items()
-                if request.left == 0 and now - request.touched > _FORGET_S
+                if request.unfinished == 0 and now - request.active_at > _FORGET_S
             ]
             for id in old:
                 del self._requests[id]
@@ -198,8 +198,8 @@ class InferenceWorker:
         """Take new chunks of the engine. The engine calls this on the event loop."""
         for chunk in chunks:
             sample = (chunk.request, chunk.sample)
-            if sample in self._held or self._is_unverified(chunk):
-                self._held.setdefault(sample, []).append(chunk)
+            if sample in self._held_chunks or self._is_unverified(chunk):
+                self._held_chunks.setdefault(sample, []).append(chunk)
             else:
                 self._accept(chunk)
 
@@ -212,15 +212,15 @@ class InferenceWorker:
         if request is None:
             return  # aborted
         request.chunks[chunk.sample].append(chunk)
-        request.touched = time.monotonic()
-        request.left -= bool(chunk.finish)
+        request.active_at = time.monotonic()
+        request.unfinished -= bool(chunk.finish)
         self._queue(request.reply, [chunk])
 
     def _trust(self, version: int) -> None:
         """Mark a version as verified, and send the chunks that were held because of it."""
         self._unverified.discard(version)
-        held, self._held = self._held, {}
-        for chunks in held.values():
+        held_chunks, self._held_chunks = self._held_chunks, {}
+        for chunks in held_chunks.values():
             self._emit(chunks)
 
     def _queue(self, reply: str, chunks: list[Chunk]) -> None:
@@ -239,7 +239,7 @@ class InferenceWorker:
                 batch = _batch(self._context.worker, chunks)
                 samples += len(batch.heads)
                 await self._bus.publish(reply, batch)
-            await anyio.sleep(min(_EVERY_S + _FOR_EACH_S * samples, _LATEST_S))
+            await anyio.sleep(min(_BASE_PAUSE_S + _SAMPLE_PAUSE_S * samples, _MAX_PAUSE_S))
 
     async def _load(self, message: AskLoad) -> LoadReport:
         del message
@@ -256,41 +256,41 @@ class InferenceWorker:
             if self._served is not None and order <= self._order:
                 return self._served
             audience = message.note.version if message.exact else None
-            done = await self._load_version(message.note, audience)
-            if done.fault:
-                return done
+            result = await self._load_version(message.note, audience)
+            if result.fault:
+                return result
             self._order, self._note, self._audience = order, message.note, audience
             self._trust(message.note.version)
             # The batches that are trained now have nothing to do with the weights of an evaluation.
-            self._served = done if message.exact else await self._measure_engine_error(done)
+            self._served = result if message.exact else await self._measure_engine_error(result)
             return self._served
 
-    def _dismiss_others(self, audience: Audience) -> None:
+    def _drop_other_audiences(self, audience: Audience) -> None:
         """Drop unfinished requests of another audience, and accept none until the weights are loaded."""
         if self._audience != audience:
             self._audience = "nobody"
-            for request in [id for id, request in self._requests.items() if request.left]:
+            for request in [id for id, request in self._requests.items() if request.unfinished]:
                 self._drop(request)
 
     async def _load_version(self, note: WeightsNote, audience: Audience) -> SwapDone:
         """Have the engine serve a version, and verify that it does."""
         assert self._engine is not None
         if self._served is not None and note == self._note and self._engine.load().version == note.version:
-            self._dismiss_others(audience)
+            self._drop_other_audiences(audience)
             return self._served
         update = await self._receive(note)
         try:
-            self._dismiss_others(audience)
+            self._drop_other_audiences(audience)
             self._unverified.add(note.version)
             report = await self._engine.swap(update)
         finally:
             update.close()
         log.info("swapped", version=report.version, pause_s=round(report.pause_s, 4))
-        served = msgspec.structs.replace(report, hashes={})  # the kernel does not need the hashes
+        kernel_report = msgspec.structs.replace(report, hashes={})  # the kernel does not need the hashes
         if fault := _fault_of(report, update.note, update.hashes()):
-            return SwapDone(served, fault)
+            return SwapDone(kernel_report, fault)
         drift, unscored = await self._compare(note.canary)
-        return SwapDone(served, self._fault_of_canary(note, drift, unscored), drift, unscored)
+        return SwapDone(kernel_report, self._fault_of_canary(note, drift, unscored), drift, unscored)
 
     async def _receive(self, note: WeightsNote) -> WeightUpdate:
         """Receive an announced version. If it is an adapter, return the base model merged with it."""
@@ -305,8 +305,8 @@ class InferenceWorker:
         if not is_adapter(update.hashes()):
             return update
         try:
-            folder, whole = await self._model_folder(note), self._whole / f"v{note.version:08d}"
-            return await anyio.to_thread.run_sync(made_whole, update, folder, whole)
+            folder, merged = await self._model_folder(note), self._merged_root / f"v{note.version:08d}"
+            return await anyio.to_thread.run_sync(made_whole, update, folder, merged)
         finally:
             update.close()
 
@@ -343,31 +343,31 @@ class InferenceWorker:
         difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
         return Drift(float(difference.mean()), float(difference.max())), ""
 
-    async def _measure_engine_error(self, done: SwapDone) -> SwapDone:
+    async def _measure_engine_error(self, result: SwapDone) -> SwapDone:
         """Add the engine's error at the version that it serves now, if the run bounds the divergence.
         Requests do not wait for this."""
         if self._context.composed.config.queue.max_divergence is None:
-            return done
+            return result
         assert self._engine is not None
-        version = done.report.version
+        version = result.report.version
         try:
-            shared = await self._bus.request(
+            answer = await self._bus.request(
                 self._context.names.shared_rows,
                 AskSharedRows(version),
                 SharedRows,
                 who="the trainer",
                 deadline_s=_ROWS_S,
             )
-            if not shared.rows:
-                return msgspec.structs.replace(done, rows_unscored=shared.unscored)
+            if not answer.rows:
+                return msgspec.structs.replace(result, rows_unscored=answer.unscored)
             with anyio.fail_after(_SCORE_S):
-                logprobs = await self._engine.logprobs([row.tokens.numpy() for row in shared.rows])
-            return msgspec.structs.replace(done, engine_kl=engine_kl(shared.rows, logprobs))
+                logprobs = await self._engine.logprobs([row.tokens.numpy() for row in answer.rows])
+            return msgspec.structs.replace(result, engine_kl=engine_kl(answer.rows, logprobs))
         except (BusError, EngineError) as error:
-            return msgspec.structs.replace(done, rows_unscored=str(error))
+            return msgspec.structs.replace(result, rows_unscored=str(error))
         except TimeoutError:
             unscored = f"the engine did not score rows of the last batch within {_SCORE_S:.0f} s"
-            return msgspec.structs.replace(done, rows_unscored=unscored)
+            return msgspec.structs.replace(result, rows_unscored=unscored)
 
     def _fault_of_canary(self, note: WeightsNote, drift: Drift | None, unscored: str) -> str:
         """Return the fault if `on_drift` is 'stop' and the drift is unknown or over the bound; else empty."""
@@ -391,17 +391,17 @@ class InferenceWorker:
 def _fault_of(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:
     """Return how the served weights differ from the announced version; empty if they match."""
     different = differing(report.hashes, published) if report.hashes else []
-    more = f" and {len(different) - 3} more" if len(different) > 3 else ""
-    which = f": {', '.join(map(repr, different[:3]))}{more} differ" if different else ""
+    rest = f" and {len(different) - 3} more" if len(different) > 3 else ""
+    names = f": {', '.join(map(repr, different[:3]))}{rest} differ" if different else ""
     if report.version != note.version:
         return (
             f"the engine skipped the swap to version {note.version} without an error: it serves version "
-            f"{report.version}{which}"
+            f"{report.version}{names}"
         )
     if different or report.digest != note.digest:
         return (
             f"the engine does not serve version {note.version} as the trainer published it (digest "
-            f"{note.digest[:12]}, served {report.digest[:12]}){which}"
+            f"{note.digest[:12]}, served {report.digest[:12]}){names}"
         )
     return ""
 

@@ -15,7 +15,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from stretto.assembly.logs import bound
-from stretto.bus.client import Taken
+from stretto.bus.client import Delivery
 from stretto.bus.messages import AbortTicket, Heartbeat, Progress, Purpose, Ticket, TicketStarted
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
@@ -48,7 +48,7 @@ class RolloutWorker:
         }
         self._verifiers = VerifierClient(context)
         self._generations = Generations(context, Router(context, "inference"))
-        self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Taken[Ticket]]] = {}
+        self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Delivery[Ticket]]] = {}
         self._progress: dict[tuple[int, int], int] = {}
         self._progress_waits = anyio.Event()
 
@@ -104,20 +104,20 @@ class RolloutWorker:
             await self._slots[purpose].acquire()
             tasks.start_soon(self._work, await anext(tickets), runner)
 
-    async def _work(self, taken: Taken[Ticket], runner: TicketRunner) -> None:
+    async def _work(self, delivery: Delivery[Ticket], runner: TicketRunner) -> None:
         """Run one ticket, write its outcome to the log, and take the ticket off the queue."""
-        ticket = taken.message
+        ticket = delivery.message
         key = (ticket.purpose, ticket.id, ticket.attempt)
         worker = self._context.worker
         if key in self._running:  # delivered again, for example because the server was killed
-            self._running[key] = (self._running[key][0], taken)
+            self._running[key] = (self._running[key][0], delivery)
             self._slots[ticket.purpose].release()
             return
         with bound(ticket=ticket.name), anyio.CancelScope() as scope:
-            self._running[key] = (scope, taken)
+            self._running[key] = (scope, delivery)
             try:
-                started = TicketStarted(worker, ticket.purpose, ticket.id, ticket.attempt)
-                await self._bus.publish(self._context.names.ticket_started, started)
+                message = TicketStarted(worker, ticket.purpose, ticket.id, ticket.attempt)
+                await self._bus.publish(self._context.names.ticket_started, message)
                 outcome = await runner.outcome(ticket)
                 await self._bus.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
             finally:
@@ -125,7 +125,7 @@ class RolloutWorker:
                 self._slots[ticket.purpose].release()
                 if not self._context.leave.is_set():
                     with anyio.CancelScope(shield=True), anyio.move_on_after(5):
-                        await newest.done()
+                        await newest.acknowledge()
 
     def _abort(self, message: AbortTicket) -> None:
         if running := self._running.get((message.purpose, message.ticket, message.attempt)):
@@ -135,8 +135,8 @@ class RolloutWorker:
         """Tell the server that tickets are still running, so that it does not deliver long ones again."""
         while True:
             await anyio.sleep(_KEEP_ALIVE_S)
-            for _, taken in list(self._running.values()):
-                await taken.in_progress()
+            for _, delivery in list(self._running.values()):
+                await delivery.in_progress()
 
     # -------------------------------------------------------------------------------- progress
 

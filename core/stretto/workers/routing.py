@@ -38,14 +38,14 @@ class _Replica:
         self.worker = peer.worker
         self.exact_version = peer.exact_version
         self.load: Load | None = None
-        self.own = 0
+        self.own_samples = 0
         """Samples of this process's calls."""
-        self.others = 0
+        self.other_samples = 0
         """Samples of other rollout workers' calls, from the latest figures."""
         self.scopes: set[anyio.CancelScope] = set()
         self._peak = 0
         self._clock = clock
-        self._moved = clock()
+        self._progress_at = clock()
         """When the worker last sampled a token, or had nothing to do."""
 
     def update(self, load: Load | None) -> None:
@@ -54,18 +54,18 @@ class _Replica:
         if load is None or load == self.load:
             return
         sampled = self.load is None or load.generated_tokens != self.load.generated_tokens
-        if sampled or not self._in_hand:
-            self._moved = self._clock()
+        if sampled or not self._open_samples:
+            self._progress_at = self._clock()
         self.load = load
-        self.others = max(0, load.running + load.waiting - self._peak)
-        self._peak = self.own
+        self.other_samples = max(0, load.running + load.waiting - self._peak)
+        self._peak = self.own_samples
 
     def begin(self, samples: int) -> None:
         """Count a call with this many samples to the worker."""
-        if not self._in_hand:
-            self._moved = self._clock()
-        self.own += samples
-        self._peak = max(self._peak, self.own)
+        if not self._open_samples:
+            self._progress_at = self._clock()
+        self.own_samples += samples
+        self._peak = max(self._peak, self.own_samples)
 
     @property
     def slots(self) -> int:
@@ -75,7 +75,7 @@ class _Replica:
     @property
     def fullness(self) -> float:
         """Unfinished samples at the worker, divided by its slots."""
-        return self._in_hand / self.slots
+        return self._open_samples / self.slots
 
     def cost(self, min_version: int) -> float:
         """Routing cost of this worker; lower is better."""
@@ -85,11 +85,13 @@ class _Replica:
     @property
     def stuck(self) -> bool:
         """Whether the worker has work but has sampled nothing for `_STUCK_S`; False if it has no figures."""
-        return self.load is not None and self._in_hand > 0 and self._clock() - self._moved > _STUCK_S
+        return (
+            self.load is not None and self._open_samples > 0 and self._clock() - self._progress_at > _STUCK_S
+        )
 
     @property
-    def _in_hand(self) -> int:
-        return self.own + self.others
+    def _open_samples(self) -> int:
+        return self.own_samples + self.other_samples
 
 
 class Router:
@@ -152,7 +154,7 @@ class Router:
             exact_version: for a call of an evaluation: the version that the workers lent to it serve. Other
                 calls go to workers that are not lent.
             samples: returns the number of the call's unfinished samples. It is called at the start and at the
-                end; in between `ended` counts finished samples.
+                end; in between `finish_sample` counts finished samples.
             avoid: a worker to choose only if there is no other.
         """
         while not self._serving(exact_version):
@@ -168,12 +170,12 @@ class Router:
                 raise
             finally:
                 replica.scopes.discard(scope)
-                replica.own -= samples()
+                replica.own_samples -= samples()
 
-    def ended(self, worker: str) -> None:
+    def finish_sample(self, worker: str) -> None:
         """Count one sample of a call to this worker as finished."""
         if replica := self._replicas.get(worker):
-            replica.own -= 1
+            replica.own_samples -= 1
 
     def stuck(self, worker: str) -> bool:
         """Whether a worker has had work for 30 s but sampled nothing, while another worker is not stuck."""
@@ -185,8 +187,8 @@ class Router:
     def _choose(self, affinity: str, min_version: int, exact_version: int | None, avoid: str) -> _Replica:
         candidates = self._candidates(exact_version, avoid)
         # Draw without replacement, with slots as weights (Efraimidis and Spirakis, 2006).
-        two = heapq.nlargest(2, candidates, key=lambda replica: random.random() ** (1 / replica.slots))
-        choice = min(two, key=lambda replica: replica.cost(min_version))
+        pair = heapq.nlargest(2, candidates, key=lambda replica: random.random() ** (1 / replica.slots))
+        choice = min(pair, key=lambda replica: replica.cost(min_version))
         if not affinity:
             return choice
         home = self._replicas.get(self._homes.get(affinity, ""))

@@ -159,13 +159,13 @@ class RolloutSession:
         self._conversations += 1
         conversation_id = f"c{self._conversations}"
 
-        async def one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
+        async def generate_one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
             [answer] = await self.generate(
                 ids, sampling=sampling, conversation_id=conversation_id, on_tokens=on_tokens
             )
             return answer
 
-        return Conversation(one, self.tokenizer, self.sampling, prompt, tools=tools, limit=limit)
+        return Conversation(generate_one, self.tokenizer, self.sampling, prompt, tools=tools, limit=limit)
 
     async def score(
         self,
@@ -177,8 +177,8 @@ class RolloutSession:
         """Let the verifiers score answers to the prompt's row."""
         texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
         with self._clocks.score:
-            scored = await self._services.verifiers.score(self._row(prompt), texts, columns or {})
-        return [Score(reward, metrics) for reward, metrics in scored]
+            results = await self._services.verifiers.score(self._row(prompt), texts, columns or {})
+        return [Score(reward, metrics) for reward, metrics in results]
 
     async def tools(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools."""

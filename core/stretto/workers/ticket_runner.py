@@ -58,7 +58,7 @@ class TicketRunner:
 
         Every exception of a ticket is caught here and reported as a failed group.
         """
-        context, began, clocks = self._context, anyio.current_time(), TicketClocks()
+        context, start, clocks = self._context, anyio.current_time(), TicketClocks()
         timeout_s = context.composed.config.workflow.timeout_s
         try:
             with self._limits.of(ticket, timeout_s):
@@ -71,9 +71,9 @@ class TicketRunner:
         except Exception as error:
             first = leaves(error)[0]
             log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
-            named = f"{type(first).__name__}: {first}"
-            return self._failed(ticket, named if isinstance(first, StrettoError) else context.explain(first))
-        seconds = anyio.current_time() - began
+            text = f"{type(first).__name__}: {first}"
+            return self._failed(ticket, text if isinstance(first, StrettoError) else context.explain(first))
+        seconds = anyio.current_time() - start
         return GroupDone(
             ticket.purpose,
             ticket.id,
@@ -125,15 +125,15 @@ class TicketRunner:
     async def _store(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[Member]:
         """Write the trajectories to the log in a few messages. For an evaluation, write only the answers that
         the config keeps."""
-        wired = wire_trajectories(ticket, trajectories)
+        wires = wire_trajectories(ticket, trajectories)
         if ticket.purpose == "eval":
-            kept = await self._keep_answers(ticket, trajectories)
+            answers_sequence = await self._keep_answers(ticket, trajectories)
             return [
-                member_of(trajectory, wire.id, kept, index)
-                for index, (trajectory, wire) in enumerate(zip(trajectories, wired, strict=True))
+                member_of(trajectory, wire.id, answers_sequence, index)
+                for index, (trajectory, wire) in enumerate(zip(trajectories, wires, strict=True))
             ]
         members: list[Member] = []
-        for number, bundle in enumerate(bundles_of(wired)):
+        for number, bundle in enumerate(bundles_of(wires)):
             message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
             sequence = await self._context.bus.append(
                 self._context.names.trajectories, message, id=f"{ticket.name}/{number}"
@@ -183,10 +183,10 @@ class _TicketLimits:
         """Extend the limits by the time for which their engines were lent. Beacons come every second and at
         every change."""
         now = anyio.current_time()
-        passed, self._beacon_s = now - self._beacon_s, now
+        elapsed, self._beacon_s = now - self._beacon_s, now
         for exact_version, limit in self._running:
             if self._serving and exact_version not in self._serving:
-                limit.deadline += passed
+                limit.deadline += elapsed
         self._serving = {peer.exact_version for peer in beacon.peers if peer.role == "inference"}
 
 

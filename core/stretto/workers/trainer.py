@@ -67,7 +67,7 @@ _STATE = "algorithm.json"
 _START = "start_logprobs"
 _SHARED_VERSIONS = 8
 """Keep the shared rows of this many newest versions: an engine's swap may take longer than a train step."""
-_TOGETHER_S = 24 * 3600.0
+_RANK_DEADLINE_S = 24 * 3600.0
 """Deadline of a request to another rank. The kernel notices a rank that dies long before."""
 
 
@@ -84,7 +84,7 @@ class TrainerWorker:
         self._shared_rows: dict[int, SharedRows] = {}
         """Shared rows of the newest versions, by version."""
         self._version = -1
-        self._worked_s = 0.0
+        self._busy_s = 0.0
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Make the engines, then serve requests of the kernel."""
@@ -128,18 +128,18 @@ class TrainerWorker:
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add `busy_s`: seconds spent in calls."""
-        return msgspec.structs.replace(heartbeat, busy_s=self._worked_s)
+        return msgspec.structs.replace(heartbeat, busy_s=self._busy_s)
 
     def _make_engine(self, name: str) -> TrainingEngine:
         """Make the engine of one model of the group, with the run file's settings for that model."""
         context, group = self._context, self._group
-        placed, model = context.composed.config.models.get(name), self._graph.models[name]
+        settings, model = context.composed.config.models.get(name), self._graph.models[name]
         section = group.section
-        if placed is not None and placed.lr is not None:
-            section = msgspec.structs.replace(section, lr=placed.lr)
+        if settings is not None and settings.lr is not None:
+            section = msgspec.structs.replace(section, lr=settings.lr)
         component_context = msgspec.structs.replace(
             context.component_context,
-            model=(placed and placed.path) or context.component_context.model,
+            model=(settings and settings.path) or context.component_context.model,
             head=model.head,
             trainable=model.trainable,
             rank=self._rank,
@@ -152,31 +152,31 @@ class TrainerWorker:
     # --------------------------------------------------------------------------- in all ranks together
 
     async def _serve(
-        self, verb: str, kind: type[M], answer: type[A], own: Callable[[M], Awaitable[A]]
+        self, verb: str, kind: type[M], answer: type[A], handler: Callable[[M], Awaitable[A]]
     ) -> None:
         """Serve a request. Rank 0 passes it on to the other ranks, and all ranks do it at the same time."""
-        others = self._group.workers[1:] if self._rank == 0 else []
+        other_workers = self._group.workers[1:] if self._rank == 0 else []
 
-        async def together(message: M) -> A:
+        async def run_on_all_ranks(message: M) -> A:
             results: list[A] = []
 
-            async def here() -> None:
-                results.append(await own(message))
+            async def run_here() -> None:
+                results.append(await handler(message))
 
             with one_error():
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(here)
-                    for worker in others if self._is_for_all(message) else ():
+                    tasks.start_soon(run_here)
+                    for worker in other_workers if self._runs_on_all_ranks(message) else ():
                         tasks.start_soon(self._pass_on, worker, verb, message, answer)
             return results[0]
 
-        await self._context.bus.serve(self._context.subject(verb), kind, together)
+        await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
 
     async def _pass_on(self, worker: str, verb: str, message: Message, answer: type[Message]) -> None:
         subject = self._context.names.worker("trainer", worker, verb)
-        await self._context.bus.request(subject, message, answer, who=worker, deadline_s=_TOGETHER_S)
+        await self._context.bus.request(subject, message, answer, who=worker, deadline_s=_RANK_DEADLINE_S)
 
-    def _is_for_all(self, message: Message) -> bool:
+    def _runs_on_all_ranks(self, message: Message) -> bool:
         """Whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
         columns later."""
         return not (isinstance(message, messages.RunCall) and self._calls[message.name].op == "function")
@@ -186,13 +186,13 @@ class TrainerWorker:
     async def _load(self, message: LoadCheckpoint) -> Loaded:
         self._context.check_lease(message.lease_epoch)
         for name, engine in self._engines.items():
-            kept = bool(message.folder) and self._graph.models[name].trainable
-            folder = model_folder(Path(message.folder), name, self._graph) if kept else None
+            from_checkpoint = bool(message.folder) and self._graph.models[name].trainable
+            folder = model_folder(Path(message.folder), name, self._graph) if from_checkpoint else None
             await self._thread.run(engine.load, folder)
         if isinstance(self._algorithm, Stateful):
-            saved = Path(message.folder, _STATE)
-            known = message.folder and saved.exists()
-            self._algorithm.restore(json.loads(saved.read_bytes()) if known else {})
+            state_file = Path(message.folder, _STATE)
+            has_state = message.folder and state_file.exists()
+            self._algorithm.restore(json.loads(state_file.read_bytes()) if has_state else {})
         self._rows.end()
         self._version, self._shared_rows = message.version, {}
         needed = await self._publish_again(message) if self._publisher is not None else ()
@@ -221,13 +221,13 @@ class TrainerWorker:
         start = time.perf_counter()
         statistics = await self._run_call(call)
         seconds = time.perf_counter() - start
-        self._worked_s += seconds
+        self._busy_s += seconds
         return CallDone(dict(statistics), seconds)
 
     async def _end_step(self, message: EndStep) -> StepEnded:
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
-        if self._leads and self._gated:
+        if self._leads and self._bounds_divergence:
             self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
             self._shared_rows[self._version + 1] = await self._score_shared_rows()
         self._rows.end()
@@ -238,7 +238,7 @@ class TrainerWorker:
         await self._rows.prefetch(message.rows)
 
     @property
-    def _gated(self) -> bool:
+    def _bounds_divergence(self) -> bool:
         """Whether the run bounds the divergence of the batches that it trains on."""
         return self._graph.samples and self._context.composed.config.queue.max_divergence is not None
 
@@ -265,13 +265,13 @@ class TrainerWorker:
         notes: list[WeightsNote] = []
         for note in message.needed:
             update = await self._thread.run(open_version, note, _folder_of(note.version, message.folder))
-            again = await self._thread.run(
+            new_note = await self._thread.run(
                 self._publisher.publish,
                 note.version,
                 update.tensors().items(),
-                [each.version for each in notes],
+                [earlier.version for earlier in notes],
             )
-            notes.append(msgspec.structs.replace(again, canary=note.canary))
+            notes.append(msgspec.structs.replace(new_note, canary=note.canary))
         return tuple(notes)
 
     async def _publish(self, needed: Collection[int]) -> WeightsNote | None:
@@ -321,14 +321,14 @@ class TrainerWorker:
         if call.minibatches == 1:
             return [{}]
         writers = self._graph.writers
-        known = [
+        forward_keys = [
             key for key in call.reads if (writers[key].op, writers[key].model) == ("forward", call.model)
         ]
         starts: list[Mapping[str, Tensor]] = []
         for rows in islice(self._steps(call), call.minibatches):
             batch = await self._rows.batch(rows, call.reads, media=True)
-            if known:
-                starts.append({_START: batch[known[0]]})
+            if forward_keys:
+                starts.append({_START: batch[forward_keys[0]]})
             else:
                 column = await self._thread.run(engine.forward, batch, temperature=temperature)
                 starts.append({_START: column})
@@ -369,7 +369,11 @@ class TrainerWorker:
         steps: list[Mapping[str, float]] = []
         figures: dict[str, float] = {}
         divergences: list[float] = []
-        starts = await self._start_logprobs(call, engine, temperature) if audited and self._gated else []
+        starts = (
+            await self._start_logprobs(call, engine, temperature)
+            if audited and self._bounds_divergence
+            else []
+        )
         for number, rows in enumerate(self._steps(call)):
             batch = await self._rows.batch(rows, call.reads, media=True)
             loss = audit.loss if audited and not steps else call.loss
@@ -483,12 +487,12 @@ class _Audit:
         current, behaviour = logprobs.detach(), batch["behaviour_logprobs"]
         delta, kl = (current - behaviour).abs(), kl_to_behaviour(current, behaviour)
         figures: dict[str, Tensor] = {}
-        for name, chosen in (("mismatch", fresh & ~older[index]), ("drift", fresh & older[index])):
+        for name, selection in (("mismatch", fresh & ~older[index]), ("drift", fresh & older[index])):
             figures |= {
-                f"{name}_share": chosen.float(),
-                f"{name}_mean": torch.where(chosen, delta, 0.0),
-                f"{name}_max": torch.where(chosen, delta, 0.0),
-                f"{name}_kl": torch.where(chosen, kl, 0.0),
+                f"{name}_share": selection.float(),
+                f"{name}_mean": torch.where(selection, delta, 0.0),
+                f"{name}_max": torch.where(selection, delta, 0.0),
+                f"{name}_kl": torch.where(selection, kl, 0.0),
             }
         loss, statistics = self._plain(logprobs, batch)
         return loss, {**statistics, **figures}

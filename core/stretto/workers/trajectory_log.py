@@ -19,8 +19,8 @@ _BUNDLE_BYTES = 512 * 1024
 
 def wire_trajectories(ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[WireTrajectory]:
     """The trajectories of a ticket as messages, in their order."""
-    numbered = zip(sample_numbers(trajectories), trajectories, strict=True)
-    return [_wire(ticket, index, trajectory, sample) for index, (sample, trajectory) in enumerate(numbered)]
+    pairs = zip(sample_numbers(trajectories), trajectories, strict=True)
+    return [_wire(ticket, index, trajectory, sample) for index, (sample, trajectory) in enumerate(pairs)]
 
 
 def _wire(ticket: Ticket, index: int, trajectory: Trajectory, sample: int) -> WireTrajectory:

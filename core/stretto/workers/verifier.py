@@ -87,7 +87,7 @@ class _Rewards:
         self._context = context
         self._timeout_s = config.timeout_s
         self._answer_s = config.answer_cpu_s or 0.0
-        self._logged = 0
+        self._num_logged = 0
         composed = context.composed
         setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
         program = Program("the scoring process", reward.COMMAND, setup)
@@ -101,24 +101,24 @@ class _Rewards:
         task = reward.Task(message.row, message.completions, message.columns)
         timeout_s = self._timeout_s + self._answer_s * len(message.completions)
         try:
-            answered = await self.children.ask(task, timeout_s)
+            data = await self.children.ask(task, timeout_s)
         except TimeoutError:
             return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
         except ChildEnded as error:
             return Scored((), f"reward ended its process: {error}")
-        answer = msgspec.msgpack.decode(answered, type=reward.ScoringResult)
-        for index, why in answer.over.items():
-            self._log_limit(message.completions[index], why)
+        answer = msgspec.msgpack.decode(data, type=reward.ScoringResult)
+        for index, reason in answer.over.items():
+            self._log_limit(message.completions[index], reason)
         return Scored(answer.scores, answer.error)
 
-    def _log_limit(self, completion: str, why: str) -> None:
+    def _log_limit(self, completion: str, reason: str) -> None:
         """Log why an answer scored 0. Log only the first `_MOST_LOGGED` answers; the metrics count all."""
-        self._logged += 1
-        if self._logged <= _MOST_LOGGED:
+        self._num_logged += 1
+        if self._num_logged <= _MOST_LOGGED:
             log.warning(
-                "answer scored 0", reason=f"it {why}", characters=len(completion), end=completion[-_END:]
+                "answer scored 0", reason=f"it {reason}", characters=len(completion), end=completion[-_END:]
             )
-        if self._logged == _MOST_LOGGED:
+        if self._num_logged == _MOST_LOGGED:
             log.warning("further answers over a limit are not logged, only counted in the metrics")
 
 
@@ -130,9 +130,9 @@ class _Tools:
         self._timeout_s = config.tool_timeout_s
         self._schemas = b""
         run = context.composed.config
-        confined = tools.command(config, run.sandbox, context.component_context.folder)
+        command = tools.command(config, run.sandbox, context.component_context.folder)
         program = Program(
-            "the tool process", confined.argv, tools.setup_frame(config), confined.env, confined.folder
+            "the tool process", command.argv, tools.setup_frame(config), command.env, command.folder
         )
         self.children = ChildPool(program, run.verifier.tool_children)
 
@@ -147,16 +147,16 @@ class _Tools:
     async def _call(self, message: RunTool) -> ToolDone:
         invocation = tools.Invocation(message.name, message.arguments)
         try:
-            answered = await self.children.ask(invocation, self._timeout_s)
+            data = await self.children.ask(invocation, self._timeout_s)
         except TimeoutError:
             return self._failed(message, f"took longer than {self._timeout_s:g} s")
         except ChildEnded as error:
             return self._failed(message, f"ended its process: {error}")
-        return ToolDone(msgspec.msgpack.decode(answered, type=ToolAnswer))
+        return ToolDone(msgspec.msgpack.decode(data, type=ToolAnswer))
 
-    def _failed(self, message: RunTool, what: str) -> ToolDone:
-        log.warning("tool failed", tool=message.name, error=what)
-        return ToolDone(ToolAnswer(f"error: {message.name} {what}", failed=True))
+    def _failed(self, message: RunTool, fault: str) -> ToolDone:
+        log.warning("tool failed", tool=message.name, error=fault)
+        return ToolDone(ToolAnswer(f"error: {message.name} {fault}", failed=True))
 
 
 class _Environments:
@@ -175,11 +175,11 @@ class _Environments:
 
     async def _tell(self, message: TellEnvironment) -> EnvironmentSaid:
         try:
-            answered = await self.children.ask(environment.Question(message.offered), self._timeout_s)
+            data = await self.children.ask(environment.Question(message.offered), self._timeout_s)
         except TimeoutError:
             limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
             return EnvironmentSaid(error=f"environment took longer than {limit}")
         except ChildEnded as error:
             return EnvironmentSaid(error=f"environment ended its process: {error}")
-        reaction = msgspec.msgpack.decode(answered, type=environment.Reaction)
+        reaction = msgspec.msgpack.decode(data, type=environment.Reaction)
         return EnvironmentSaid(reaction.feedback, reaction.error)

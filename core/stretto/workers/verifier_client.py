@@ -53,10 +53,10 @@ class VerifierClient:
                 "the run has no `reward`, so its environment must return a reward for every conversation"
             )
         message = ScoreSamples(msgspec.msgpack.encode(row), tuple(texts), msgspec.msgpack.encode(columns))
-        scored = await self._ask("score", message, Scored)
-        if scored.error:
-            raise RewardError(scored.error)
-        return list(scored.scores)
+        answer = await self._ask("score", message, Scored)
+        if answer.error:
+            raise RewardError(answer.error)
+        return list(answer.scores)
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the JSON schemas of the run's tools.
@@ -68,8 +68,8 @@ class VerifierClient:
             raise ConfigError("this workflow has no tools: its config must extend `ToolsConfig`")
         async with self._listing:
             if self._schemas is None:
-                listed = await self._ask("tools", AskTools(), ToolList)
-                self._schemas = msgspec.msgpack.decode(listed.schemas, type=list[dict[str, Any]])
+                answer = await self._ask("tools", AskTools(), ToolList)
+                self._schemas = msgspec.msgpack.decode(answer.schemas, type=list[dict[str, Any]])
         return self._schemas
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
@@ -82,7 +82,7 @@ class VerifierClient:
         message = RunTool(name, json.dumps(arguments).encode())
         return (await self._ask("tool", message, ToolDone)).answer
 
-    async def feedback(self, offered: Mapping[str, Any]) -> Feedback:
+    async def feedback(self, question: Mapping[str, Any]) -> Feedback:
         """Call the environment, and return its feedback.
 
         Raises:
@@ -91,7 +91,7 @@ class VerifierClient:
         """
         if not isinstance(self._context.composed.config.workflow, EnvironmentConfig):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
-        message = TellEnvironment(msgspec.msgpack.encode(offered))
+        message = TellEnvironment(msgspec.msgpack.encode(question))
         answer = await self._ask("environment", message, EnvironmentSaid)
         if answer.error:
             raise RewardError(answer.error)

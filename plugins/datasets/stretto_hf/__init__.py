@@ -90,9 +90,9 @@ def _has_images(feature: Any) -> bool:
     import datasets
 
     if isinstance(feature, Mapping):
-        return any(_has_images(each) for each in cast("Mapping[str, Any]", feature).values())
+        return any(_has_images(item) for item in cast("Mapping[str, Any]", feature).values())
     if isinstance(feature, list):
-        return any(_has_images(each) for each in cast("list[Any]", feature))
+        return any(_has_images(item) for item in cast("list[Any]", feature))
     return isinstance(feature, datasets.Image) or _has_images(getattr(feature, "feature", []))
 
 
@@ -131,16 +131,16 @@ def _load_split(config: HFConfig) -> Any:
 def _digest(rows: Iterable[Any]) -> str:
     """Hash the values of all rows, so that the digest is the same on every machine, independent of the
     library's cache."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for row in rows:
-        whole.update(repr(sorted((name, _digestible(value)) for name, value in row.items())).encode())
-    return whole.hexdigest()
+        hasher.update(repr(sorted((name, _digestible(value)) for name, value in row.items())).encode())
+    return hasher.hexdigest()
 
 
 def _digestible(value: Any) -> Any:
     """Return a value in which each image file is replaced by its digest, at any depth of lists."""
     if isinstance(value, list):
-        return [_digestible(each) for each in cast("list[Any]", value)]
+        return [_digestible(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         image = cast("dict[str, Any]", value)
         return hashlib.sha256(image["bytes"] or Path(image["path"]).read_bytes()).hexdigest()

@@ -45,17 +45,17 @@ class JsonLines:
             self._file = self._path.open("rb")
         except OSError as error:
             raise ConfigError(f"cannot read {str(self._path)!r}: {error.strerror}") from error
-        whole = hashlib.sha256()
+        hasher = hashlib.sha256()
         self._lines: list[tuple[int, int, int]] = []
         """(line number from 1, start, length) of every line that is not blank."""
         start = 0
         for number, line in enumerate(self._file, 1):
-            whole.update(line)
+            hasher.update(line)
             if line.strip():
                 self._parse(line, number)
                 self._lines.append((number, start, len(line)))
             start += len(line)
-        self.fingerprint = whole.hexdigest()
+        self.fingerprint = hasher.hexdigest()
         """SHA-256 of the file when it was opened, without the images that it names."""
 
     def __del__(self) -> None:
@@ -81,7 +81,7 @@ class JsonLines:
         """Resolve image paths relative to the file's folder; return anything else unchanged."""
         if isinstance(images, str):
             return str(self._path.parent / images)
-        return [self._resolve_images(each) for each in images] if isinstance(images, list) else images
+        return [self._resolve_images(item) for item in images] if isinstance(images, list) else images
 
     def _parse(self, line: bytes, number: int) -> Row:
         try:

@@ -66,7 +66,7 @@ class ReasoningGym:
     def __init__(self, config: ReasoningGymConfig, context: Context) -> None:
         del context
         self._config = config
-        orders = [TaskOrder(each.task, each.weight, each.options) for each in config.tasks]
+        orders = [TaskOrder(section.task, section.weight, section.options) for section in config.tasks]
         if config.task is not None:
             orders = [TaskOrder(config.task, 1.0, config.options)]
         order = Order(tuple(orders), config.size, config.seed, config.system)

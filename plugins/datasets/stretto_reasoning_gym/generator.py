@@ -164,11 +164,11 @@ def plain(value: Any) -> Any:
         TypeError: if the value is not plain data.
     """
     if isinstance(value, dict):
-        return {plain(key): plain(each) for key, each in cast("dict[Any, Any]", value).items()}
+        return {plain(key): plain(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, tuple):
-        return {_TUPLE: [plain(each) for each in cast("tuple[Any, ...]", value)]}
+        return {_TUPLE: [plain(item) for item in cast("tuple[Any, ...]", value)]}
     if isinstance(value, list):
-        return [plain(each) for each in cast("list[Any]", value)]
+        return [plain(item) for item in cast("list[Any]", value)]
     if hasattr(value, "tolist"):  # a numpy value
         return plain(value.tolist())
     if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
@@ -181,15 +181,15 @@ def plain(value: Any) -> Any:
 def restored(value: Any) -> Any:
     """Return the value that `plain` converted."""
     if isinstance(value, list):
-        return [restored(each) for each in cast("list[Any]", value)]
+        return [restored(item) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     mapping = cast("dict[Any, Any]", value)
     if mapping.keys() == {_TUPLE}:
-        return tuple(restored(each) for each in mapping[_TUPLE])
+        return tuple(restored(item) for item in mapping[_TUPLE])
     if mapping.keys() == {_INTEGER}:
         return int(mapping[_INTEGER])
-    return {key: restored(each) for key, each in mapping.items()}
+    return {key: restored(item) for key, item in mapping.items()}
 
 
 # ------------------------------------------------------------------------------------- the process
@@ -234,39 +234,39 @@ def _entry(order: Order, dataset: Any, index: int, instruction: str) -> Entry:
     return Entry(name, options, instruction, row["question"], plain(row["answer"]), plain(row["metadata"]))
 
 
-def _serve(read: BinaryIO, write: BinaryIO) -> None:
-    order = msgspec.msgpack.decode(_frame(read), type=Order)
+def _serve(source: BinaryIO, sink: BinaryIO) -> None:
+    order = msgspec.msgpack.decode(_frame(source), type=Order)
     try:
         dataset, instruction = _make_dataset(order), _instruction(order)
     except ConfigError as error:
-        _write(write, str(error))
+        _write(sink, str(error))
         return
     except Exception as error:  # noqa: BLE001 - a task may raise anything for bad options; the owner gets it
-        _write(write, f"{', '.join(task.name for task in order.tasks)}: {type(error).__name__}: {error}")
+        _write(sink, f"{', '.join(task.name for task in order.tasks)}: {type(error).__name__}: {error}")
         return
-    _write(write, "")
-    while frame := _frame(read):
+    _write(sink, "")
+    while frame := _frame(source):
         index = msgspec.msgpack.decode(frame, type=int)
         try:
             entry = _entry(order, dataset, index, instruction)
         except Exception as error:  # noqa: BLE001 - the owner gets every error of making a row
             entry = Entry("", {}, "", "", None, {}, error=f"{type(error).__name__}: {error}")
-        _write(write, entry)
+        _write(sink, entry)
 
 
-def _frame(read: BinaryIO) -> bytes:
+def _frame(source: BinaryIO) -> bytes:
     """Read the next frame; empty at the end of the input."""
-    head = read.read(_HEAD.size)
-    return read.read(_HEAD.unpack(head)[0]) if len(head) == _HEAD.size else b""
+    head = source.read(_HEAD.size)
+    return source.read(_HEAD.unpack(head)[0]) if len(head) == _HEAD.size else b""
 
 
 def main() -> None:
     """Body of the process."""
     # The pipes are for frames alone: everything that the library prints goes to standard error.
-    read, write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with suppress(BrokenPipeError):  # the owner has gone
-        _serve(read, write)
+        _serve(source, sink)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ class ShardedLayout(RankLayout):
             super().backward(model, rows, lambda index, output: loss_of(index, output) * self.parts)
             return
         super().backward(model, rows, loss_of)
-        gradients = [self._own_gradient(each) for each in model.parameters() if each.grad is not None]
+        gradients = [self._own_gradient(weight) for weight in model.parameters() if weight.grad is not None]
         if self.parts > 1 and gradients:
             self.add_up(gradients, self.mesh.get_group("dp"), self._reduce_dtype)
 

@@ -121,10 +121,10 @@ class MockInference:
             await anyio.sleep(_TICK_S)
             async with self._paused:
                 now = time.monotonic()
-                passed, last = now - last, now
+                elapsed, last = now - last, now
                 if self._running:
-                    self._busy_s += passed
-                    self._advance(passed * self._config.tokens_per_s / self._config.slots)
+                    self._busy_s += elapsed
+                    self._advance(elapsed * self._config.tokens_per_s / self._config.slots)
                 self._admit(now)  # after `_advance`, so that no slot stays empty while samples wait
 
     def _admit(self, now: float) -> None:
@@ -139,10 +139,10 @@ class MockInference:
         for sample in self._running:
             sample.credit = min(sample.credit + tokens, len(sample.tokens))
             upto = int(sample.credit)
-            done = upto == len(sample.tokens)
-            if upto > sample.sent or done:
-                chunks.append(self._chunk(sample, upto, sample.finish if done else ""))
-            if done:
+            complete = upto == len(sample.tokens)
+            if upto > sample.sent or complete:
+                chunks.append(self._chunk(sample, upto, sample.finish if complete else ""))
+            if complete:
                 self._intake.close(sample)
         self._running = [sample for sample in self._running if not sample.ended]
         self._send(chunks)

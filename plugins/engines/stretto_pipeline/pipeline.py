@@ -70,9 +70,9 @@ class PipelineLayout(RankLayout):
         """Broadcast each tensor to the whole pipeline and yield it: the first stage's tensors, then the
         second's, and so on."""
         own = {name: tensor.detach() for name, tensor in tensors}
-        listed = {name: (list(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in own.items()}
+        own_types = {name: (list(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in own.items()}
         sent: set[str] = set()
-        for stage, names in enumerate(self.everyone(listed)[: self.width]):
+        for stage, names in enumerate(self.everyone(own_types)[: self.width]):
             for name, (shape, dtype) in names.items():
                 if name in sent:  # the copy of a tied embedding
                     continue
@@ -105,14 +105,14 @@ class PipelineLayout(RankLayout):
     ) -> None:
         """Run all micro-batches through this stage, without gradients."""
         del model
-        run_forward(self._neighbours, self._shapes(rows), self.device, self._computing(rows), take)
+        run_forward(self._neighbours, self._shapes(rows), self.device, self._compute_for(rows), take)
 
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
         """Run 1F1B. Then the ranks with the same stage add up their gradients, and the first and last stage
         those of a tied embedding."""
-        run_backward(self._neighbours, self._shapes(rows), self.device, self._computing(rows), loss_of)
+        run_backward(self._neighbours, self._shapes(rows), self.device, self._compute_for(rows), loss_of)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if self.parts > 1 and gradients:
             self.add_up(gradients, self.mesh.get_group("dp"))
@@ -122,7 +122,7 @@ class PipelineLayout(RankLayout):
     def _shapes(self, rows: Sequence[ModelInputs]) -> list[tuple[int, ...]]:
         return [self._stage.shape(row.arguments) for row in rows]
 
-    def _computing(self, rows: Sequence[ModelInputs]) -> Callable[[int, Tensor | None], Tensor]:
+    def _compute_for(self, rows: Sequence[ModelInputs]) -> Callable[[int, Tensor | None], Tensor]:
         def compute(index: int, hidden: Tensor | None) -> Tensor:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self._low):
                 return self._stage.compute(rows[index].arguments, hidden)

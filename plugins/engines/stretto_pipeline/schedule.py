@@ -41,8 +41,8 @@ class _Channel:
         dist.recv(tensor, src=self.rank, group=self.group)
         return tensor
 
-    def flush(self, left: int = 0) -> None:
-        while len(self._sent) > left:
+    def flush(self, keep: int = 0) -> None:
+        while len(self._sent) > keep:
             self._sent.popleft()[0].wait()
 
 
@@ -52,9 +52,9 @@ class Neighbours:
     def __init__(self, line: Sequence[int], index: int, forwards: Any, backwards: Any) -> None:
         self.after = len(line) - index - 1
         """Stages after this one."""
-        has_before, has_next = index > 0, self.after > 0
-        self.hidden_in = _Channel(line[index - 1], forwards) if has_before else None
-        self.gradient_out = _Channel(line[index - 1], backwards) if has_before else None
+        has_previous, has_next = index > 0, self.after > 0
+        self.hidden_in = _Channel(line[index - 1], forwards) if has_previous else None
+        self.gradient_out = _Channel(line[index - 1], backwards) if has_previous else None
         self.hidden_out = _Channel(line[index + 1], forwards) if has_next else None
         self.gradient_in = _Channel(line[index + 1], backwards) if has_next else None
 
@@ -105,7 +105,7 @@ def run_backward(
         shapes: shape of each micro-batch's hidden states.
         loss_of: computes a scalar loss from the last stage's output.
     """
-    held: dict[int, tuple[Tensor | None, Tensor]] = {}
+    in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
 
     def go_forward(index: int) -> None:
         hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shapes[index], device).requires_grad_()
@@ -115,10 +115,10 @@ def run_backward(
         else:
             output = output.float()
             neighbours.hidden_out.send(output.detach().contiguous())
-        held[index] = hidden, output
+        in_flight[index] = hidden, output
 
     def go_backward(index: int) -> None:
-        hidden, output = held.pop(index)
+        hidden, output = in_flight.pop(index)
         gradient = neighbours.gradient_in and neighbours.gradient_in.receive(shapes[index], device)
         if output.requires_grad:  # false in a first stage without trainable parameters
             output.backward(gradient)

@@ -49,23 +49,23 @@ class Stage:
             )
         self._model: Any = model
         self.hidden_size: int = model.config.get_text_config().hidden_size
-        tied = _tied(model)
+        tied = _tied_weight(model)
         self.tied = tied if self.is_first or self.is_last else None
         """The tied weight in the first and the last stage, which both hold it; None in other stages."""
         layers = len(self._base.layers)
         if layers < count:
             raise EngineError(f"training.stages is {count}; it must be at most the model's layers, {layers}")
-        held = range(index * layers // count, (index + 1) * layers // count)
-        self._cut(held)
+        numbers = range(index * layers // count, (index + 1) * layers // count)
+        self._keep_layers(numbers)
 
-    def _cut(self, held: range) -> None:
+    def _keep_layers(self, numbers: range) -> None:
         base, model = self._base, self._model
-        kept = {number: base.layers[number] for number in held}
+        layers = {number: base.layers[number] for number in numbers}
         norm = base.norm
         base.layers = nn.ModuleList([_Elsewhere() for _ in range(len(base.layers))])
         base.norm = nn.Identity()
         _check_nothing_else(model)
-        for number, layer in kept.items():
+        for number, layer in layers.items():
             base.layers[number] = layer
         if self.is_last:
             base.norm = norm
@@ -93,7 +93,7 @@ class Stage:
         return self._base(**own).last_hidden_state
 
 
-def _tied(model: PreTrainedModel) -> nn.Parameter | None:
+def _tied_weight(model: PreTrainedModel) -> nn.Parameter | None:
     embedding, head = cast("Any", model.get_input_embeddings()), cast("Any", model.get_output_embeddings())
     return head.weight if head is not None and head.weight is embedding.weight else None
 
@@ -107,12 +107,12 @@ def _check_nothing_else(model: Any) -> None:
     embedded = base.embed_tokens(ids)
     for arguments in ({"input_ids": ids}, {"inputs_embeds": embedded}):
         try:
-            passed = base(**arguments, use_cache=False).last_hidden_state
+            output = base(**arguments, use_cache=False).last_hidden_state
         except (AttributeError, TypeError, ValueError) as error:
             raise EngineError(
                 f"pipeline does not know how to split {type(model).__name__}: {error}"
             ) from error
-        if not torch.equal(passed, embedded):
+        if not torch.equal(output, embedded):
             raise EngineError(
                 f"pipeline does not know how to split {type(model).__name__}: it computes something "
                 "between its embedding, layers and norm"

@@ -33,28 +33,30 @@ class Checksums:
     def __init__(self, dtype: str, *, exact: bool) -> None:
         self._dtype = _DTYPES[dtype]
         self._exact = exact
-        self._found: Mapping[str, str] = {}
+        self._checksums: Mapping[str, str] = {}
         self._published: Mapping[str, str] = {}
 
-    def begin(self, found: Mapping[str, str]) -> None:
+    def begin(self, checksums: Mapping[str, str]) -> None:
         """Start with a new server, whose weights are not known."""
-        self._found, self._published = found, {}
+        self._checksums, self._published = checksums, {}
 
-    def hashes(self, published: Mapping[str, str], folder: Path, found: Mapping[str, str]) -> dict[str, str]:
+    def hashes(
+        self, published: Mapping[str, str], folder: Path, checksums: Mapping[str, str]
+    ) -> dict[str, str]:
         """Return the published hashes; a tensor that the server's checksums show to be different gets a hash
         that says so.
 
         Args:
             published: tensor name -> SHA-256, for the version in `folder`, which the server was told to load.
-            found: the server's checksums now, by its own names.
+            checksums: the server's checksums now, by its own names.
         """
         hashes = dict(published)
         tensors = places_in(folder)
-        for name, checksum in found.items():
+        for name, checksum in checksums.items():
             parts = [part for part in _parts(name) if part in tensors]
             if parts and not self._matches(name, checksum, [tensors[part] for part in parts], published):
                 hashes |= dict.fromkeys(parts, f"server: {checksum}")
-        self._found, self._published = found, published
+        self._checksums, self._published = checksums, published
         return hashes
 
     def _matches(
@@ -67,7 +69,7 @@ class Checksums:
         if not self._published:
             return True
         same = all(self._published.get(place.name) == published.get(place.name) for place in places)
-        unchanged = checksum == self._found.get(name)
+        unchanged = checksum == self._checksums.get(name)
         # In a dtype with fewer bits a tensor may be unchanged although the published one has changed.
         return unchanged if same else not (unchanged and same_dtype)
 
@@ -82,11 +84,11 @@ def _parts(name: str) -> list[str]:
 
 def _expected(places: Sequence[Place]) -> tuple[str, str]:
     """Return the two possible checksums of a tensor made of these: unpadded and padded."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for place in places:
-        whole.update(place.read())
-    padded = whole.copy()
+        hasher.update(place.read())
+    padded = hasher.copy()
     if len(places) == 1 and len(places[0].shape) == 2:
         rows = places[0].shape[0]
         padded.update(bytes(-rows % _PADDED_TO * (places[0].size // rows)))
-    return whole.hexdigest()[:_DIGITS], padded.hexdigest()[:_DIGITS]
+    return hasher.hexdigest()[:_DIGITS], padded.hexdigest()[:_DIGITS]

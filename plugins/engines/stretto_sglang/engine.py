@@ -138,7 +138,7 @@ class SglangEngine(ServerEngine):
             )
         if dtype != self._sglang.dtype:
             raise EngineError(f"{server.url} computes in {dtype}; inference.dtype is {self._sglang.dtype}")
-        self._checksums.begin(await self._checked(server))
+        self._checksums.begin(await self._read_checksums(server))
 
     async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
         """See `ServerEngine`."""
@@ -186,8 +186,8 @@ class SglangEngine(ServerEngine):
                     f"the server refuses version {version}: {error.reason}", version=version
                 ) from error
             raise ServerLost(f"it may have loaded a part of version {version}: {error.reason}") from error
-        checked = await self._checked(server)
-        return await anyio.to_thread.run_sync(self._checksums.hashes, update.hashes(), folder, checked)
+        checksums = await self._read_checksums(server)
+        return await anyio.to_thread.run_sync(self._checksums.hashes, update.hashes(), folder, checksums)
 
     async def score(self, server: Server, tokens: list[int]) -> list[float]:
         """See `ServerEngine`."""
@@ -200,17 +200,17 @@ class SglangEngine(ServerEngine):
         answer = await server.post("/generate", body, deadline_s=_CALL_S)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
-    async def _checked(self, server: Server) -> Mapping[str, str]:
+    async def _read_checksums(self, server: Server) -> Mapping[str, str]:
         """Return the server's checksum of each tensor that it holds; those of several ranks are joined."""
         try:
             answer = await server.post("/weights_checker", {"action": "checksum"}, deadline_s=_LOAD_S)
         except ServerRefused as error:
             raise ServerLost(str(error)) from error
-        found: dict[str, str] = {}
+        checksums: dict[str, str] = {}
         for rank in answer["ranks"]:
             for name, checksum in rank["checksums"].items():
-                found[name] = f"{found.get(name, '')} {checksum}".strip()
-        return found
+                checksums[name] = f"{checksums.get(name, '')} {checksum}".strip()
+        return checksums
 
 
 def _restricts(sampling: Sampling) -> bool:

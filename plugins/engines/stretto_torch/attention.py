@@ -33,7 +33,7 @@ class Heads:
     dim: int
     """D."""
 
-    def stored(self, qkv: Tensor) -> Tensor:
+    def keys_and_values(self, qkv: Tensor) -> Tensor:
         """Return the keys and values of each token, which the cache keeps: (N * 2 * K, D)."""
         return qkv[:, self.query * self.dim :].reshape(-1, self.dim)
 
@@ -49,27 +49,27 @@ class Prompts:
     real: Tensor
     """(N,) index of each token among the n * P columns."""
 
-    def padded(self, x: Tensor) -> Tensor:
+    def pad_columns(self, x: Tensor) -> Tensor:
         """Return x (N, width) as (n, P, width), with zeros for the padding."""
         columns = self.positions.numel()
         return x.new_zeros(columns, x.shape[1]).index_copy_(0, self.real, x).view(*self.positions.shape, -1)
 
-    def written(self, cache: SlotCache) -> Tensor:
+    def cache_indices(self, cache: SlotCache) -> Tensor:
         """Return the indices in the cache of each token's keys and values: (N * 2 * K,)."""
         rows = self.rows[self.real // self.positions.shape[1]]
-        return cache.where(0, rows, self.positions.flatten()[self.real]).flatten()
+        return cache.indices(0, rows, self.positions.flatten()[self.real]).flatten()
 
 
 def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Attend:
     """Return causal attention within each prompt. If there is a cache, it stores keys and values in the
     prompt's slot."""
-    written = None if cache is None else prompts.written(cache)
+    targets = None if cache is None else prompts.cache_indices(cache)
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
-        if cache is not None and written is not None:
-            cache.layers[layer].index_copy_(0, written, heads.stored(qkv))
-        each = prompts.padded(qkv).unflatten(2, (-1, heads.dim)).transpose(1, 2)
-        queries, keys, values = each.split([heads.query, heads.kv, heads.kv], dim=1)
+        if cache is not None and targets is not None:
+            cache.layers[layer].index_copy_(0, targets, heads.keys_and_values(qkv))
+        states = prompts.pad_columns(qkv).unflatten(2, (-1, heads.dim)).transpose(1, 2)
+        queries, keys, values = states.split([heads.query, heads.kv, heads.kv], dim=1)
         attended = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, enable_gqa=heads.query != heads.kv
         )  # (n, K * G, P, D)
@@ -87,21 +87,22 @@ def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor
         prompts: the new part of each text.
         ends: (n,) length of each whole text, including the part in its slot.
     """
-    written = prompts.written(cache)
+    targets = prompts.cache_indices(cache)
     columns = torch.arange(int(ends.max()), device=cache.device)  # (T,)
-    held = torch.minimum(columns, (ends - 1).unsqueeze(1)).flatten()  # a text has no block beyond its end
-    read = cache.where(0, prompts.rows.repeat_interleave(len(columns)), held)
-    read = read.view(len(ends), len(columns), -1).transpose(1, 2).flatten()
-    seen = columns <= prompts.positions.view(len(ends), 1, -1, 1)  # (n, 1, P, T)
+    # A text has no block beyond its end.
+    bounded_columns = torch.minimum(columns, (ends - 1).unsqueeze(1)).flatten()
+    sources = cache.indices(0, prompts.rows.repeat_interleave(len(columns)), bounded_columns)
+    sources = sources.view(len(ends), len(columns), -1).transpose(1, 2).flatten()
+    visible = columns <= prompts.positions.view(len(ends), 1, -1, 1)  # (n, 1, P, T)
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
-        cache.layers[layer].index_copy_(0, written, heads.stored(qkv))
-        queries = prompts.padded(qkv[:, : heads.query * heads.dim]).unflatten(2, (-1, heads.dim))
-        both = cache.layers[layer][read].view(len(ends), 2 * heads.kv, len(columns), heads.dim)
+        cache.layers[layer].index_copy_(0, targets, heads.keys_and_values(qkv))
+        queries = prompts.pad_columns(qkv[:, : heads.query * heads.dim]).unflatten(2, (-1, heads.dim))
+        states = cache.layers[layer][sources].view(len(ends), 2 * heads.kv, len(columns), heads.dim)
         attended = F.scaled_dot_product_attention(
             queries.transpose(1, 2),
-            *both.chunk(2, dim=1),
-            attn_mask=seen,
+            *states.chunk(2, dim=1),
+            attn_mask=visible,
             enable_gqa=heads.query != heads.kv,
         )
         return attended.transpose(1, 2).flatten(0, 1)[prompts.real].flatten(1)
@@ -126,29 +127,29 @@ class SlotAttention:
         """Return the attention of a step whose new tokens are at `positions` (R,). Rows after the last span
         get zeros."""
         cache, heads, width = self._cache, self._heads, self._heads.query * self._heads.dim
-        written = cache.where(0, slice(len(positions)), positions).flatten()
+        targets = cache.indices(0, slice(len(positions)), positions).flatten()
         masks = [self._mask(positions, span) for span in spans]
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            cache.layers[layer].index_copy_(0, written, heads.stored(qkv))
+            cache.layers[layer].index_copy_(0, targets, heads.keys_and_values(qkv))
             queries = qkv[:, :width].reshape(-1, heads.query // heads.kv, heads.dim)  # (R * K, G, D)
-            attended = [
+            parts = [
                 self._attend(layer, queries, span, mask) for span, mask in zip(spans, masks, strict=True)
             ]
-            whole = attended[0] if len(attended) == 1 else torch.cat(attended)
-            whole = whole.view(-1, width)
-            dead = len(positions) - len(whole)
-            return F.pad(whole, (0, 0, 0, dead)) if dead else whole
+            output = parts[0] if len(parts) == 1 else torch.cat(parts)
+            output = output.view(-1, width)
+            dead = len(positions) - len(output)
+            return F.pad(output, (0, 0, 0, dead)) if dead else output
 
         return attend
 
     def _mask(self, positions: Tensor, span: TokenSpan) -> Tensor:
         """Return the additive mask for the scores of a span: (its rows * K, 1, T), 0 or -inf."""
-        unseen = self._columns[: span.length] > positions[span.start : span.stop].unsqueeze(1)
+        masked = self._columns[: span.length] > positions[span.start : span.stop].unsqueeze(1)
         if self._heads.kv > 1:
-            unseen = unseen.repeat_interleave(self._heads.kv, dim=0)
-        zeros = torch.zeros(unseen.shape, device=unseen.device, dtype=self._cache.layers[0].dtype)
-        return zeros.masked_fill_(unseen, -inf).unsqueeze(1)
+            masked = masked.repeat_interleave(self._heads.kv, dim=0)
+        zeros = torch.zeros(masked.shape, device=masked.device, dtype=self._cache.layers[0].dtype)
+        return zeros.masked_fill_(masked, -inf).unsqueeze(1)
 
     def _attend(self, layer: int, queries: Tensor, span: TokenSpan, mask: Tensor) -> Tensor:
         """Return the attention output of one span: (its rows * K, G, D)."""

@@ -108,7 +108,7 @@ class Batcher:
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
         """Use these checked weights from the next token on. Return how many seconds the swap took."""
-        started = monotonic()
+        start = monotonic()
         self.targets.load(tensors)
         self.version = version
         ahead = [sample for sample in self._slots.running if sample.request.min_version > version]
@@ -117,7 +117,7 @@ class Batcher:
         self._intake.serve(version)
         if self._model.decoder.cache.device.type == "cuda":
             torch.cuda.synchronize()
-        pause_s = monotonic() - started
+        pause_s = monotonic() - start
         self.figures.swaps += 1
         self.figures.pause_s += pause_s
         self.figures.pause_max_s = max(self.figures.pause_max_s, pause_s)
@@ -167,17 +167,17 @@ class Batcher:
 
     def step(self) -> None:
         """Fill free slots if enough are free, and sample one token for every running sample."""
-        started = monotonic()
-        for request in self._intake.late(started):
+        start = monotonic()
+        for request in self._intake.late(start):
             self._end_all(self._intake.samples(request.id), "error", request.late)
-        drawn = self._refill()
+        count = self._refill()
         self._make_room()
         if self._slots.running:
-            drawn += len(self._slots.running)
+            count += len(self._slots.running)
             self._take_out(self._slots.step(self.version))
-        if drawn:
-            self.figures.generated_tokens += drawn
-            self.figures.busy_s += monotonic() - started
+        if count:
+            self.figures.generated_tokens += count
+            self.figures.busy_s += monotonic() - start
 
     def logprobs(self, sequence: NDArray[np.int32]) -> NDArray[np.float32]:
         """The logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,) with L >= 2.
@@ -223,17 +223,17 @@ class Batcher:
     def _make_room(self) -> None:
         """Put samples back into the waiting line, with their tokens so far, if the cache is too small for the
         next step of all running samples."""
-        leave = self._slots.surplus()
-        for sample in leave:
+        preempted = self._slots.surplus()
+        for sample in preempted:
             answer = self._slots.answer(sample, sample.sent)
             if len(answer.tokens):
                 self._chunks.append(_chunk(sample, answer))
             sample.begun = self._slots.answer(sample, 0).tokens
             sample.sent = max(sample.sent, len(sample.begun))
-        if leave:
-            self._slots.remove(leave)
-            self.figures.preemptions += len(leave)
-        for sample in leave:
+        if preempted:
+            self._slots.remove(preempted)
+            self.figures.preemptions += len(preempted)
+        for sample in preempted:
             self._intake.put_back(sample)
 
     # ------------------------------------------------------------------------------------ endings

@@ -101,10 +101,10 @@ class FastDecoder:
     def score(self, tokens: Tensor) -> Tensor:
         """See `Decoder`."""
         positions = self._positions[: len(tokens)]
-        alone = Prompts(positions[:1], positions.unsqueeze(0), positions)
-        hidden = self._forward(tokens, positions, over_prompts(None, self._heads, alone))
+        prompt = Prompts(positions[:1], positions.unsqueeze(0), positions)
+        hidden = self._forward(tokens, positions, over_prompts(None, self._heads, prompt))
         parts = zip(hidden[:-1].split(_SCORED), tokens[1:].split(_SCORED), strict=True)
-        return torch.cat([logprobs_of(self._logits(part), its_tokens) for part, its_tokens in parts])
+        return torch.cat([logprobs_of(self._logits(part), targets) for part, targets in parts])
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states (N, hidden) of tokens (N,) at positions (N,), before the last norm."""
@@ -113,19 +113,19 @@ class FastDecoder:
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normalise(hidden, layer.attention_norm))
             self._rotate(layer, qkv, rotations)
-            hidden = layer.out.added_to(hidden, attend(index, qkv))
+            hidden = layer.out.add_to(hidden, attend(index, qkv))
             gate, up = layer.gate_up(self._normalise(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-            hidden = layer.down.added_to(hidden, F.silu(gate).mul_(up))
+            hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
         return hidden
 
     def _rotate(self, layer: _Layer, qkv: Tensor, rotations: Tensor) -> None:
         """Normalise (if the model does) and rotate queries and keys in place. `rotations`: (N, 1, D / 2)."""
-        queries, both, dim = self._heads.query, self._heads.query + self._heads.kv, self._heads.dim
-        heads = qkv[:, : both * dim].view(len(qkv), both, dim)
+        queries, num_heads, dim = self._heads.query, self._heads.query + self._heads.kv, self._heads.dim
+        heads = qkv[:, : num_heads * dim].view(len(qkv), num_heads, dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             heads[:, :queries] = self._normalise(heads[:, :queries], layer.query_norm)
             heads[:, queries:] = self._normalise(heads[:, queries:], layer.key_norm)
-        pairs = torch.view_as_complex(heads.float().view(len(qkv), both, dim // 2, 2)).mul_(rotations)
+        pairs = torch.view_as_complex(heads.float().view(len(qkv), num_heads, dim // 2, 2)).mul_(rotations)
         if heads.dtype != torch.float32:  # then `pairs` is no view of `qkv`
             heads.copy_(torch.view_as_real(pairs).flatten(2))
 
@@ -178,17 +178,17 @@ class _DecoderWeights:
             return None
         tensors = [self._state[name] for name in names]
         heights = [len(tensor) for tensor in tensors]
-        whole = tensors[0].new_empty(sum(heights), *tensors[0].shape[1:])
-        for name, part in zip(names, whole.split(heights), strict=True):
+        stacked = tensors[0].new_empty(sum(heights), *tensors[0].shape[1:])
+        for name, part in zip(names, stacked.split(heights), strict=True):
             self._targets[name] = Target(part, self._order(name, len(part)))
-        return whole
+        return stacked
 
     def take(self, *names: str) -> Tensor:
         """Like `find`, for tensors that the decoder needs; raise `UnsuitableError` if one is missing."""
-        whole = self.find(*names)
-        if whole is None:
+        stacked = self.find(*names)
+        if stacked is None:
             raise UnsuitableError(f"it lacks one of the tensors {', '.join(names)}")
-        return whole
+        return stacked
 
     def linear(self, *names: str, tied_to: Tensor | None = None) -> Linear:
         """Return the product with several weights at once."""
@@ -220,8 +220,8 @@ def check_suitable(model: Any) -> None:
         raise UnsuitableError(f"its architecture is not one of {', '.join(_FAMILIES)}")
     if config.hidden_act != "silu":
         raise UnsuitableError(f"its activation is {config.hidden_act!r}, not 'silu'")
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if windowed or (config.model_type == "mistral" and config.sliding_window is not None):
+    has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if has_window or (config.model_type == "mistral" and config.sliding_window is not None):
         raise UnsuitableError("its attention has a sliding window")
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in _ROPES:

@@ -108,10 +108,10 @@ class _PromptCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         rows = self._rows[self._real // self._positions.shape[1]]
-        where = self._slots.where(layer_idx, rows, self._positions.flatten()[self._real])
-        for stored, states in zip(where.chunk(2, dim=1), (key_states, value_states), strict=True):
-            each = states.transpose(1, 2).flatten(0, 1)[self._real]  # (tokens, kv_heads, D)
-            self._slots.layers[layer_idx][stored, : states.shape[3]] = each
+        indices = self._slots.indices(layer_idx, rows, self._positions.flatten()[self._real])
+        for targets, states in zip(indices.chunk(2, dim=1), (key_states, value_states), strict=True):
+            flat = states.transpose(1, 2).flatten(0, 1)[self._real]  # (tokens, kv_heads, D)
+            self._slots.layers[layer_idx][targets, : states.shape[3]] = flat
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -129,15 +129,17 @@ class _PrefixCache(_PromptCache):
         last = positions.max(dim=1, keepdim=True).values
         self.length = int(last.max()) + 1
         columns = torch.arange(self.length, device=positions.device)
-        self._held = torch.minimum(columns, last).flatten()  # a text has no block beyond its end
+        self._bounded_columns = torch.minimum(columns, last).flatten()  # a text has no block beyond its end
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         super().update(key_states, value_states, layer_idx)
         rows = self._rows.repeat_interleave(self.length)
-        where = self._slots.where(layer_idx, rows, self._held).view(len(self._rows), self.length, -1)
-        keys, values = self._slots.layers[layer_idx][where.transpose(1, 2)].chunk(2, dim=1)
+        indices = self._slots.indices(layer_idx, rows, self._bounded_columns).view(
+            len(self._rows), self.length, -1
+        )
+        keys, values = self._slots.layers[layer_idx][indices.transpose(1, 2)].chunk(2, dim=1)
         return keys[..., : key_states.shape[3]], values[..., : value_states.shape[3]]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -157,9 +159,9 @@ class _StepCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         rows = len(self._positions)
-        where = self._slots.where(layer_idx, slice(rows), self._positions)
-        for stored, states in zip(where.chunk(2, dim=1), (key_states, value_states), strict=True):
-            self._slots.layers[layer_idx][stored, : states.shape[3]] = states[:, :, 0]
+        indices = self._slots.indices(layer_idx, slice(rows), self._positions)
+        for targets, states in zip(indices.chunk(2, dim=1), (key_states, value_states), strict=True):
+            self._slots.layers[layer_idx][targets, : states.shape[3]] = states[:, :, 0]
         keys, values = self._slots.span(layer_idx, 0, rows, self._length)
         heads = key_states.shape[1]
         return (
@@ -198,15 +200,15 @@ class _Masks:
 
     def _mask(self, kind: str, positions: Tensor, length: int) -> Tensor:
         columns = self._columns[:length]
-        unseen = columns > positions  # (N, P, T)
+        masked = columns > positions  # (N, P, T)
         if kind == "sliding_attention" and self._window is not None:
-            unseen |= columns <= positions - self._window
+            masked |= columns <= positions - self._window
         elif kind == "chunked_attention" and self._chunk is not None:
-            unseen |= columns // self._chunk != positions // self._chunk
+            masked |= columns // self._chunk != positions // self._chunk
         elif kind != "full_attention":
             raise EngineError(f"the torch engine has no mask for layers of type {kind!r}")
-        zeros = torch.zeros(unseen.shape, device=unseen.device, dtype=self._dtype)
-        return zeros.masked_fill_(unseen, -inf).unsqueeze(1)
+        zeros = torch.zeros(masked.shape, device=masked.device, dtype=self._dtype)
+        return zeros.masked_fill_(masked, -inf).unsqueeze(1)
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:

@@ -34,10 +34,10 @@ def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
         return shapes
     log.warning("rows of a step are not independent here: shapes are fixed, so the bits depend on `slots`")
     shapes = dataclasses.replace(shapes, fixed=True)
-    most = shapes.most_rows * shapes.length
-    if most > decoder.cache.tokens:
+    max_tokens = shapes.most_rows * shapes.length
+    if max_tokens > decoder.cache.tokens:
         raise EngineError(
-            f"inference.deterministic: here all slots must be computed at full length, {most} tokens;"
+            f"inference.deterministic: here all slots must be computed at full length, {max_tokens} tokens;"
             f" inference.cache_gb holds {decoder.cache.tokens}: raise it, or lower inference.slots"
         )
     if _same_bits(decoder, shapes):
@@ -50,16 +50,16 @@ def stable_shapes(decoder: Decoder, shapes: Shapes) -> Shapes:
 def _same_bits(decoder: Decoder, shapes: Shapes) -> bool:
     longest = shapes.context - _STEPS
     prompt = min(_PROMPT, longest)
-    alone = _logprobs(decoder, shapes, _Company(live=1, row=0, prompt=prompt, others=0))
-    assert alone is not None, "the cache holds at least one sample"
+    expected = _logprobs(decoder, shapes, _Company(live=1, row=0, prompt=prompt, other_tokens=0))
+    assert expected is not None, "the cache holds at least one sample"
     companies = [
-        _Company(live, row, prompt, min(others, longest))
+        _Company(live, row, prompt, min(other_tokens, longest))
         for live in sorted({shapes.slots, min(shapes.slots, 9), min(shapes.slots, 17)})
         for row in sorted({0, live // 2, live - 1})
-        for others in (5, 140)
+        for other_tokens in (5, 140)
     ]
-    found = (_logprobs(decoder, shapes, company) for company in companies)
-    return all(torch.equal(alone, each) for each in found if each is not None)
+    logprobs = (_logprobs(decoder, shapes, company) for company in companies)
+    return all(torch.equal(expected, result) for result in logprobs if result is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Company:
     """Row of the sample."""
     prompt: int
     """Tokens of the sample before the first step."""
-    others: int
+    other_tokens: int
     """Tokens of each other row before the first step."""
 
 
@@ -82,10 +82,10 @@ def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | N
     texts = torch.arange(company.live * shapes.context).mul(7919).remainder(decoder.vocabulary)
     texts = texts.view(company.live, shapes.context)
     texts[company.row] = torch.arange(shapes.context).mul(104_729).remainder(decoder.vocabulary)
-    lengths = torch.full((company.live,), company.others)
+    lengths = torch.full((company.live,), company.other_tokens)
     lengths[company.row] = company.prompt
     needs = (lengths + _STEPS).tolist()
-    size_classes = SizeClasses(shapes, decoder.cache.tokens, together=decoder.one_size_class)
+    size_classes = SizeClasses(shapes, decoder.cache.tokens, one_size_class=decoder.one_size_class)
     if not size_classes.fits(needs):
         return None
     plan = size_classes.plan(needs, [None] * company.live)
@@ -98,11 +98,11 @@ def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | N
         decoder.prefill(tokens, lengths[i : i + 1].to(device), torch.tensor([i], device=device))
 
     rows = shapes.rows(company.live)
-    found: list[Tensor] = []
+    logprobs: list[Tensor] = []
     for step in range(_STEPS):
         positions = F.pad(lengths + step, (0, rows - company.live))
         tokens = F.pad(texts[torch.arange(company.live), lengths + step], (0, rows - company.live))
         spans = shapes.spans(positions[: company.live].numpy(), plan.size_classes)
         logits = decoder.decode(tokens.to(device), positions.to(device), spans)[: company.live]
-        found.append(logits.log_softmax(-1)[row])
-    return torch.stack(found)
+        logprobs.append(logits.log_softmax(-1)[row])
+    return torch.stack(logprobs)

@@ -72,7 +72,7 @@ class _SwapCommand:
 @dataclass(frozen=True, slots=True)
 class _ScoreCommand:
     sequences: Sequence[NDArray[np.int32]]
-    found: Future[list[NDArray[np.float32]]] = field(default_factory=Future[list[NDArray[np.float32]]])
+    scores: Future[list[NDArray[np.float32]]] = field(default_factory=Future[list[NDArray[np.float32]]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class TorchInferenceEngine:
             raise self._failure or EngineError("the torch inference engine was stopped")
         command = _ScoreCommand(sequences)
         self._commands.put(command)
-        return await asyncio.wrap_future(command.found)
+        return await asyncio.wrap_future(command.scores)
 
     def load(self) -> Load:
         """See `InferenceEngine`."""
@@ -191,7 +191,7 @@ class TorchInferenceEngine:
             self._commands.put(_Stop())
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._thread.join)
-        self._turn_down(EngineError("the torch inference engine was stopped"))
+        self._reject_commands(EngineError("the torch inference engine was stopped"))
         self._ended.set()
 
     async def _watch(self) -> None:
@@ -214,19 +214,19 @@ class TorchInferenceEngine:
         """Record that an exception ended the compute thread, and answer everything that is open."""
         self._failure = failure
         self._deliver(chunks)
-        self._turn_down(failure)
+        self._reject_commands(failure)
         self._ended.set()
 
-    def _turn_down(self, why: EngineError) -> None:
+    def _reject_commands(self, error: EngineError) -> None:
         """Answer the commands that the compute thread did not process before it ended."""
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, _GenerateCommand):
                 self._deliver(final_chunks(command.request, "abort"))
             elif isinstance(command, _SwapCommand):
-                command.report.set_exception(why)
-            elif isinstance(command, _ScoreCommand) and command.found.set_running_or_notify_cancel():
-                command.found.set_exception(why)
+                command.report.set_exception(error)
+            elif isinstance(command, _ScoreCommand) and command.scores.set_running_or_notify_cancel():
+                command.scores.set_exception(error)
 
     # ---------------------------------------------------------------------- in the compute thread
 
@@ -276,7 +276,7 @@ class TorchInferenceEngine:
         )
 
     def _serve(self, batcher: Batcher) -> None:
-        emitted = monotonic()
+        emitted_at = monotonic()
         while True:
             for command in self._take_commands(batcher):
                 match command:
@@ -297,8 +297,8 @@ class TorchInferenceEngine:
                 self._swap(batcher)
             batcher.step()
             now = monotonic()
-            if now - emitted >= _EMIT_EVERY_S or not batcher.busy:
-                emitted = now
+            if now - emitted_at >= _EMIT_EVERY_S or not batcher.busy:
+                emitted_at = now
                 self._post(self._deliver, batcher.collect())
 
     def _take_commands(self, batcher: Batcher) -> list[_Command]:
@@ -313,14 +313,14 @@ class TorchInferenceEngine:
         return commands
 
     def _score(self, batcher: Batcher, command: _ScoreCommand) -> None:
-        if not command.found.set_running_or_notify_cancel():
+        if not command.scores.set_running_or_notify_cancel():
             return
         try:
-            command.found.set_result([batcher.logprobs(sequence) for sequence in command.sequences])
+            command.scores.set_result([batcher.logprobs(sequence) for sequence in command.sequences])
         except Exception as error:  # noqa: BLE001 - the caller gets the error; serving is not affected
             failure = EngineError(f"the torch inference engine cannot score: {error}")
             failure.__cause__ = error
-            command.found.set_exception(failure)
+            command.scores.set_exception(failure)
 
     def _swap(self, batcher: Batcher) -> None:
         """Load the newest of the due swaps, and answer all of them."""
@@ -332,13 +332,13 @@ class TorchInferenceEngine:
             self._served = SwapReport(newest.version, digest, pause_s, newest.hashes)
             newest.report.set_result(self._served)
             self._swaps_due.remove(newest)
-        for superseded in self._swaps_due:
-            superseded.report.set_result(msgspec.structs.replace(self._served, pause_s=0.0))
+        for command in self._swaps_due:
+            command.report.set_result(msgspec.structs.replace(self._served, pause_s=0.0))
         self._swaps_due.clear()
 
-    def _end_swaps(self, why: EngineError) -> None:
-        for due in self._swaps_due:
-            due.report.set_exception(why)
+    def _end_swaps(self, error: EngineError) -> None:
+        for command in self._swaps_due:
+            command.report.set_exception(error)
         self._swaps_due.clear()
 
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:

@@ -70,9 +70,9 @@ class SlotCache:
     def place(self, blocks: Sequence[Block]) -> None:
         """Give rows 0, 1, ... these blocks, and none to the rows beyond. Moves nothing."""
         self.blocks = list(blocks)
-        none = (self.tokens, 1) * (self._rows - len(blocks))
+        dummies = (self.tokens, 1) * (self._rows - len(blocks))
         for heads in self._head_counts:
-            starts = self._beginnings([*chain.from_iterable(blocks), *none], heads)
+            starts = self._beginnings([*chain.from_iterable(blocks), *dummies], heads)
             self._starts[heads] = torch.from_numpy(starts.reshape(self._rows, 2 * heads)).to(self.device)
 
     def place_evenly(self, capacity: int, rows: int) -> None:
@@ -86,8 +86,8 @@ class SlotCache:
         lengths = [move.length for move in moves]
         for heads in self._head_counts:
             sources, targets = self._tokens_of(blocks, lengths * 2, heads).chunk(2)
-            for layer, its_heads in zip(self.layers, self._heads, strict=True):
-                if its_heads == heads:
+            for layer, layer_heads in zip(self.layers, self._heads, strict=True):
+                if layer_heads == heads:
                     layer.index_copy_(0, targets, layer.index_select(0, sources))
 
     def clear(self, row: int) -> None:
@@ -98,7 +98,7 @@ class SlotCache:
 
     # --------------------------------------------------------------------------------- for decoders
 
-    def where(self, layer: int, rows: Tensor | slice, positions: Tensor) -> Tensor:
+    def indices(self, layer: int, rows: Tensor | slice, positions: Tensor) -> Tensor:
         """Return the indices of the keys, then values, of tokens in a layer: (tokens, 2 * kv_heads).
 
         Args:
@@ -111,10 +111,10 @@ class SlotCache:
     def span(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` keys and values of rows `start..stop-1`, each (rows * kv_heads, length,
         head_dim), without a copy. The rows' blocks must be adjacent and have one capacity."""
-        flat, heads, first = self.layers[layer], self._heads[layer], self.blocks[start]
+        flat, heads, first_block = self.layers[layer], self._heads[layer], self.blocks[start]
         dim = flat.shape[1]
-        shape, stride = ((stop - start) * heads, length, dim), (first.capacity * dim, dim, 1)
-        offset, half = first.start * heads * dim, flat.numel() // 2
+        shape, stride = ((stop - start) * heads, length, dim), (first_block.capacity * dim, dim, 1)
+        offset, half = first_block.start * heads * dim, flat.numel() // 2
         return flat.as_strided(shape, stride, offset), flat.as_strided(shape, stride, half + offset)
 
     # ------------------------------------------------------------------------------------ private
@@ -125,8 +125,8 @@ class SlotCache:
         Args:
             blocks: start and capacity of each block, flattened.
         """
-        each = np.array(blocks).reshape(-1, 2, 1)
-        keys = each[:, 0] * heads + each[:, 1] * np.arange(heads)
+        pairs = np.array(blocks).reshape(-1, 2, 1)
+        keys = pairs[:, 0] * heads + pairs[:, 1] * np.arange(heads)
         return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)
 
     def _tokens_of(self, blocks: Sequence[int], lengths: Sequence[int], heads: int) -> Tensor:

@@ -38,7 +38,7 @@ class Linear:
             return _onednn(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
-    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return `residual + self(x)`, in one kernel if possible."""
         if self._onednn or self._bias is not None:
             return self(x).add_(residual)
@@ -69,7 +69,7 @@ def _seconds(call: Callable[[], Tensor]) -> float:
     call()
     times: list[float] = []
     for _ in range(5):
-        started = perf_counter()
+        start = perf_counter()
         call()
-        times.append(perf_counter() - started)
+        times.append(perf_counter() - start)
     return min(times)

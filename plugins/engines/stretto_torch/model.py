@@ -75,19 +75,19 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
     try:
         check_suitable(model)
         decoder = FastDecoder(model, rows, length, _cache_tokens(model, shapes, config, 1), onednn=onednn)
-        off = difference(decoder, model)
-        if off <= _ROUNDING[model.dtype]:
+        deviation = difference(decoder, model)
+        if deviation <= _ROUNDING[model.dtype]:
             return decoder
-        why = f"its logits differ by {off:.1e} of their deviation"
+        fault = f"its logits differ by {deviation:.1e} of their deviation"
     except UnsuitableError as reason:
-        why = str(reason)
-    log.info("transformers runs the model, not the hand-written decoder", why=why)
+        fault = str(reason)
+    log.info("transformers runs the model, not the hand-written decoder", why=fault)
     decoder = HFDecoder(model, rows, length, _cache_tokens(model, shapes, config, padded_rows(1)))
-    off = difference(decoder, model)
-    if not off <= _ROUNDING[model.dtype]:  # also refuses NaN
+    deviation = difference(decoder, model)
+    if not deviation <= _ROUNDING[model.dtype]:  # also refuses NaN
         raise EngineError(
             f"{decoder.name} does not compute over slots what it computes over a whole text (logits differ"
-            f" by {off:.1e} of their deviation); the torch engine cannot serve it"
+            f" by {deviation:.1e} of their deviation); the torch engine cannot serve it"
         )
     return decoder
 
@@ -95,49 +95,49 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
 def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows: int) -> int:
     """Return the number of tokens of all slots together: as many as can be used, or what the budget allows.
     The budget must hold the longest sample in as many rows as the decoder computes for one sample."""
-    most = shapes.most_rows * shapes.length
+    max_tokens = shapes.most_rows * shapes.length
     if config.cache_gb is None:
-        return most
+        return max_tokens
     size = sum(2 * shape.kv_heads * shape.head_dim for shape in layer_shapes(model)) * model.dtype.itemsize
     tokens = int(config.cache_gb * 2**30 / size)
-    least = max(rows * shapes.length, 64)  # the decoder's test needs 64
-    if tokens < least:
+    min_tokens = max(rows * shapes.length, 64)  # the decoder's test needs 64
+    if tokens < min_tokens:
         raise EngineError(
             f"inference.cache_gb is {config.cache_gb:g}, {tokens} tokens of {size} bytes; it must hold"
-            f" {least}, because inference.context_length is {shapes.context}: raise cache_gb or lower"
+            f" {min_tokens}, because inference.context_length is {shapes.context}: raise cache_gb or lower"
             " context_length"
         )
-    return min(most, tokens)
+    return min(max_tokens, tokens)
 
 
 def difference(decoder: Decoder, model: Any) -> float:
     """Return the difference between a decoder's logits and the model's own, for prompts of several lengths,
     further tokens, and texts that continue after the tokens in their slots."""
-    prompts, held, more = (9, 20), (5, 13), 4
-    length = max(prompts) + more
+    prompts, cached, steps = (9, 20), (5, 13), 4
+    length = max(prompts) + steps
     tokens = torch.arange(7, 7 + length * len(prompts)).mul(7919).remainder(decoder.vocabulary)
     tokens = tokens.view(len(prompts), length).to(model.device)
-    whole = model(input_ids=tokens).logits.float()
+    full_logits = model(input_ids=tokens).logits.float()
 
-    positions, begins = (torch.tensor(each, device=model.device) for each in (prompts, held))
+    positions, begins = (torch.tensor(lengths, device=model.device) for lengths in (prompts, cached))
     rows = torch.arange(len(prompts), device=model.device)
     decoder.cache.place_evenly(padded_length(length), len(prompts))
-    found = [decoder.prefill(tokens[:, : max(prompts)], positions, rows)]
+    logits = [decoder.prefill(tokens[:, : max(prompts)], positions, rows)]
     spans = [TokenSpan(0, len(prompts), padded_length(length))]
-    expected = [whole[rows, positions - 1]]
-    for _ in range(more):
-        found.append(decoder.decode(tokens[rows, positions], positions, spans))
-        expected.append(whole[rows, positions])
+    expected = [full_logits[rows, positions - 1]]
+    for _ in range(steps):
+        logits.append(decoder.decode(tokens[rows, positions], positions, spans))
+        expected.append(full_logits[rows, positions])
         positions = positions + 1
     columns = torch.arange(int((positions - begins).max()), device=model.device)
-    rest = tokens.gather(1, (begins.unsqueeze(1) + columns).clamp(max=length - 1))
-    found.append(decoder.prefill(rest, positions - begins, rows, begins))
-    expected.append(whole[rows, positions - 1])
-    return _relative(torch.stack(found), torch.stack(expected))
+    tails = tokens.gather(1, (begins.unsqueeze(1) + columns).clamp(max=length - 1))
+    logits.append(decoder.prefill(tails, positions - begins, rows, begins))
+    expected.append(full_logits[rows, positions - 1])
+    return _relative(torch.stack(logits), torch.stack(expected))
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).square().mean().sqrt() / expected.std())
+def _relative(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).square().mean().sqrt() / expected.std())
 
 
 def _device(config: TorchInferenceConfig) -> torch.device:
@@ -151,10 +151,10 @@ def _device(config: TorchInferenceConfig) -> torch.device:
 
 def _context(config: Any, length: int | None) -> int:
     """Return the number of tokens a sample may have."""
-    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if length is not None and most is not None and length > most:
-        raise EngineError(f"inference.context_length is {length}; the model has {most} positions")
-    return length or min(most or _LONGEST, _LONGEST)
+    max_positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if length is not None and max_positions is not None and length > max_positions:
+        raise EngineError(f"inference.context_length is {length}; the model has {max_positions} positions")
+    return length or min(max_positions or _LONGEST, _LONGEST)
 
 
 def _eos(model: Any) -> tuple[int, ...]:

@@ -24,11 +24,11 @@ _SHORTEST = 64
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class CachedText:
     """One text of the prefix cache."""
 
     ids: NDArray[np.int32]
-    where: SlotSample | Block
+    place: SlotSample | Block
     """The running sample whose row holds the text, or a separate block."""
     keys: tuple[int, ...]
 
@@ -38,8 +38,8 @@ class Prefixes:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self._by_key: dict[int, Held] = {}  # of each beginning in whole pieces, the newest text
-        self._running: dict[SlotSample, Held] = {}
+        self._by_key: dict[int, CachedText] = {}  # of each beginning in whole pieces, the newest text
+        self._running: dict[SlotSample, CachedText] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -48,7 +48,7 @@ class Prefixes:
         self._running.clear()
         # Texts without a row, oldest first, in a ring buffer over the bounds: the texts from the cursor on
         # are from the last round and come first, then those before the cursor.
-        self._left: deque[tuple[Block, Held]] = deque()
+        self._ring: deque[tuple[Block, CachedText]] = deque()
         self._bounds = self._free = (0, self._tokens)
         self._cursor = 0
 
@@ -56,13 +56,13 @@ class Prefixes:
         """Find the text that shares the most leading pieces with this one; return where it is and how many
         tokens they share. At least one token is not shared, because the logits need one computed token."""
         for key in reversed([*_keys(ids[:-1])]):
-            held = self._by_key.get(key)
-            if held is not None:
-                length = min(len(held.ids), len(ids) - 1)
-                differ = held.ids[:length] != ids[:length]
+            text = self._by_key.get(key)
+            if text is not None:
+                length = min(len(text.ids), len(ids) - 1)
+                differ = text.ids[:length] != ids[:length]
                 length = int(differ.argmax()) if differ.any() else length
                 if length >= _SHORTEST:
-                    return held.where, length
+                    return text.place, length
         return None
 
     def hold(self, sample: SlotSample, ids: NDArray[np.int32]) -> None:
@@ -72,9 +72,9 @@ class Prefixes:
 
     def release(self, sample: SlotSample) -> None:
         """Forget the text of a sample that leaves its slot."""
-        held = self._running.pop(sample, None)
-        if held is not None:
-            self._forget(held)
+        text = self._running.pop(sample, None)
+        if text is not None:
+            self._forget(text)
 
     def free(self, free: tuple[int, int]) -> None:
         """Set the free part of the pool, tokens start..stop-1; rows have blocks in all other parts from now
@@ -83,23 +83,23 @@ class Prefixes:
         start, stop = max(free[0], self._bounds[0]), min(free[1], self._bounds[1])
         if (start, stop) != self._bounds:
             self._bounds = (start, stop)
-            for block, held in tuple(self._left):
+            for block, text in tuple(self._ring):
                 if block.start < start or sum(block) > stop:
-                    self._left.remove((block, held))
-                    self._forget(held)
+                    self._ring.remove((block, text))
+                    self._forget(text)
 
-    def keep(self, left: Sequence[tuple[Block, NDArray[np.int32]]]) -> list[Move]:
+    def keep(self, former_texts: Sequence[tuple[Block, NDArray[np.int32]]]) -> list[Move]:
         """Keep texts of samples that have left, from their former blocks. Return the moves for this; the
         caller must copy them before anything else happens."""
-        kept: list[tuple[Held, Move]] = []
-        for block, ids in left:
+        copies: list[tuple[CachedText, Move]] = []
+        for block, ids in former_texts:
             if _SHORTEST <= len(ids) <= self._free[1] - self._free[0]:
-                room = Block(self._room(len(ids)), len(ids))
-                held = self._add(ids, room)
-                self._left.append((room, held))
-                kept.append((held, Move(block, room, len(ids))))
+                target = Block(self._room(len(ids)), len(ids))
+                text = self._add(ids, target)
+                self._ring.append((target, text))
+                copies.append((text, Move(block, target, len(ids))))
         # A kept text may already have been replaced by another one.
-        return [move for held, move in kept if self._by_key.get(held.keys[-1]) is held]
+        return [move for text, move in copies if self._by_key.get(text.keys[-1]) is text]
 
     # ------------------------------------------------------------------------------------ private
 
@@ -116,17 +116,17 @@ class Prefixes:
 
     def _forget_oldest(self, start: int, stop: int) -> None:
         """Forget the oldest texts while they begin in start..stop-1."""
-        while self._left and start <= self._left[0][0].start < stop:
-            self._forget(self._left.popleft()[1])
+        while self._ring and start <= self._ring[0][0].start < stop:
+            self._forget(self._ring.popleft()[1])
 
-    def _add(self, ids: NDArray[np.int32], where: SlotSample | Block) -> Held:
-        held = Held(ids, where, tuple(_keys(ids)))
-        self._by_key.update(dict.fromkeys(held.keys, held))
-        return held
+    def _add(self, ids: NDArray[np.int32], place: SlotSample | Block) -> CachedText:
+        text = CachedText(ids, place, tuple(_keys(ids)))
+        self._by_key.update(dict.fromkeys(text.keys, text))
+        return text
 
-    def _forget(self, held: Held) -> None:
-        for key in held.keys:
-            if self._by_key.get(key) is held:
+    def _forget(self, text: CachedText) -> None:
+        for key in text.keys:
+            if self._by_key.get(key) is text:
                 del self._by_key[key]
 
 

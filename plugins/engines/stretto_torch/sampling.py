@@ -75,8 +75,8 @@ def draw(
     if settings is not None and not settings.temperature.all():
         greedy = torch.from_numpy(settings.temperature == 0).to(logits.device)
         tokens[greedy] = logits[greedy].argmax(-1, keepdim=True)
-    chosen = logprobs.gather(1, tokens)
-    return _host(tokens), _host(chosen)
+    token_logprobs = logprobs.gather(1, tokens)
+    return _host(tokens), _host(token_logprobs)
 
 
 def _host(column: Tensor) -> NDArray[Any]:
@@ -96,11 +96,13 @@ def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
     logits = logits / divisor.to(device).unsqueeze(1)
     if settings.min_p.any():
         with np.errstate(divide="ignore"):
-            below = np.log(np.where(sampled, settings.min_p, np.float32(0)))  # of the likeliest one's logit
-        least = logits.amax(-1, keepdim=True) + torch.from_numpy(below).to(device).unsqueeze(1)
-        logits.masked_fill_(logits < least, -inf)
+            # Relative to the logit of the likeliest token.
+            log_min_p = np.log(np.where(sampled, settings.min_p, np.float32(0)))
+        threshold = logits.amax(-1, keepdim=True) + torch.from_numpy(log_min_p).to(device).unsqueeze(1)
+        logits.masked_fill_(logits < threshold, -inf)
     restricted = sampled & ((settings.top_k > 0) | (settings.top_p < 1))
-    for top_k, top_p in {(int(settings.top_k[r]), float(settings.top_p[r])) for r in restricted.nonzero()[0]}:
+    restrictions = {(int(settings.top_k[row]), float(settings.top_p[row])) for row in restricted.nonzero()[0]}
+    for top_k, top_p in restrictions:
         rows = restricted & (settings.top_k == top_k) & (settings.top_p == np.float32(top_p))
         index = torch.from_numpy(rows.nonzero()[0]).to(device)
         logits[index] = _keep_likeliest(logits[index], top_k, top_p)
@@ -113,13 +115,13 @@ def _keep_likeliest(logits: Tensor, top_k: int, top_p: float, width: int = _LIKE
     top_k is 0."""
     width = min(top_k or width, logits.shape[1])
     values, tokens = logits.topk(width)  # (R, width), descending
-    whole = (values if top_k else logits).logsumexp(-1, keepdim=True)
-    probabilities = (values - whole).exp()
+    normaliser = (values if top_k else logits).logsumexp(-1, keepdim=True)
+    probabilities = (values - normaliser).exp()
     cumulative = probabilities.cumsum(-1)
-    kept = values.masked_fill(cumulative - probabilities >= top_p, -inf)
-    result = torch.full_like(logits, -inf).scatter_(1, tokens, kept)
+    top_values = values.masked_fill(cumulative - probabilities >= top_p, -inf)
+    result = torch.full_like(logits, -inf).scatter_(1, tokens, top_values)
     if not top_k and width < logits.shape[1]:
-        flat = cumulative[:, -1] < top_p  # rows whose set is larger than `width`
-        if bool(flat.any()):
-            result[flat] = _keep_likeliest(logits[flat], top_k, top_p, logits.shape[1])
+        too_flat = cumulative[:, -1] < top_p  # rows whose set is larger than `width`
+        if bool(too_flat.any()):
+            result[too_flat] = _keep_likeliest(logits[too_flat], top_k, top_p, logits.shape[1])
     return result

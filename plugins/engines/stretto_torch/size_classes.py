@@ -46,23 +46,26 @@ class SizeClasses:
     Args:
         shapes: the shapes of the engine.
         tokens: size of the pool.
-        together: whether all rows of a step, padding included, must be in one size class.
+        one_size_class: whether all rows of a step, padding included, must be in one size class.
     """
 
-    def __init__(self, shapes: Shapes, tokens: int, *, together: bool) -> None:
+    def __init__(self, shapes: Shapes, tokens: int, *, one_size_class: bool) -> None:
         self._shapes = shapes
         self._tokens = tokens
         self._longest = shapes.length
-        self._capacities = [*(c for c in _CAPACITIES if c < self._longest), self._longest]
-        self._together = together or shapes.fixed
+        self._capacities = [
+            *(capacity for capacity in _CAPACITIES if capacity < self._longest),
+            self._longest,
+        ]
+        self._one_size_class = one_size_class or shapes.fixed
         self._split = False
-        self._roomy = shapes.most_rows * self._longest <= tokens
+        self._holds_all_rows = shapes.most_rows * self._longest <= tokens
 
     def fits(self, needs: Sequence[int]) -> bool:
         """Whether the pool has room for rows that need these numbers of tokens, for up to `slots` rows."""
-        if self._roomy or not needs:
+        if self._holds_all_rows or not needs:
             return True
-        total = self._joined(needs) if self._together else sum(map(self._capacity, needs))
+        total = self._size_in_one_class(needs) if self._one_size_class else sum(map(self._capacity, needs))
         return total <= self._tokens
 
     def plan(self, needs: Sequence[int], blocks: Sequence[Block | None]) -> Plan:
@@ -79,12 +82,12 @@ class SizeClasses:
         elif needs:
             by_capacity[self._common(needs)] = [*range(len(needs))]
         order: list[int] = []
-        placed: list[Block] = []
+        row_blocks: list[Block] = []
         size_classes: list[tuple[int, int]] = []
         left, right = 0, self._tokens
         for capacity in sorted(by_capacity, reverse=True):
             rows = by_capacity[capacity]
-            count = self._shapes.rows(len(needs)) if self._together else len(rows)
+            count = self._shapes.rows(len(needs)) if self._one_size_class else len(rows)
             if capacity == self._longest:
                 start = right = self._tokens - count * capacity
             else:
@@ -92,19 +95,19 @@ class SizeClasses:
             new_blocks = [Block(start + i * capacity, capacity) for i in range(count)]
             size_classes.append((len(order), len(order) + len(rows)))
             order += _keep_in_place(rows, blocks, new_blocks)
-            placed += new_blocks
-        return Plan(order, placed, size_classes, (left, right))
+            row_blocks += new_blocks
+        return Plan(order, row_blocks, size_classes, (left, right))
 
     def _splits(self, needs: Sequence[int]) -> bool:
-        if self._together:
+        if self._one_size_class:
             return False
         live = len(needs)
         self._split = live >= _FEWEST_TO_SPLIT or (self._split and live > _MOST_TO_JOIN)
-        return self._split or (not self._roomy and self._joined(needs) > self._tokens)
+        return self._split or (not self._holds_all_rows and self._size_in_one_class(needs) > self._tokens)
 
-    def _joined(self, needs: Sequence[int]) -> int:
+    def _size_in_one_class(self, needs: Sequence[int]) -> int:
         """Return the number of tokens that the rows take in one size class."""
-        rows = self._shapes.rows(len(needs)) if self._together else len(needs)
+        rows = self._shapes.rows(len(needs)) if self._one_size_class else len(needs)
         return rows * self._common(needs)
 
     def _common(self, needs: Sequence[int]) -> int:
@@ -116,8 +119,8 @@ class SizeClasses:
 
 def _keep_in_place(rows: list[int], blocks: Sequence[Block | None], new_blocks: Sequence[Block]) -> list[int]:
     """Order the rows of one size class so that rows which already have one of its blocks keep it."""
-    at = {blocks[row]: row for row in rows}
-    order = [at.get(block, -1) for block in new_blocks[: len(rows)]]
-    stay = set(order)
-    others = (row for row in rows if row not in stay)
-    return [row if row >= 0 else next(others) for row in order]
+    row_of_block = {blocks[row]: row for row in rows}
+    order = [row_of_block.get(block, -1) for block in new_blocks[: len(rows)]]
+    in_place = set(order)
+    rest = (row for row in rows if row not in in_place)
+    return [row if row >= 0 else next(rest) for row in order]

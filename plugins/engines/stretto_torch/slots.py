@@ -83,7 +83,7 @@ class Slots:
         self._cache = decoder.cache
         self._shapes = shapes
         self._deterministic = deterministic
-        self._size_classes = SizeClasses(shapes, decoder.cache.tokens, together=decoder.one_size_class)
+        self._size_classes = SizeClasses(shapes, decoder.cache.tokens, one_size_class=decoder.one_size_class)
         self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens)
         self._is_eos = np.zeros(decoder.vocabulary, np.bool_)
         self._is_eos[list(eos)] = True
@@ -100,7 +100,7 @@ class Slots:
         self._blocks: list[Block | None] = []  # of each running sample; None for a new one
         self._class_rows: list[tuple[int, int]] = []  # rows start..stop-1 of each size class
         self._steps_in_order = 0  # steps that may pass before a row's block is full
-        self._shared: dict[str, _SharedPrompt] = {}  # by request, computed with the current weights
+        self._shared_prompts: dict[str, _SharedPrompt] = {}  # by request, computed with the current weights
         # By lane, then by position in prompt + answer.
         lanes = shapes.slots
         self._free_lanes = list(range(lanes))
@@ -127,12 +127,12 @@ class Slots:
         """Whether the cache has room for these samples in addition to the running ones."""
         lanes = self._lane[: len(self.running)]
         needs = self._limit[lanes]
-        news = [_limit(sample) for sample in samples]
+        new_needs = [_limit(sample) for sample in samples]
         if not self._deterministic:
             needs = np.minimum(self._position[: len(lanes)] + 1 + _HEADROOM, needs)
-            known = (len(sample.prompt) + len(sample.begun) for sample in samples)
-            news = [min(n + 1 + _HEADROOM, limit) for n, limit in zip(known, news, strict=True)]
-        return self._size_classes.fits([*needs.tolist(), *news])
+            lengths = (len(sample.prompt) + len(sample.begun) for sample in samples)
+            new_needs = [min(n + 1 + _HEADROOM, limit) for n, limit in zip(lengths, new_needs, strict=True)]
+        return self._size_classes.fits([*needs.tolist(), *new_needs])
 
     def surplus(self) -> list[SlotSample]:
         """Return the running samples that must leave before the next step because the cache is too small for
@@ -140,22 +140,24 @@ class Slots:
         if self._steps_in_order:
             return []
         needs = dict(zip(self.running, (self._position[: len(self.running)] + 1).tolist(), strict=True))
-        leave: list[SlotSample] = []
+        preempted: list[SlotSample] = []
         while not self._size_classes.fits([*needs.values()]):
-            leave.append(max(needs, key=lambda sample: sample.place))
-            del needs[leave[-1]]
-        return leave
+            preempted.append(max(needs, key=lambda sample: sample.place))
+            del needs[preempted[-1]]
+        return preempted
 
     def admit(self, samples: Sequence[SlotSample], version: int) -> list[SampleEnding]:
         """Give each sample a slot, compute its prompt and draw its first token."""
         for sample in samples:
             self._seat(sample)
-        computed = self._to_compute(samples)
-        held = self._find_prefixes(computed)
-        self._arrange(range(len(self.running)), held=held)
-        logits = self._prefill([s.row for s in computed], [held[s][1] if s in held else 0 for s in computed])
-        whole = self._share_prompts(samples, dict(zip(computed, logits, strict=True)))
-        endings = self._append(np.array([sample.row for sample in samples]), whole, version)
+        computed = self._samples_to_compute(samples)
+        prefixes = self._find_prefixes(computed)
+        self._arrange(range(len(self.running)), prefixes=prefixes)
+        logits = self._prefill(
+            [s.row for s in computed], [prefixes[s][1] if s in prefixes else 0 for s in computed]
+        )
+        prompt_logits = self._share_prompts(samples, dict(zip(computed, logits, strict=True)))
+        endings = self._append(np.array([sample.row for sample in samples]), prompt_logits, version)
         if endings:
             self.remove([ending.sample for ending in endings])
         return endings
@@ -184,31 +186,33 @@ class Slots:
 
     def answer(self, sample: SlotSample, start: int) -> SlotOutput:
         """Return a running sample's answer from its token `start` on."""
-        lane, first = self._lane[sample.row], len(sample.prompt)
-        part = slice(first + start, self._position[sample.row] + 1)
+        lane, prompt_length = self._lane[sample.row], len(sample.prompt)
+        part = slice(prompt_length + start, self._position[sample.row] + 1)
         return SlotOutput(
             self._ids[lane, part].copy(), self._logprobs[lane, part].copy(), self._versions[lane, part].copy()
         )
 
     def remove(self, samples: Iterable[SlotSample]) -> None:
         """Free the slots of some running samples."""
-        left: list[tuple[Block, NDArray[np.int32]]] = []
+        former_texts: list[tuple[Block, NDArray[np.int32]]] = []
         for sample in samples:
             lane = int(self._lane[sample.row])
             self._free_lanes.append(lane)
-            if (shared := self._shared.get(sample.request.id)) and shared.lender is sample:
-                del self._shared[sample.request.id]
+            if (
+                shared_prompt := self._shared_prompts.get(sample.request.id)
+            ) and shared_prompt.lender is sample:
+                del self._shared_prompts[sample.request.id]
             if self._prefixes is not None:
                 self._prefixes.release(sample)
                 if sample.pure:
                     text = self._ids[lane, : self._position[sample.row]].copy()
-                    left.append((self._cache.blocks[sample.row], text))
+                    former_texts.append((self._cache.blocks[sample.row], text))
             sample.row = -1
-        self._arrange([row for row, sample in enumerate(self.running) if sample.row >= 0], left)
+        self._arrange([row for row, sample in enumerate(self.running) if sample.row >= 0], former_texts)
 
     def weights_changed(self, version: int, *, recompute: bool) -> list[SampleEnding]:
         """Continue with new weights: recompute keys and values with them, or keep those in the cache."""
-        self._shared.clear()
+        self._shared_prompts.clear()
         if self._prefixes is not None:
             self._prefixes.clear()
         for sample in self.running:
@@ -217,7 +221,7 @@ class Slots:
             return []
         logits = self._prefill(range(len(self.running)))
         # Remove these before any block is moved or kept: `SlotCache` must never hold NaN.
-        finite = torch.stack([each.logsumexp(-1) for each in logits]).isfinite().tolist()
+        finite = torch.stack([row_logits.logsumexp(-1) for row_logits in logits]).isfinite().tolist()
         endings = [self._not_finite(row, version) for row, is_finite in enumerate(finite) if not is_finite]
         self.remove([ending.sample for ending in endings])
         return endings
@@ -232,12 +236,12 @@ class Slots:
         self._blocks.append(None)
         lane = self._free_lanes.pop()
         sampling, prompt = sample.request.sampling, len(sample.prompt)
-        known = prompt + len(sample.begun)
+        length = prompt + len(sample.begun)
         self._lane[sample.row] = lane
-        self._position[sample.row] = known
+        self._position[sample.row] = length
         self._ids[lane] = 0
         self._ids[lane, :prompt] = sample.prompt
-        self._ids[lane, prompt:known] = sample.begun
+        self._ids[lane, prompt:length] = sample.begun
         self._limit[lane] = _limit(sample)
         self._own_ends[lane] = bool(sampling.stop or sampling.stop_token_ids or sampling.ignore_eos)
         self._uniforms[lane, prompt : self._limit[lane]] = uniforms(sample.seed, sampling.max_tokens)
@@ -250,46 +254,46 @@ class Slots:
             self._bias[lane] = sampling.logit_bias
         self._plain[lane] = sampling.temperature == 1 and not sampling.reshapes
 
-    def _to_compute(self, samples: Sequence[SlotSample]) -> list[SlotSample]:
+    def _samples_to_compute(self, samples: Sequence[SlotSample]) -> list[SlotSample]:
         """Return the new samples that do not copy their prompt from another sample. A request's prompt is
         computed for one sample; others copy it while that one is running and the weights do not change."""
-        first: dict[str, SlotSample] = {}
+        by_request: dict[str, SlotSample] = {}
         for sample in samples:
-            if not len(sample.begun) and sample.request.id not in self._shared:
-                first.setdefault(sample.request.id, sample)
-        return [s for s in samples if len(s.begun) or first.get(s.request.id) is s]
+            if not len(sample.begun) and sample.request.id not in self._shared_prompts:
+                by_request.setdefault(sample.request.id, sample)
+        return [s for s in samples if len(s.begun) or by_request.get(s.request.id) is s]
 
     def _find_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
         """Return for each new sample the block that holds a prefix of its text, and the prefix's length."""
         if self._prefixes is None:
             return {}
-        found: dict[SlotSample, tuple[Block, int]] = {}
+        prefixes: dict[SlotSample, tuple[Block, int]] = {}
         texts = [self._ids[self._lane[s.row], : self._position[s.row]].copy() for s in samples]
         for sample, text in zip(samples, texts, strict=True):
             if prefix := self._prefixes.find(text):
-                where, length = prefix
-                found[sample] = (
-                    self._cache.blocks[where.row] if isinstance(where, SlotSample) else where,
+                place, length = prefix
+                prefixes[sample] = (
+                    self._cache.blocks[place.row] if isinstance(place, SlotSample) else place,
                     length,
                 )
         for sample, text in zip(samples, texts, strict=True):  # only now: these texts are not computed yet
             self._prefixes.hold(sample, text)
-        self.prefix_hits += len(found)
-        self.prefix_tokens += sum(length for _, length in found.values())
-        return found
+        self.prefix_hits += len(prefixes)
+        self.prefix_tokens += sum(length for _, length in prefixes.values())
+        return prefixes
 
     def _share_prompts(self, samples: Sequence[SlotSample], logits: dict[SlotSample, Tensor]) -> Tensor:
         """Copy prompts computed for one sample of a request to its others; return (samples, V) logits."""
         for sample in logits:
             if not len(sample.begun):
-                self._shared[sample.request.id] = _SharedPrompt(sample, logits[sample])
+                self._shared_prompts[sample.request.id] = _SharedPrompt(sample, logits[sample])
         moves: list[Move] = []
         for sample in samples:
             if sample not in logits:
-                shared = self._shared[sample.request.id]
-                blocks = self._cache.blocks[shared.lender.row], self._cache.blocks[sample.row]
+                shared_prompt = self._shared_prompts[sample.request.id]
+                blocks = self._cache.blocks[shared_prompt.lender.row], self._cache.blocks[sample.row]
                 moves.append(Move(*blocks, len(sample.prompt)))
-                logits[sample] = shared.logits
+                logits[sample] = shared_prompt.logits
         if moves:
             self._cache.copy(moves)
         return torch.stack([logits[sample] for sample in samples])
@@ -302,19 +306,19 @@ class Slots:
         """
         begins = begins or [0] * len(rows)
         lengths = self._position[list(rows)].tolist()
-        found: dict[int, Tensor] = {}
-        for which in (
+        logits_by_index: dict[int, Tensor] = {}
+        for indices in (
             [i for i in range(len(rows)) if not begins[i]],
             [i for i in range(len(rows)) if begins[i]],
         ):
-            for batch in self._batches(which, lengths):
+            for batch in self._batches(indices, lengths):
                 logits = self._prefill_batch(
                     np.array([rows[i] for i in batch]),
                     np.array([begins[i] for i in batch]),
                     np.array([lengths[i] for i in batch]),
                 )
-                found.update(zip(batch, logits, strict=True))
-        return [found[i] for i in range(len(rows))]
+                logits_by_index.update(zip(batch, logits, strict=True))
+        return [logits_by_index[i] for i in range(len(rows))]
 
     def _prefill_batch(
         self, rows: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -329,13 +333,13 @@ class Slots:
             torch.from_numpy(begins).to(self._device) if begins.any() else None,
         )
 
-    def _batches(self, which: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    def _batches(self, indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """Divide texts into prefills; texts of about the same length share one."""
         if self._deterministic:
-            return [[i] for i in which]
+            return [[i] for i in indices]
         batches: list[list[int]] = []
         longest = padding = 0
-        for i in sorted(which, key=lengths.__getitem__, reverse=True):
+        for i in sorted(indices, key=lengths.__getitem__, reverse=True):
             padding += longest - lengths[i]
             full = bool(batches) and (len(batches[-1]) + 1) * longest > _PREFILL_TOKENS
             if not batches or full or padding > self._decoder.cheap_padding:
@@ -378,7 +382,11 @@ class Slots:
         )
 
     def _biases(self, lane: NDArray[np.int64]) -> Bias | None:
-        biases = [(i, self._bias[each]) for i, each in enumerate(lane.tolist()) if each in self._bias]
+        biases = [
+            (i, self._bias[lane_index])
+            for i, lane_index in enumerate(lane.tolist())
+            if lane_index in self._bias
+        ]
         if not biases:
             return None
         return Bias(
@@ -407,16 +415,16 @@ class Slots:
     def _arrange(
         self,
         rows: Sequence[int],
-        left: Sequence[tuple[Block, NDArray[np.int32]]] = (),
-        held: Mapping[SlotSample, tuple[Block, int]] = MappingProxyType({}),
+        former_texts: Sequence[tuple[Block, NDArray[np.int32]]] = (),
+        prefixes: Mapping[SlotSample, tuple[Block, int]] = MappingProxyType({}),
     ) -> None:
         """Keep only these rows, in a new order and in blocks that fit their current lengths.
 
         Args:
             rows: current numbers of the rows to keep.
-            left: blocks and texts of samples that have just left.
-            held: the block and length of each new sample's prefix, to copy it from. Everything is copied at
-                once, so a source may overlap another row's new block.
+            former_texts: blocks and texts of samples that have just left.
+            prefixes: the block and length of each new sample's prefix, to copy it from. Everything is copied
+                at once, so a source may overlap another row's new block.
         """
         positions = self._position[: len(self.running)].tolist()
         blocks = [self._blocks[row] for row in rows]
@@ -431,12 +439,12 @@ class Slots:
             source, length = blocks[i], positions[rows[i]]
             self._steps_in_order = min(self._steps_in_order, target.capacity - length)
             if source is None:
-                source, length = held.get(self.running[rows[i]], (None, 0))
+                source, length = prefixes.get(self.running[rows[i]], (None, 0))
             if source is not None and source != target:
                 moves.append(Move(source, target, length))
         if self._prefixes is not None:
             self._prefixes.free(plan.free)
-            moves += self._prefixes.keep(left)
+            moves += self._prefixes.keep(former_texts)
         if moves:
             self._cache.copy(moves)
         self._cache.place(plan.blocks)

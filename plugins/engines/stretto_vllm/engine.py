@@ -125,7 +125,7 @@ class VllmEngine(ServerEngine):
         try:
             models = await server.get("/v1/models", deadline_s=_CALL_S)
             room = models["data"][0]["max_model_len"]
-            shown = await server.get("/server_info?config_format=json", deadline_s=_CALL_S)
+            info = await server.get("/server_info?config_format=json", deadline_s=_CALL_S)
             await self._rpc(server, "stretto_loads", deadline_s=_CALL_S)
         except (ServerRefused, ServerLost, KeyError, IndexError, TypeError) as error:
             raise EngineError(
@@ -133,7 +133,7 @@ class VllmEngine(ServerEngine):
                 f" VLLM_SERVER_DEV_MODE=1, PYTHONPATH={_IN_SERVER}, --enable-scale-out,"
                 f" --logprobs-mode processed_logprobs and --worker-extension-cls {_EXTENSION}"
             ) from error
-        if "processed_logprobs" not in str(shown):
+        if "processed_logprobs" not in str(info):
             raise EngineError(f"the server at {server.url} lacks --logprobs-mode processed_logprobs")
         if room < self._room:
             raise EngineError(
@@ -206,8 +206,8 @@ class VllmEngine(ServerEngine):
             },
         }
         answer = await server.post("/inference/v1/generate", body, deadline_s=_CALL_S)
-        found = answer["prompt_logprobs"]
-        return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i]
+        by_position = answer["prompt_logprobs"]
+        return [by_position[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i]
 
     async def _rpc(self, server: Server, method: str, *arguments: str, deadline_s: float) -> Any:
         """Call a method of the worker extension in all workers of the server; return their common answer.

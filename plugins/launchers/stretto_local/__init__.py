@@ -78,12 +78,12 @@ class LocalLauncher:
             place(jobs, visible_gpus(os.environ))
         except LaunchError as error:
             yield Problem("launcher", str(error), "environment")
-        needed = sum(job.resources.memory_gb or 0 for job in jobs)
+        needed_gb = sum(job.resources.memory_gb or 0 for job in jobs)
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        if needed > available:
+        if needed_gb > available:
             yield Problem(
                 "launcher",
-                f"the workers need {needed:g} GiB of memory; this machine has {available:.0f} GiB",
+                f"the workers need {needed_gb:g} GiB of memory; this machine has {available:.0f} GiB",
                 "warning",
             )
 
@@ -127,29 +127,30 @@ def place(jobs: Sequence[Job], gpus: Sequence[str]) -> dict[str, list[str]]:
         LaunchError: if the GPUs do not suffice.
     """
     free = dict.fromkeys(gpus, 1.0)
-    placed: dict[str, list[str]] = {}
+    assignment: dict[str, list[str]] = {}
     # Large shares first: a small one must not take the GPU that a whole one needs.
     for job in sorted(jobs, key=lambda job: -job.resources.share):
         share = job.resources.share
         fitting = [gpu for gpu in sorted(free, key=lambda gpu: -free[gpu]) if free[gpu] >= share - 1e-9]
         if len(fitting) < job.resources.gpus:
-            raise LaunchError(_lacking(job, len(gpus), len(fitting)), worker=job.worker)
-        placed[job.worker] = fitting[: job.resources.gpus]
-        for gpu in placed[job.worker]:
+            raise LaunchError(_shortage(job, len(gpus), len(fitting)), worker=job.worker)
+        assignment[job.worker] = fitting[: job.resources.gpus]
+        for gpu in assignment[job.worker]:
             free[gpu] -= share
-    return placed
+    return assignment
 
 
-def _lacking(job: Job, visible: int, fitting: int) -> str:
+def _shortage(job: Job, visible: int, fitting: int) -> str:
     """Explain why the GPUs do not suffice for a job, naming the config keys that say what it needs."""
     gpus, share = job.resources.gpus, job.resources.share
-    needed = (
+    requirement = (
         f"{job.worker} needs {_gpus(gpus)} (`gpus`) with {100 * share:g} % of the memory unused (`share`)"
     )
     if visible < gpus:
-        return f"{needed}; this machine has {_gpus(visible)}"
+        return f"{requirement}; this machine has {_gpus(visible)}"
     return (
-        f"{needed}; this machine has {_gpus(visible)}, and other workers leave that much on {_gpus(fitting)}"
+        f"{requirement}; this machine has {_gpus(visible)}, and other workers leave that much on "
+        f"{_gpus(fitting)}"
     )
 
 

@@ -76,8 +76,8 @@ def check_row(config: MathConfig, row: Mapping[str, Any]) -> str:
 
 
 def _fault(config: MathConfig, expected: str, error: ValueError) -> str:
-    shown = expected if len(expected) <= 100 else f"…{expected[-100:]}"
-    return f"cannot read the expected answer {shown!r} (column {config.column!r}): {error}"
+    text = expected if len(expected) <= 100 else f"…{expected[-100:]}"
+    return f"cannot read the expected answer {text!r} (column {config.column!r}): {error}"
 
 
 @hookimpl

@@ -57,8 +57,12 @@ def read_gold(text: str) -> Gold:
     if letters := _choices(plain):
         return Choices(letters)
     match = _WORDS.match(plain)
-    first = match[1].lower() if match else ""
-    if first and first not in _NOT_WORDS and (len(first) > 2 or first in _SHORT_WORDS or _FONT.match(text)):
+    first_word = match[1].lower() if match else ""
+    if (
+        first_word
+        and first_word not in _NOT_WORDS
+        and (len(first_word) > 2 or first_word in _SHORT_WORDS or _FONT.match(text))
+    ):
         return Words(_normal(plain))
     return read(text)
 
@@ -89,9 +93,9 @@ def _choices(plain: str) -> frozenset[str]:
     if match is None:
         return frozenset()
     rest = plain[match.end() :].strip()
-    named = match[0].strip()
-    one = not rest or named.startswith("(") or named.endswith(")") or rest[0] in ".):,"
-    return frozenset(re.findall(r"[A-J]", match[0])) if one else frozenset()
+    letters = match[0].strip()
+    is_choice = not rest or letters.startswith("(") or letters.endswith(")") or rest[0] in ".):,"
+    return frozenset(re.findall(r"[A-J]", match[0])) if is_choice else frozenset()
 
 
 # ------------------------------------------------------------------------------------------ completions
@@ -112,23 +116,23 @@ def is_right(gold: Gold, completion: str) -> bool:
         verdict = _verdict(gold, statement)
         if verdict is not None:
             return verdict
-    return _unannounced(gold, completion[-_TAIL:])
+    return _tail_verdict(gold, completion[-_TAIL:])
 
 
 def _statements(completion: str) -> Iterator[_Statement]:
     """Yield the boxes and the texts after `####` or "the answer is", the last one first."""
-    boxes = _joined(_boxes(completion), completion)
-    announced = [
+    boxes = _join_boxes(_boxes(completion), completion)
+    announcements = [
         statement
-        for statement in _announced(completion)
+        for statement in _announcements(completion)
         if not any(box.start < statement.end and statement.start < box.end for box in boxes)
     ]
-    yield from sorted([*boxes, *announced], key=lambda statement: -statement.start)
+    yield from sorted([*boxes, *announcements], key=lambda statement: -statement.start)
 
 
 def _boxes(text: str) -> list[_Statement]:
     """Return each `\\boxed{…}` that is closed and not empty; the inner one of nested boxes."""
-    found: list[_Statement] = []
+    boxes: list[_Statement] = []
     for match in _BOX.finditer(text):
         end, depth = -1, 1
         for brace in _BRACE.finditer(text, match.end()):
@@ -137,35 +141,35 @@ def _boxes(text: str) -> list[_Statement]:
                 end = brace.start()
                 break
         if text[match.end() : end].strip() and end >= 0:
-            found.append(_Statement(match.start(), end + 1, text[match.end() : end], final=True))
-    return [box for box in found if not _BOX.search(box.content)]
+            boxes.append(_Statement(match.start(), end + 1, text[match.end() : end], final=True))
+    return [box for box in boxes if not _BOX.search(box.content)]
 
 
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BETWEEN = re.compile(r"[\s$,;]*(?:\\text\s*\{\s*)?(?:and|or)?[\s},;$]*")
+_SEPARATOR = re.compile(r"[\s$,;]*(?:\\text\s*\{\s*)?(?:and|or)?[\s},;$]*")
 
 
-def _joined(boxes: list[_Statement], text: str) -> list[_Statement]:
+def _join_boxes(boxes: list[_Statement], text: str) -> list[_Statement]:
     """Join adjacent boxes into one list: `\\boxed{1}` and `\\boxed{2}`."""
-    joined: list[_Statement] = []
+    lists: list[_Statement] = []
     for box in boxes:
-        between = text[joined[-1].end : box.start] if joined else "."
-        if _BETWEEN.fullmatch(between) and "\n\n" not in between:
-            last = joined.pop()
-            box = _Statement(last.start, box.end, f"{last.content}, {box.content}", final=True)
-        joined.append(box)
-    return joined
+        gap = text[lists[-1].end : box.start] if lists else "."
+        if _SEPARATOR.fullmatch(gap) and "\n\n" not in gap:
+            previous = lists.pop()
+            box = _Statement(previous.start, box.end, f"{previous.content}, {box.content}", final=True)
+        lists.append(box)
+    return lists
 
 
-_ANNOUNCED = re.compile(
+_ANNOUNCEMENT = re.compile(
     r"(?:\b(?:answer|final result|option|choice)\b[^.\n:=]{0,40}?(?:\bis\b|:|=)|####)[\s:*]*", re.IGNORECASE
 )
 
 
-def _announced(completion: str) -> Iterator[_Statement]:
+def _announcements(completion: str) -> Iterator[_Statement]:
     """Yield the rest of the line after "the answer is" and similar phrases."""
-    for match in _ANNOUNCED.finditer(completion):
+    for match in _ANNOUNCEMENT.finditer(completion):
         end = completion.find("\n", match.end())
         end = len(completion) if end < 0 else end
         yield _Statement(match.end(), end, completion[match.end() : end], final=False)
@@ -178,9 +182,9 @@ def _verdict(gold: Gold, statement: _Statement) -> bool | None:
         filler = _FILLER.match(content)
         content = content[filler.end() :] if filler else content
     if isinstance(gold, Choices):
-        return _chosen(gold, content, final=statement.final)
+        return _letter_verdict(gold, content, final=statement.final)
     if isinstance(gold, Words):
-        return _worded(gold, content, final=statement.final)
+        return _word_verdict(gold, content, final=statement.final)
     for text in [content] if statement.final else _readings(content):
         try:
             return equal(gold, read(_bare(text)))
@@ -199,7 +203,7 @@ _NUMBER = re.compile(
 )
 
 
-def _chosen(gold: Choices, content: str, *, final: bool) -> bool | None:
+def _letter_verdict(gold: Choices, content: str, *, final: bool) -> bool | None:
     plain = _plain(content)
     letters = _choices(plain)
     if not letters and re.fullmatch(r"\(?[a-j]\)?", plain):
@@ -207,7 +211,7 @@ def _chosen(gold: Choices, content: str, *, final: bool) -> bool | None:
     return letters == gold.letters if letters or final else None
 
 
-def _worded(gold: Words, content: str, *, final: bool) -> bool | None:
+def _word_verdict(gold: Words, content: str, *, final: bool) -> bool | None:
     words = _normal(content)
     if final or words == gold.text:
         return words == gold.text
@@ -220,7 +224,7 @@ def _readings(content: str) -> Iterator[str]:
     if match := _ENVIRONMENT.match(content):
         formulas = [match]
         while following := _ENVIRONMENT.search(content, formulas[-1].end()):
-            if not _BETWEEN.fullmatch(content[formulas[-1].end() : following.start()]):
+            if not _SEPARATOR.fullmatch(content[formulas[-1].end() : following.start()]):
                 break
             formulas.append(following)
         yield ", ".join(_bare(formula[0]) for formula in formulas)
@@ -232,18 +236,18 @@ def _readings(content: str) -> Iterator[str]:
 
 _TAIL = 2000
 """Number of characters at the end of a completion that are searched for an unannounced result."""
-_LETTER_AT_LAST = re.compile(r"\b(?:option|choice)\s+\(?([A-J])\b|(?<!not )\(([A-J])\)|\*\*\(?([A-J])\)?\*\*")
+_TAIL_LETTER = re.compile(r"\b(?:option|choice)\s+\(?([A-J])\b|(?<!not )\(([A-J])\)|\*\*\(?([A-J])\)?\*\*")
 _YES_OR_NO = re.compile(
     r"(?:^|[.!?:\n]|\b(?:so|thus|hence|therefore),?)\s*\**(yes|no|true|false)\b", re.IGNORECASE
 )
 
 
-def _unannounced(gold: Gold, tail: str) -> bool:
+def _tail_verdict(gold: Gold, tail: str) -> bool:
     """Whether the last formula or number is right; for letters and words, whether the last line is."""
     last_line = tail.rstrip().rpartition("\n")[2]
     if isinstance(gold, Choices):
         letters = _choices(_plain(last_line))
-        if not letters and (matches := list(_LETTER_AT_LAST.finditer(tail))):
+        if not letters and (matches := list(_TAIL_LETTER.finditer(tail))):
             letters = frozenset(group for group in matches[-1].groups() if group)
         return letters == gold.letters
     if isinstance(gold, Words):

@@ -47,7 +47,7 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Based:
+class BasedInteger:
     """An integer with its base written as an index."""
 
     digits: str
@@ -55,7 +55,7 @@ class Based:
 
 
 @dataclass(frozen=True)
-class Named:
+class Assignment:
     """`name = value`."""
 
     name: str
@@ -85,11 +85,11 @@ class Matrix:
     rows: tuple[tuple[Value, ...], ...]
 
 
-Value = Quantity | Based | Named | Items | Matrix
+Value = Quantity | BasedInteger | Assignment | Items | Matrix
 
 # ------------------------------------------------------------------------------------------ reading
 
-_REPLACED = {
+_REPLACEMENTS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ",
     "½": r"\frac{1}{2}", "{,}": ",", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%", r"\$": "$", "~": " ",
@@ -97,7 +97,7 @@ _REPLACED = {
     r"\lor": " or ", r"\vee": " or ", r"\land": " and ",
 }  # fmt: skip
 _FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
-_CLEANED: tuple[tuple[str, str], ...] = (
+_REWRITES: tuple[tuple[str, str], ...] = (
     (r",\s*\\!\s*", ","),
     (r"(?<!\\)\\ ", " "),
     (r"(?<!\\)\\[!,;:]|\\(?:displaystyle|limits|left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
@@ -124,7 +124,7 @@ _LEFT_SIDE = re.compile(rf"{_NAME}(?:\([a-zA-Z](?:, ?[a-zA-Z])*\))?$")
 _RELATIONS = re.compile(r"(\\le |\\ge |<|>)")
 _BUILDER = re.compile(r"\\\{ ?(" + _NAME + r") ?(?:\\mid|\||:) ?(.+)\\\}$")
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\1\}$", re.DOTALL)
-_BASED = re.compile(r"([0-9A-F]+)_\{?(\d{1,2})\}?$")
+_BASED_INTEGER = re.compile(r"([0-9A-F]+)_\{?(\d{1,2})\}?$")
 _UNWANTED_WORD = re.compile(r"(?<![\\a-zA-Z{])(?!begin|end|[pbvV]matrix)[a-zA-Z]{3,}")
 
 
@@ -142,9 +142,9 @@ def read(text: str) -> Value:
 
 def _clean(text: str) -> str:
     """Rewrite different notations of the same thing to one, and remove formatting."""
-    for old, new in _REPLACED.items():
+    for old, new in _REPLACEMENTS.items():
         text = text.replace(old, new)
-    for pattern, new in _CLEANED:
+    for pattern, new in _REWRITES:
         text = re.sub(pattern, new, text)
     return text.strip().rstrip(".;:,").strip()
 
@@ -193,15 +193,15 @@ def _membership(text: str) -> Value | None:
     return _read(text[match.end() :]) if match else None
 
 
-def _bracketed(text: str) -> Value | None:
+def _brackets(text: str) -> Value | None:
     if match := _BUILDER.match(text):
         return _read(match[2])
-    set_ = text.startswith(r"\{")
-    start = 1 if set_ else 0
+    is_set = text.startswith(r"\{")
+    start = 1 if is_set else 0
     if text[start] not in "([{" or _matching(text, start) != len(text) - 1:
         return None
-    inner = text[start + 1 : -2 if set_ else -1]
-    if set_:
+    inner = text[start + 1 : -2 if is_set else -1]
+    if is_set:
         parts = _split(inner, re.compile(r"[,;]")) if inner.strip() else []
         return _items("{", [_read(part) for part in parts], "}")
     parts = _split(inner, re.compile(r"[,;]"))
@@ -224,9 +224,9 @@ def _equation(text: str) -> Value | None:
     left, right = sides[0].strip(), sides[-1]
     if _LEFT_SIDE.match(left):
         name = re.sub(r"[{} ]", "", left)
-        return Named(name + ("≠" if r"\ne " in text else ""), _read(right))
+        return Assignment(name + ("≠" if r"\ne " in text else ""), _read(right))
     if len(sides) == 2 and _VARIABLE.match(right.strip()):
-        return Named(right.strip(), _read(left))
+        return Assignment(right.strip(), _read(left))
     if len(sides) > 2 or not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", left + " " + right):
         return _read(right)  # a calculation
     return None
@@ -236,10 +236,10 @@ def _inequality(text: str) -> Value | None:
     parts = _split(text, _RELATIONS, keep=True)
     sides, signs = [part.strip() for part in parts[::2]], [part.strip() for part in parts[1::2]]
     if signs and signs[0] in (">", r"\ge"):  # from the smaller to the larger side
-        turned = {">": "<", r"\ge": r"\le"}
-        if any(sign not in turned for sign in signs):
+        mirrored = {">": "<", r"\ge": r"\le"}
+        if any(sign not in mirrored for sign in signs):
             return None
-        sides, signs = sides[::-1], [turned[sign] for sign in signs[::-1]]
+        sides, signs = sides[::-1], [mirrored[sign] for sign in signs[::-1]]
     if not signs or any(sign not in ("<", r"\le") for sign in signs):
         return None
     infinity = Quantity(Expression(r"\infty"))
@@ -276,9 +276,9 @@ def _ratio(text: str) -> Value | None:
     return Items(":", tuple(_read(part) for part in text.split(":")), "")
 
 
-def _based(text: str) -> Value | None:
-    match = _BASED.match(re.sub(_FONT + r"([^{}]*)\}", r"\1", text))
-    return Based(match[1], match[2]) if match else None
+def _based_integer(text: str) -> Value | None:
+    match = _BASED_INTEGER.match(re.sub(_FONT + r"([^{}]*)\}", r"\1", text))
+    return BasedInteger(match[1], match[2]) if match else None
 
 
 # ---------------------------------------------------------------------------------------- quantities
@@ -297,7 +297,7 @@ _UNITS = {
 _CURRENCY = "$€£¥¢"
 
 
-def _written_out(text: str) -> Quantity | None:
+def _digits_with_unit(text: str) -> Quantity | None:
     """Read a number in digits, with its unit."""
     text, unit, percent = _without_unit(text)
     number = _number(text)
@@ -375,58 +375,63 @@ def _number(text: str) -> Number | None:
     if len(text) > _MAX_DIGITS:
         return None
     if match := _DECIMAL.match(text):
-        sign, whole, places, exponent = match.groups()
-        if whole or places:
-            digits = (whole or "0").replace(",", "").replace(" ", "")
+        sign, integer_part, places, exponent = match.groups()
+        if integer_part or places:
+            digits = (integer_part or "0").replace(",", "").replace(" ", "")
             power = int(exponent or 0)
             value = Fraction(int(digits + (places or ""))) * Fraction(10) ** (power - len(places or ""))
-            written = max(0, len(places) - power) if places is not None else None
-            return Number(-value if sign == "-" else value, written)
+            num_places = max(0, len(places) - power) if places is not None else None
+            return Number(-value if sign == "-" else value, num_places)
     if match := _FRACTION.match(text):
-        sign, whole, over, o, under, u, plain_over, plain_under = match.groups()
-        top, bottom = int(over or o or plain_over), int(under or u or plain_under)
-        if bottom == 0 or (whole and top < 0):
+        sign, integer_part, top_braced, top_digit, bottom_braced, bottom_digit, top_plain, bottom_plain = (
+            match.groups()
+        )
+        top, bottom = (
+            int(top_braced or top_digit or top_plain),
+            int(bottom_braced or bottom_digit or bottom_plain),
+        )
+        if bottom == 0 or (integer_part and top < 0):
             return None
-        value = Fraction(top, bottom) + int(whole or 0)
+        value = Fraction(top, bottom) + int(integer_part or 0)
         return Number(-value if sign == "-" else value)
     return None
 
 
 # Numbers first, because the thousands separator is a comma.
 _READERS: tuple[Callable[[str], Value | None], ...] = (
-    _written_out, _matrix, _list, _union, _membership, _bracketed, _equation, _inequality, _plus_minus,
-    _ratio, _based,
+    _digits_with_unit, _matrix, _list, _union, _membership, _brackets, _equation, _inequality, _plus_minus,
+    _ratio, _based_integer,
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ equality
 
 
-def equal(gold: Value, found: Value) -> bool:
+def equal(gold: Value, answer: Value) -> bool:
     """Whether an answer's value is the expected one.
 
     `x = 5` equals `5`. A bare list of numbers equals a set of the same numbers in any order, or a tuple in
     the same order. Brackets of intervals must agree, as must names and units that both sides have.
     """
-    if isinstance(gold, Named) and isinstance(found, Named):
-        return gold.name == found.name and equal(gold.value, found.value)
-    if isinstance(gold, Named) or isinstance(found, Named):
-        plain, named = (found, gold) if isinstance(gold, Named) else (gold, found)
-        assert isinstance(named, Named)
-        if named.name.endswith("≠"):
+    if isinstance(gold, Assignment) and isinstance(answer, Assignment):
+        return gold.name == answer.name and equal(gold.value, answer.value)
+    if isinstance(gold, Assignment) or isinstance(answer, Assignment):
+        plain, assignment = (answer, gold) if isinstance(gold, Assignment) else (gold, answer)
+        assert isinstance(assignment, Assignment)
+        if assignment.name.endswith("≠"):
             return False
-        return equal(named.value, plain) if named is gold else equal(plain, named.value)
-    if isinstance(gold, Items) or isinstance(found, Items):
-        return _equal_items(_as_items(gold), _as_items(found))
-    if isinstance(gold, Matrix) and isinstance(found, Matrix):
+        return equal(assignment.value, plain) if assignment is gold else equal(plain, assignment.value)
+    if isinstance(gold, Items) or isinstance(answer, Items):
+        return _equal_items(_as_items(gold), _as_items(answer))
+    if isinstance(gold, Matrix) and isinstance(answer, Matrix):
         return (
-            len(gold.rows) == len(found.rows)
-            and [len(row) for row in gold.rows] == [len(row) for row in found.rows]
-            and all(map(equal, sum(gold.rows, ()), sum(found.rows, ())))
+            len(gold.rows) == len(answer.rows)
+            and [len(row) for row in gold.rows] == [len(row) for row in answer.rows]
+            and all(map(equal, sum(gold.rows, ()), sum(answer.rows, ())))
         )
-    if isinstance(gold, Based) or isinstance(found, Based):
-        return _equal_based(gold, found)
-    if isinstance(gold, Quantity) and isinstance(found, Quantity):
-        return _equal_quantities(gold, found)
+    if isinstance(gold, BasedInteger) or isinstance(answer, BasedInteger):
+        return _equal_based_integers(gold, answer)
+    if isinstance(gold, Quantity) and isinstance(answer, Quantity):
+        return _equal_quantities(gold, answer)
     return False
 
 
@@ -434,47 +439,51 @@ def _as_items(value: Value) -> Items:
     return value if isinstance(value, Items) else Items(",", (value,), "")
 
 
-def _equal_items(gold: Items, found: Items) -> bool:
-    if gold.name and found.name and gold.name != found.name:
+def _equal_items(gold: Items, answer: Items) -> bool:
+    if gold.name and answer.name and gold.name != answer.name:
         return False
-    loose = {gold.opening, found.opening}
-    if gold.opening != found.opening or gold.closing != found.closing:
+    openings = {gold.opening, answer.opening}
+    if gold.opening != answer.opening or gold.closing != answer.closing:
         # A bare list stands for a set, for a tuple, or for a union of one.
-        if "," not in loose or not loose <= {",", "{", "(", "|"} or {gold.closing, found.closing} & {"]"}:
+        if (
+            "," not in openings
+            or not openings <= {",", "{", "(", "|"}
+            or {gold.closing, answer.closing} & {"]"}
+        ):
             return False
-        if (gold.name or found.name) and loose == {",", "("}:
+        if (gold.name or answer.name) and openings == {",", "("}:
             return False
-    if len(gold.items) != len(found.items):
+    if len(gold.items) != len(answer.items):
         return False
-    if gold.ordered or found.ordered:
-        return all(map(equal, gold.items, found.items))
-    left = list(found.items)
+    if gold.ordered or answer.ordered:
+        return all(map(equal, gold.items, answer.items))
+    remaining = list(answer.items)
     for item in gold.items:
-        match = next((index for index, each in enumerate(left) if equal(item, each)), None)
+        match = next((index for index, candidate in enumerate(remaining) if equal(item, candidate)), None)
         if match is None:
             return False
-        del left[match]
+        del remaining[match]
     return True
 
 
-def _equal_based(gold: Value, found: Value) -> bool:
+def _equal_based_integers(gold: Value, answer: Value) -> bool:
     """Whether the digits agree; one side may omit the base."""
-    if isinstance(gold, Based) and isinstance(found, Based):
-        return gold == found
-    based, other = (gold, found) if isinstance(gold, Based) else (found, gold)
-    assert isinstance(based, Based)
-    digits = Quantity(Number(Fraction(int(based.digits)))) if based.digits.isdigit() else None
-    return other == digits
+    if isinstance(gold, BasedInteger) and isinstance(answer, BasedInteger):
+        return gold == answer
+    integer, value = (gold, answer) if isinstance(gold, BasedInteger) else (answer, gold)
+    assert isinstance(integer, BasedInteger)
+    digits = Quantity(Number(Fraction(int(integer.digits)))) if integer.digits.isdigit() else None
+    return value == digits
 
 
-def _equal_quantities(gold: Quantity, found: Quantity) -> bool:
-    if gold.unit and found.unit and gold.unit != found.unit:
+def _equal_quantities(gold: Quantity, answer: Quantity) -> bool:
+    if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
-    if gold.percent != found.percent:  # 50% is 0.5, or 50 where the question asks for percent
-        percent, plain = (gold.value, found.value) if gold.percent else (found.value, gold.value)
+    if gold.percent != answer.percent:  # 50% is 0.5, or 50 where the question asks for percent
+        percent, plain = (gold.value, answer.value) if gold.percent else (answer.value, gold.value)
         below_one = isinstance(plain, Number) and abs(plain.value) < 1
         return _equal_values(_hundredth(percent), plain) or (not below_one and _equal_values(percent, plain))
-    return _equal_values(gold.value, found.value)
+    return _equal_values(gold.value, answer.value)
 
 
 def _hundredth(value: Number | Expression) -> Number | Expression:
@@ -483,16 +492,16 @@ def _hundredth(value: Number | Expression) -> Number | Expression:
     return Expression(rf"\frac{{{value.latex}}}{{100}}")
 
 
-def _equal_values(gold: Number | Expression, found: Number | Expression) -> bool:
-    if isinstance(gold, Number) and isinstance(found, Number):
-        return gold.value == found.value or _is_rounded(gold, found) or _is_rounded(found, gold)
-    if isinstance(gold, Expression) and isinstance(found, Expression) and gold.latex == found.latex:
+def _equal_values(gold: Number | Expression, answer: Number | Expression) -> bool:
+    if isinstance(gold, Number) and isinstance(answer, Number):
+        return gold.value == answer.value or _is_rounded(gold, answer) or _is_rounded(answer, gold)
+    if isinstance(gold, Expression) and isinstance(answer, Expression) and gold.latex == answer.latex:
         return True
     from math_verify import verify
 
-    a, b = expression_value(gold), expression_value(found)
+    a, b = expression_value(gold), expression_value(answer)
     if _is_constant(a) and _is_constant(b):
-        return _equal_constants(gold, found)
+        return _equal_constants(gold, answer)
     return bool(verify(a, b, timeout_seconds=0))
 
 
@@ -508,8 +517,8 @@ def _is_rounded(short: Number, long: Number) -> bool:
     unit = Fraction(1, 10**places)
     if abs(short.value) < unit * 10 ** (_SIGNIFICANT - 1):
         return False
-    cut = int(long.value / unit) * unit
-    return short.value in (round(long.value, places), cut)
+    truncated = int(long.value / unit) * unit
+    return short.value in (round(long.value, places), truncated)
 
 
 def _is_constant(value: Any) -> bool:
@@ -518,14 +527,14 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, Expr) and not value.free_symbols and value.is_finite is not False
 
 
-def _equal_constants(gold: Number | Expression, found: Number | Expression) -> bool:
+def _equal_constants(gold: Number | Expression, answer: Number | Expression) -> bool:
     """Compare two constants, computed to 30 digits. A decimal may round the other one."""
-    first, second = (complex_value(value) for value in (gold, found))
-    if any(isinstance(value, Number) for value in (gold, found)):
-        written, computed = (gold, second) if isinstance(gold, Number) else (found, first)
-        assert isinstance(written, Number)
-        if written.places is not None and computed[1] == 0:
-            return _is_rounded(written, Number(computed[0])) or computed[0] == written.value
+    first, second = (complex_value(value) for value in (gold, answer))
+    if any(isinstance(value, Number) for value in (gold, answer)):
+        number, other = (gold, second) if isinstance(gold, Number) else (answer, first)
+        assert isinstance(number, Number)
+        if number.places is not None and other[1] == 0:
+            return _is_rounded(number, Number(other[0])) or other[0] == number.value
     size = max(abs(part) for value in (first, second) for part in value)
     return all(abs(a - b) <= size / 10**25 for a, b in zip(first, second, strict=True))
 
@@ -558,10 +567,10 @@ def _parse(latex: str) -> Any:
 
     degrees = r"(\d+(?:\.\d+)?)\^ ?(?:\\circ|\{ ?\\circ ?\})"
     text = re.sub(degrees, r"\\left(\\frac{\1\\pi}{180}\\right)", latex).replace("$", "")
-    found = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=0)
-    if not found:
+    results = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=0)
+    if not results:
         raise Unreadable(f"not mathematics: {latex[:80]!r}")
-    value = found[0]
+    value = results[0]
     return value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
 
 

@@ -56,9 +56,9 @@ class BusSubscriber:
         await fetch.run(self._in_flight)
         self._fetch = None
         # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-        opened = partial(open_version, note, fetch.folder, temporary=True)
+        open_update = partial(open_version, note, fetch.folder, temporary=True)
         try:
-            return await anyio.to_thread.run_sync(opened)
+            return await anyio.to_thread.run_sync(open_update)
         except WeightsError:
             fetch.drop()
             raise
@@ -139,27 +139,27 @@ class _Fetch:
 
     async def _fetch_pieces(self) -> None:
         while self._missing:
-            asked = self._missing.popleft()
+            question = self._missing.popleft()
             try:
-                await self._fetch_piece(asked)
+                await self._fetch_piece(question)
             except BaseException:
-                self._missing.appendleft(asked)  # for the next attempt
+                self._missing.appendleft(question)  # for the next attempt
                 raise
 
-    async def _fetch_piece(self, asked: AskPiece) -> None:
-        data = await self._intact(asked)
-        path = self._files[asked.file]
+    async def _fetch_piece(self, question: AskPiece) -> None:
+        data = await self._receive_intact(question)
+        path = self._files[question.file]
         try:
-            await anyio.to_thread.run_sync(_write, path, asked.start, data)
+            await anyio.to_thread.run_sync(_write, path, question.start, data)
         except OSError as error:
             raise WeightsError(f"{path} cannot be written: {error}", version=self.note.version) from error
 
-    async def _intact(self, asked: AskPiece) -> memoryview:
+    async def _receive_intact(self, question: AskPiece) -> memoryview:
         for _ in range(_TRIES):
-            piece = await self._source.ask(self.note, asked, TensorPiece)
-            if len(piece.data) == asked.size and checksum(piece.data) == piece.checksum:
+            piece = await self._source.ask(self.note, question, TensorPiece)
+            if len(piece.data) == question.size and checksum(piece.data) == piece.checksum:
                 return piece.data
-        file = self._files[asked.file].name
+        file = self._files[question.file].name
         raise WeightsError(
             f"version {self.note.version} from {self.note.address}: a piece of {file} arrived damaged"
             f" {_TRIES} times; at least {len(self._missing) + 1} pieces are missing",

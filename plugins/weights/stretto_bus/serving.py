@@ -43,9 +43,9 @@ class BusPublisher(FolderPublisher):
         return msgspec.msgpack.encode(TensorPiece(checksum(data), memoryview(data)))
 
 
-def _read(path: Path, asked: AskPiece) -> bytes:
+def _read(path: Path, question: AskPiece) -> bytes:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return os.pread(descriptor, asked.size, asked.start)
+        return os.pread(descriptor, question.size, question.start)
     finally:
         os.close(descriptor)

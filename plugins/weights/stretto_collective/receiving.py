@@ -37,8 +37,8 @@ class CollectiveSubscriber:
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Ask for a version, receive it, and compare every tensor's hash with the announcement."""
         config, folder = self._config, self._root / f"v{note.version:08d}"
-        asked = AskOutline(note.version)
-        outline = msgspec.msgpack.decode(await self._ask(note, asked, config.deadline_s), type=Outline)
+        question = AskOutline(note.version)
+        outline = msgspec.msgpack.decode(await self._ask(note, question, config.deadline_s), type=Outline)
         try:
             await self._transfer(note, lay_out(outline, note, folder))
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
@@ -105,5 +105,5 @@ class _Meeting(Store):
             self.get(key)
 
     def _ask(self, question: Question) -> bytes:
-        asked = self._wire.ask(self._address, msgspec.msgpack.encode(question), deadline_s=self._deadline_s)
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(self._deadline_s + 1)
+        answer = self._wire.ask(self._address, msgspec.msgpack.encode(question), deadline_s=self._deadline_s)
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result(self._deadline_s + 1)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["CollectivePublisher"]
 
 _decode = msgspec.msgpack.Decoder[Question](Question).decode
-_REMEMBERED = 64
+_MAX_STORES = 64
 """Number of transfers whose stores are kept."""
 
 
@@ -47,8 +47,8 @@ class CollectivePublisher(FolderPublisher):
         wire.answer(self._answer)
 
     async def _answer(self, question: bytes) -> bytes:
-        asked: Question = _decode(question)
-        match asked:
+        request: Question = _decode(question)
+        match request:
             case AskOutline(version):
                 return msgspec.msgpack.encode(self.find(version).outline)
             case Put(transfer, key, value):
@@ -66,7 +66,7 @@ class CollectivePublisher(FolderPublisher):
         if transfer not in self._stores:
             store = self._stores[transfer] = HashStore()
             store.set_timeout(timedelta(seconds=self._config.deadline_s))
-            while len(self._stores) > _REMEMBERED:
+            while len(self._stores) > _MAX_STORES:
                 self._sent.discard(self._stores.popitem(last=False)[0])
         return self._stores[transfer]
 

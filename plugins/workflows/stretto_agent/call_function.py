@@ -40,14 +40,14 @@ def arguments(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, An
         TypeError: if the function has another parameter without a default.
     """
     address = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
-    offered = {**row, "row": row, **address}
+    values = {**row, "row": row, **address}
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return offered
+        return values
     for name, parameter in parameters.items():
-        if name not in offered and parameter.default is parameter.empty:
-            raise TypeError(f"the agent has a parameter {name!r}; available: {', '.join(offered)}")
-    return {name: offered[name] for name in parameters if name in offered}
+        if name not in values and parameter.default is parameter.empty:
+            raise TypeError(f"the agent has a parameter {name!r}; available: {', '.join(values)}")
+    return {name: values[name] for name in parameters if name in values}
 
 
 async def wait_for(awaitable: Any) -> Any:

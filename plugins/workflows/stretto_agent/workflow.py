@@ -36,7 +36,7 @@ class AgentError(StrettoError):
 
 
 @dataclass(frozen=True)
-class _AgentEnded:
+class _AgentResult:
     """How a run of an agent ended."""
 
     status: int | None
@@ -68,8 +68,8 @@ class AgentWorkflow:
         numbers = count()  # tasks begin in order, so that a sample has the same seeds in every repetition
         runs = await group_of(session, lambda: self._run(prompt, session, next(numbers)))
         chats = [recorder.last.chat if recorder.last else [] for recorder, _ in runs]
-        texts = [ended.output or chat[-1]["content"] for (_, ended), chat in zip(runs, chats, strict=True)]
-        statuses = [ended.status for _, ended in runs]
+        texts = [result.output or chat[-1]["content"] for (_, result), chat in zip(runs, chats, strict=True)]
+        statuses = [result.status for _, result in runs]
         scores = await session.score(prompt, texts, columns={"messages": chats, "exit_status": statuses})
         return [
             trajectory
@@ -77,27 +77,25 @@ class AgentWorkflow:
             for trajectory in recorder.trajectories(score)
         ]
 
-    async def _run(self, prompt: Prompt, session: Session, number: int) -> tuple[CallRecorder, _AgentEnded]:
+    async def _run(self, prompt: Prompt, session: Session, number: int) -> tuple[CallRecorder, _AgentResult]:
         """Run the agent once, and raise AgentError if the run failed."""
         config = self._config
         recorder = CallRecorder(session, f"a{number}", self._limits)
         async with self._processes, self.endpoint.serve(recorder) as key:
             row = msgspec.json.encode(prompt.row)
-            ended = await _run(self._command(prompt, key), row, config.agent_timeout_s)
-        errors = f"; the end of its standard error: {ended.errors}" if ended.errors else ""
-        because = f"; a call of the model failed: {recorder.fault}" if recorder.fault else errors
-        if ended.status is None and config.on_timeout == "fail":
-            raise AgentError(
-                f"the agent took longer than agent_timeout_s={config.agent_timeout_s:g}{because}"
-            )
-        if ended.status and config.on_error == "fail" and not recorder.over:
-            raise AgentError(f"the agent ended with status {ended.status}{because}")
+            result = await _run(self._command(prompt, key), row, config.agent_timeout_s)
+        errors = f"; the end of its standard error: {result.errors}" if result.errors else ""
+        cause = f"; a call of the model failed: {recorder.fault}" if recorder.fault else errors
+        if result.status is None and config.on_timeout == "fail":
+            raise AgentError(f"the agent took longer than agent_timeout_s={config.agent_timeout_s:g}{cause}")
+        if result.status and config.on_error == "fail" and not recorder.over:
+            raise AgentError(f"the agent ended with status {result.status}{cause}")
         if recorder.last is None:
-            how = f"ended with status {ended.status}"
-            if ended.status is None:
-                how = f"was killed after agent_timeout_s={config.agent_timeout_s:g}"
-            raise AgentError(f"the agent got no answer of the model and {how}{because}")
-        return recorder, ended
+            ending = f"ended with status {result.status}"
+            if result.status is None:
+                ending = f"was killed after agent_timeout_s={config.agent_timeout_s:g}"
+            raise AgentError(f"the agent got no answer of the model and {ending}{cause}")
+        return recorder, result
 
     def _command(self, prompt: Prompt, key: str) -> Confined:
         """Return the confined command of the agent, with its environment variables."""
@@ -109,22 +107,22 @@ class AgentWorkflow:
             "OPENAI_API_KEY": key,
             **({"STRETTO_PROMPT": text} if len(text.encode()) < _MAX_VARIABLE else {}),
         }
-        here = Path.cwd()
-        folder = Path(config.folder) if config.folder else here
-        shown = [here, folder, _RUNNER]
+        cwd = Path.cwd()
+        folder = Path(config.folder) if config.folder else cwd
+        readable = [cwd, folder, _RUNNER]
         if config.function is None:
             line = config.command
             argv = ["/bin/sh", "-c", line] if isinstance(line, str) else list(line or ())
         else:
             argv = [sys.executable, str(_RUNNER), config.function]
             module = config.function.rpartition(":")[0]
-            shown += [Path(module), Path(module).parent] if module.endswith(".py") else []
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
+            readable += [Path(module), Path(module).parent] if module.endswith(".py") else []
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(cwd), os.environ.get("PYTHONPATH")]))
         return confined(
             argv,
             sandbox=self._context.sandbox,
-            readable=shown,
-            hidden=[here / "runs", *([Path(self._context.folder)] if self._context.folder else [])],
+            readable=readable,
+            hidden=[cwd / "runs", *([Path(self._context.folder)] if self._context.folder else [])],
             folder=folder if may_be_shown(folder) else None,
             network=True,  # the endpoint is on loopback
             env={**env, **config.env},
@@ -132,7 +130,7 @@ class AgentWorkflow:
         )
 
 
-async def _run(command: Confined, row: bytes, timeout_s: float) -> _AgentEnded:
+async def _run(command: Confined, row: bytes, timeout_s: float) -> _AgentResult:
     """Run a command until it ends or its time is over, and kill all processes that it started."""
     process = await command.start(stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdin is not None
@@ -152,7 +150,7 @@ async def _run(command: Confined, row: bytes, timeout_s: float) -> _AgentEnded:
         kill(process)
         with anyio.CancelScope(shield=True):
             await process.aclose()
-    return _AgentEnded(status, output.text, "\n".join(errors.text.splitlines()[-5:]))
+    return _AgentResult(status, output.text, "\n".join(errors.text.splitlines()[-5:]))
 
 
 async def _send_row(stdin: ByteSendStream, row: bytes) -> None:
@@ -164,8 +162,8 @@ async def _send_row(stdin: ByteSendStream, row: bytes) -> None:
 class _Tail:
     """Reads a whole stream and keeps the end of it."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._data = b""
 
     @property
@@ -176,4 +174,4 @@ class _Tail:
     async def read(self, stream: ByteReceiveStream) -> None:
         """Read the stream until it ends."""
         async for part in stream:
-            self._data = (self._data + part)[-self._most :]
+            self._data = (self._data + part)[-self._limit :]

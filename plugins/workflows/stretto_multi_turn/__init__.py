@@ -94,8 +94,8 @@ class MultiTurn:
             "messages": [conversation.history for conversation in conversations],
             "turns": [len(conversation.answers) for conversation in conversations],
         }
-        last = [conversation.answers[-1] for conversation in conversations]
-        return await session.score(prompt, last, columns=columns)
+        answers = [conversation.answers[-1] for conversation in conversations]
+        return await session.score(prompt, answers, columns=columns)
 
 
 def check(config: MultiTurnConfig, run: RunConfig) -> Iterator[Problem]:

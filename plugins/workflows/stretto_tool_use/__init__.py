@@ -78,12 +78,12 @@ class ToolUse:
             "turns": [len(conversation.answers) for conversation in conversations],
             "tool_calls": [loop.calls for loop in loops],
         }
-        last = [conversation.answers[-1] for conversation in conversations]
-        scores = await session.score(prompt, last, columns=columns)
+        answers = [conversation.answers[-1] for conversation in conversations]
+        scores = await session.score(prompt, answers, columns=columns)
         trajectories: list[Trajectory] = []
         for loop, score in zip(loops, scores, strict=True):
-            counted = {"tool_calls": float(loop.calls), "tool_errors": float(loop.errors)}
-            score = replace(score, metrics={**score.metrics, **counted})
+            metrics = {"tool_calls": float(loop.calls), "tool_errors": float(loop.errors)}
+            score = replace(score, metrics={**score.metrics, **metrics})
             trajectories += loop.conversation.trajectories(score)
         return trajectories
 

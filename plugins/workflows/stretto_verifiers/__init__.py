@@ -91,16 +91,16 @@ class Verifiers:
         failure = f"cannot list the tasks of the environment {config.environment!r}"
         try:
             request = json.dumps(self._request).encode() + b"\n"
-            done = run_child([config.python, str(PROGRAM)], request, _LIST_S)
+            result = run_child([config.python, str(PROGRAM)], request, _LIST_S)
         except TimeoutError as error:
             raise ConfigError(f"{failure}: it takes more than {_LIST_S:g} s") from error
         except OSError as error:
             raise ConfigError(f"{failure}: {error}") from error
-        if not done.stdout:
+        if not result.stdout:
             raise ConfigError(
-                f"{failure}: {config.python} ended with status {done.returncode}: {last_line(done)}"
+                f"{failure}: {config.python} ended with status {result.returncode}: {last_line(result)}"
             )
-        reply = msgspec.json.decode(done.stdout.splitlines()[0], type=dict[str, Any])
+        reply = msgspec.json.decode(result.stdout.splitlines()[0], type=dict[str, Any])
         if "error" in reply:
             raise ConfigError(f"cannot load the environment {config.environment!r}: {reply['error']}")
         return reply["tasks"]

@@ -41,7 +41,7 @@ def tasks_of(config: Any, size: int | None) -> list[Any]:
     return list(tasks)
 
 
-def described(task: Any) -> dict[str, Any]:
+def describe(task: Any) -> dict[str, Any]:
     """Return the data of a task that its dataset row is made from."""
     data = task.data
     return {
@@ -87,16 +87,16 @@ async def serve(tell: Tell) -> None:
     """Play all requested episodes at the same time, until the input ends."""
     lines = asyncio.StreamReader(limit=2**26)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    first = json.loads(await lines.readline())
-    sys.path[:0] = first["path"]
+    settings = json.loads(await lines.readline())
+    sys.path[:0] = settings["path"]
     try:
-        config = config_of(first["config"])
-        tasks = tasks_of(config, first["size"])
+        config = config_of(settings["config"])
+        tasks = tasks_of(config, settings["size"])
     except Exception as error:  # noqa: BLE001 - an environment may raise anything; the reply says what
         tell({"error": f"{type(error).__name__}: {error}"})
         return
-    tell({"tasks": [described(task) for task in tasks]})
-    under_way: dict[int, asyncio.Task[None]] = {}
+    tell({"tasks": [describe(task) for task in tasks]})
+    running: dict[int, asyncio.Task[None]] = {}
 
     async def play(order: dict[str, Any]) -> None:
         try:
@@ -104,13 +104,13 @@ async def serve(tell: Tell) -> None:
         except Exception as error:  # noqa: BLE001 - so may an episode
             tell({"id": order["id"], "error": f"{type(error).__name__}: {error}"})
         finally:
-            del under_way[order["id"]]
+            del running[order["id"]]
 
     while line := await lines.readline():
         order = json.loads(line)
         if "cancel" not in order:
-            under_way[order["id"]] = asyncio.create_task(play(order))
-        elif task := under_way.get(order["cancel"]):
+            running[order["id"]] = asyncio.create_task(play(order))
+        elif task := running.get(order["cancel"]):
             task.cancel()
 
 

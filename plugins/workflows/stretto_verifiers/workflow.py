@@ -60,14 +60,14 @@ class VerifiersWorkflow:
         await self.endpoint.start()
         environment = await self._environment(prompt.row["verifiers"])
         numbers = count()  # episodes begin in order, so that each has the same seeds in every repetition
-        played = await group_of(session, lambda: self._play(environment, prompt, session, next(numbers)))
-        last = [recorder.last.chat if recorder.last else [] for recorder, _ in played]
-        verdicts = [verdict for _, verdict in played]
-        texts = [str(chat[-1]["content"]) for chat in last]
-        scores = await session.score(prompt, texts, columns={"verdict": verdicts, "messages": last})
+        episodes = await group_of(session, lambda: self._play(environment, prompt, session, next(numbers)))
+        chats = [recorder.last.chat if recorder.last else [] for recorder, _ in episodes]
+        verdicts = [verdict for _, verdict in episodes]
+        texts = [str(messages[-1]["content"]) for messages in chats]
+        scores = await session.score(prompt, texts, columns={"verdict": verdicts, "messages": chats})
         return [
             trajectory
-            for (recorder, _), score in zip(played, scores, strict=True)
+            for (recorder, _), score in zip(episodes, scores, strict=True)
             for trajectory in recorder.trajectories(score)
         ]
 
@@ -81,11 +81,11 @@ class VerifiersWorkflow:
     ) -> tuple[CallRecorder, dict[str, float]]:
         """Play one episode, and return it with the environment's reward and metrics."""
         recorder = CallRecorder(session, f"v{number}", self._limits)
-        about = prompt.row["verifiers"]
+        source = prompt.row["verifiers"]
         async with self._episodes, self.endpoint.serve(recorder) as key:
             order = {
-                "task": about["task"],
-                "key": about["key"],
+                "task": source["task"],
+                "key": source["key"],
                 "model": MODEL,
                 "base_url": self.endpoint.base_url,
                 "api_key": key,
@@ -104,24 +104,24 @@ class VerifiersWorkflow:
             raise EpisodeError("the environment made no request to the policy")
         return recorder, {**reply["metrics"], "reward": reply["reward"]}
 
-    async def _environment(self, about: Mapping[str, Any]) -> _Environment:
+    async def _environment(self, source: Mapping[str, Any]) -> _Environment:
         """Return the process that plays rows like this one; start one if there is none that runs."""
-        made_by = {key: value for key, value in about.items() if key not in ("task", "key")}
-        name = msgspec.json.encode(made_by)
+        settings = {key: value for key, value in source.items() if key not in ("task", "key")}
+        name = msgspec.json.encode(settings)
         async with self._starting:
-            known = self._environments.get(name)
-            if known is None or known.ended:
-                known = self._environments[name] = await self._start(made_by)
-            return known
+            environment = self._environments.get(name)
+            if environment is None or environment.ended:
+                environment = self._environments[name] = await self._start(settings)
+            return environment
 
-    async def _start(self, made_by: dict[str, Any]) -> _Environment:
-        python, config = made_by["python"], self._config
+    async def _start(self, settings: dict[str, Any]) -> _Environment:
+        python, config = settings["python"], self._config
         places = await anyio.run_process([python, "-c", _PLACES])
         folders = [Path(python).parent, *map(Path, msgspec.json.decode(places.stdout, type=list[str]))]
         command = confined(
             [python, str(PROGRAM)],
             sandbox=self._context.sandbox,
-            readable=[PROGRAM, *folders, *map(Path, (*made_by["path"], *config.readable))],
+            readable=[PROGRAM, *folders, *map(Path, (*settings["path"], *config.readable))],
             hidden=[Path(self._context.folder)] if self._context.folder else [],
             network=True,  # the endpoint is on loopback
             env=config.env,
@@ -133,7 +133,7 @@ class VerifiersWorkflow:
         environment = _Environment(await command.start(stdin=PIPE, stdout=PIPE, stderr=None))
         try:
             with anyio.fail_after(_START_S):
-                await environment.start(made_by)
+                await environment.start(settings)
         except BaseException:
             await environment.end()
             raise
@@ -153,14 +153,14 @@ class _Environment:
         """Replies of the episodes in progress, by id; None until the reply has arrived."""
         self.ended = False
 
-    async def start(self, made_by: Mapping[str, Any]) -> None:
+    async def start(self, settings: Mapping[str, Any]) -> None:
         """Wait until the process is ready.
 
         Raises:
             EpisodeError: if the environment cannot be loaded.
         """
-        await self._tell(made_by)
-        reply = await self._next()
+        await self._tell(settings)
+        reply = await self._next_reply()
         if "error" in reply:
             raise EpisodeError(f"the environment cannot be loaded: {reply['error']}")
 
@@ -177,7 +177,7 @@ class _Environment:
             while (reply := self._replies[id]) is None:
                 async with self._reading:
                     if self._replies[id] is None:
-                        self._take(await self._next())
+                        self._take(await self._next_reply())
             return reply
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True), suppress(EpisodeError):
@@ -203,16 +203,16 @@ class _Environment:
             async with self._writing:
                 await self._process.stdin.send(msgspec.json.encode(line) + b"\n")
         except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-            raise await self._gone() from error
+            raise await self._end_with_error() from error
 
-    async def _next(self) -> dict[str, Any]:
+    async def _next_reply(self) -> dict[str, Any]:
         try:
             line = await self._lines.receive_until(b"\n", _MAX_LINE)
         except (anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError) as error:
-            raise await self._gone() from error
+            raise await self._end_with_error() from error
         return msgspec.json.decode(line, type=dict[str, Any])
 
-    async def _gone(self) -> EpisodeError:
+    async def _end_with_error(self) -> EpisodeError:
         self.ended = True
         with anyio.move_on_after(_END_S):
             await self._process.wait()

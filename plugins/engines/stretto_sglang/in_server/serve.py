@@ -47,7 +47,7 @@ class _Placeholder(types.ModuleType):
         setattr(self, name, child)
         return child
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         raise NotImplementedError(f"{self.__name__} has no implementation for CPUs here")
 
 

@@ -77,10 +77,10 @@ class _TensorReader(threading.Thread):
 
 
 def _files(folder: str) -> list[str]:
-    found = [str(file) for file in sorted(Path(folder).glob("*.safetensors"))]
-    if not found:
+    files = [str(file) for file in sorted(Path(folder).glob("*.safetensors"))]
+    if not files:
         raise FileNotFoundError(f"no safetensors in {folder}")
-    return found
+    return files
 
 
 def _sha256(tensor: torch.Tensor) -> str:
