@@ -143,9 +143,7 @@ def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
 
     async def run(values: Mapping[str, Any]) -> Any:
         struct = msgspec.convert(values, arguments)
-        result = function(
-            **{field: getattr(struct, field) for field in arguments.__struct_fields__}
-        )
+        result = function(**{field: getattr(struct, field) for field in arguments.__struct_fields__})
         return await result if inspect.isawaitable(result) else result
 
     return Tool(name, description, parameters, run)

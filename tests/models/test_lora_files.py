@@ -117,7 +117,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
 ) -> None:
     alone = trained(engine_of(tiny_models("llama"), "adapter"))
     update = received(tmp_path / "versions", {**alone, name: tensor})
-    with pytest.raises(WeightsError, match=rf"version 7 is an adapter, and cannot be put into .*{error}"):
+    with pytest.raises(WeightsError, match=rf"version 7 is an adapter, and cannot be merged into .*{error}"):
         made_whole(update, tiny_models("llama"), tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
 

@@ -276,7 +276,7 @@ def test_a_loss_that_was_reduced_already_is_refused(tiny_models: TinyModels) -> 
     def reduced(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return -logprobs.mean(), {}
 
-    with pytest.raises(EngineError, match="expected a number a token"):
+    with pytest.raises(EngineError, match="expected one number for each token"):
         engine_of(tiny_models("qwen2")).train(batch_of([9]), Loss(reduced, "token"), temperature=1.0)
 
 
@@ -359,7 +359,7 @@ def test_a_model_that_is_only_asked_has_no_gradients(tiny_models: TinyModels) ->
     batch = batch_of([6, 13])
     assert torch.equal(engine.forward(batch, temperature=1.0), trained.forward(batch, temperature=1.0))
     assert parameters(engine).keys() == parameters(trained).keys()
-    with pytest.raises(EngineError, match="only asked cannot be trained"):
+    with pytest.raises(EngineError, match="frozen model cannot be trained"):
         engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
 
 
@@ -434,7 +434,7 @@ def test_a_model_without_the_head_that_is_wanted_is_refused(tiny_models: TinyMod
     """Its logprobs would be those of a head drawn at random."""
     scorer = engine_of(tiny_models("llama"), head="reward")  # its embeddings are not tied
     scorer.save(tmp_path)
-    with pytest.raises(EngineError, match=r"lacks lm_head.weight; is it one with another head\?"):
+    with pytest.raises(EngineError, match=r"lacks lm_head.weight; does it have another head\?"):
         engine_of(tmp_path / "model")
 
 

@@ -273,7 +273,7 @@ async def test_what_every_engine_gives_up_fails(case: Case) -> None:
     async with asking(case) as (a, _, _):
         for times in range(1, 6):
             await a.says((await a.until_asked(times)).id, 0, 0, [], "abort")
-        assert await case.refused() == "given up 5 times, at last by a"
+        assert await case.refused() == "engines gave the request up 5 times, the last one was a"
 
 
 async def test_an_engine_that_beats_and_does_nothing_loses_its_requests(case: Case) -> None:

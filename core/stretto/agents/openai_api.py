@@ -254,10 +254,10 @@ class ChatCall:
         self._tokenizer = tokenizer
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._usage_too = ask.stream_options is not None and bool(ask.stream_options.include_usage)
+        self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """A `chat.completion`."""
+        """Return a `chat.completion`."""
         choices: list[dict[str, Any]] = []
         for index, reply in enumerate(replies):
             calls = reply.tool_calls
@@ -273,30 +273,30 @@ class ChatCall:
         return {**self._head("chat.completion"), "choices": choices, "usage": _usage(replies, self._ask.n)}
 
     def opening(self) -> Iterator[Event]:
-        """The role of each choice."""
+        """Yield the role of each choice."""
         for index in range(len(self.given)):
             yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
-        """A chunk of text."""
+        """Yield a chunk of text."""
         yield self._chunk(choice, {"content": text})
 
     def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """The tool calls, then the finish reason. All logprobs come at the end, in one event."""
+        """Yield the tool calls, then the finish reason. All logprobs come at the end, in one event."""
         for index, call in enumerate(reply.tool_calls):
             yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
         yield self._chunk(choice, {}, reply.finish_reason, self._logprobs(reply))
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """What was used, if that was asked for."""
-        if self._usage_too:
+        """Yield the token counts if the request asked for them."""
+        if self._with_usage:
             yield (
                 "",
                 {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(replies, self._ask.n)},
             )
 
     def failed(self, data: Mapping[str, Any]) -> Event:
-        """The error as a chunk."""
+        """Return the error as a chunk."""
         return "", {"error": data}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -347,32 +347,32 @@ class CompletionCall:
         self._tokenizer = tokenizer
         self._id = f"cmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._usage_too = ask.stream_options is not None and bool(ask.stream_options.include_usage)
+        self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """A `text_completion`."""
+        """Return a `text_completion`."""
         choices = [self._choice(i, reply.text, reply) for i, reply in enumerate(replies)]
         return {**self._head(), "choices": choices, "usage": _usage(replies, self._ask.n)}
 
     def opening(self) -> Iterator[Event]:
-        """No events."""
+        """Yield no events."""
         yield from ()
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
-        """A chunk of text."""
+        """Yield a chunk of text."""
         yield "", {**self._head(), "choices": [self._choice(choice, text)]}
 
     def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """The finish reason. All logprobs come at the end, in one event."""
+        """Yield the finish reason. All logprobs come at the end, in one event."""
         yield "", {**self._head(), "choices": [self._choice(choice, "", reply)]}
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """What was used, if that was asked for."""
-        if self._usage_too:
+        """Yield the token counts if the request asked for them."""
+        if self._with_usage:
             yield "", {**self._head(), "choices": [], "usage": _usage(replies, self._ask.n)}
 
     def failed(self, data: Mapping[str, Any]) -> Event:
-        """The error as a chunk."""
+        """Return the error as a chunk."""
         return "", {"error": data}
 
     def _head(self) -> dict[str, Any]:
@@ -442,7 +442,7 @@ class ResponseCall:
         self._begun = False
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """A `response`."""
+        """Return a `response`."""
         [reply] = replies
         self._earlier[self._id] = [*self._messages, reply.message]
         truncated = reply.answer.finish == "length" and "tool_calls" not in reply.message
@@ -464,19 +464,19 @@ class ResponseCall:
         }
 
     def opening(self) -> Iterator[Event]:
-        """The response is created and in progress."""
+        """Yield two events: the response is created, and it is in progress."""
         head = {**self._head("in_progress"), "output": [], "usage": None}
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
-        """The text; before the first text, events that open its message."""
+        """Yield the text; before the first text, events that open its message."""
         del choice
         yield from self._open_message()
         yield self._of_message("response.output_text.delta", delta=text, logprobs=[])
 
     def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """The end of the message, then each tool call as an item of its own."""
+        """Yield the end of the message, then each tool call as an item of its own."""
         del choice
         at = 0
         if self._begun or self._has_message(reply):
@@ -501,12 +501,12 @@ class ResponseCall:
             yield self._event("response.output_item.done", output_index=index, item=item)
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """The whole response."""
+        """Yield the whole response."""
         response = self.whole(replies)
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, data: Mapping[str, Any]) -> Event:
-        """An `error` event."""
+        """Return an `error` event."""
         return self._event("error", code=data["code"], message=data["message"], param=data["param"])
 
     def _head(self, status: str) -> dict[str, Any]:

@@ -427,9 +427,8 @@ def find_path(path: str, run_file: Path) -> Path | None:
     folder; return None if neither has it."""
     for candidate in (Path(path).expanduser(), run_file.parent / path):
         if candidate.exists():
-            return (
-                candidate.absolute()
-            )  # do not resolve links: the interpreter of a virtual environment is one
+            # Do not resolve links: the interpreter of a virtual environment is one.
+            return candidate.absolute()
     return None
 
 

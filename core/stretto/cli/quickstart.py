@@ -14,7 +14,7 @@ __all__ = ["copy_quickstart"]
 
 _IN_CHECKOUT = "examples/quickstart"
 _SCHEMA_LINE = "# yaml-language-server:"
-# What run.yaml refers to beside itself.
+# Files and folders beside run.yaml that it refers to.
 _REFERENCES = ("model", "train.jsonl", "heldout.jsonl")
 # Files that make_model.py writes; a checkout may have them, the wheel does not.
 _GENERATED = ("demonstrations.jsonl", "untrained", "__pycache__")
@@ -41,7 +41,8 @@ def copy_quickstart(folder: Path) -> Generator[Path]:
 
 
 def _source_folder() -> Path:
-    """The folder of the quickstart's files: `stretto/quickstart` of a wheel, or the checkout's example."""
+    """Return the folder of the quickstart's files: `stretto/quickstart` of a wheel, or the example of the
+    checkout."""
     package = Path(str(files("stretto")))
     for folder in (package / "quickstart", package.parents[1] / _IN_CHECKOUT):
         if (folder / "run.yaml").is_file():

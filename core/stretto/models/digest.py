@@ -13,7 +13,7 @@ __all__ = ["differing", "digest_of", "tensor_hash"]
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """SHA-256 in hex of a CPU tensor's little-endian bytes."""
+    """Return the SHA-256 in hex of a CPU tensor's little-endian bytes."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1)
@@ -21,7 +21,8 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
-    """Digest of a set of weights from (tensor name, SHA-256 hex of its little-endian bytes), in any order."""
+    """Return the digest of a set of weights from (tensor name, SHA-256 hex of its little-endian bytes), in
+    any order."""
     hasher = hashlib.sha256()
     for name, tensor_hash in sorted(hashes):
         hasher.update(f"{name} {tensor_hash}\n".encode())
@@ -29,6 +30,6 @@ def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
 
 
 def differing(loaded: Mapping[str, str], published: Mapping[str, str]) -> list[str]:
-    """Sorted names of the tensors whose hashes differ or that only one side has."""
+    """Return the sorted names of the tensors whose hashes differ or that only one side has."""
     names = loaded.keys() | published.keys()
     return sorted(name for name in names if loaded.get(name) != published.get(name))

@@ -22,7 +22,8 @@ __all__ = [
 
 
 def known_config(model: str | None) -> Mapping[str, Any]:
-    """A model's `config.json` if this machine has it, in a folder or in the hub's cache; otherwise empty."""
+    """Return a model's `config.json` if this machine has it, in a folder or in the hub's cache; otherwise
+    empty."""
     if model is None:
         return {}
     path: Path | None = Path(model, "config.json")
@@ -39,7 +40,8 @@ def known_config(model: str | None) -> Mapping[str, Any]:
 
 
 def fetched_config(model: str | None) -> Mapping[str, Any]:
-    """A model's `config.json`. It is downloaded if this machine does not have it; empty without a model.
+    """Return a model's `config.json`. It is downloaded if this machine does not have it; empty without a
+    model.
 
     Raises:
         ConfigError: if the file cannot be downloaded or read.
@@ -57,14 +59,14 @@ def fetched_config(model: str | None) -> Mapping[str, Any]:
 
 
 def text_config(model: str | None) -> Mapping[str, Any]:
-    """The text model's part of the config that `known_config` finds."""
+    """Return the text model's part of the config that `known_config` finds."""
     known = known_config(model)
     return known.get("text_config") or known
 
 
 def folder_of_model(model: str | None) -> str | None:
-    """The folder that holds a model's files on this machine: its own folder, or one in the hub's cache. None
-    without a model, or if the machine does not have the files."""
+    """Return the folder that holds a model's files on this machine: its own folder, or one in the hub's
+    cache. None without a model, or if the machine does not have the files."""
     if model is None or Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download
@@ -77,7 +79,7 @@ def folder_of_model(model: str | None) -> str | None:
 
 
 def end_tokens_in(folder: str) -> frozenset[int]:
-    """The tokens that end an answer, for the model in a folder."""
+    """Return the tokens that end an answer, for the model in a folder."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(folder, name)
@@ -88,12 +90,12 @@ def end_tokens_in(folder: str) -> frozenset[int]:
 
 
 def shapes_in(folder: str) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, for the safetensors files in a folder; empty if there are none."""
+    """Return tensor name -> shape, for the safetensors files in a folder; empty if there are none."""
     return {name: place.shape for name, place in places_in(Path(folder)).items()}
 
 
 def tensors_of_model(folder: Path) -> dict[str, Place]:
-    """Tensor name -> its place, for a model in files with the names that Hugging Face uses."""
+    """Return tensor name -> its place, for a model in files with the names that Hugging Face uses."""
     return places_in(folder, "model*.safetensors")
 
 

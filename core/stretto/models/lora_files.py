@@ -46,7 +46,7 @@ def is_adapter(names: Iterable[str]) -> bool:
 
 
 def matrix_of(factor: str) -> str:
-    """Name of the matrix that a factor belongs to."""
+    """Return the name of the matrix that a factor belongs to."""
     return f"{factor.removesuffix(FACTOR_A).removesuffix(FACTOR_B)}.weight"
 
 
@@ -82,7 +82,7 @@ def made_whole(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
         manifest = Manifest.write(folder, note.version, files)
     except (OSError, ValueError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        reason = f"version {note.version} is an adapter, and cannot be put into {model}: {error}"
+        reason = f"version {note.version} is an adapter, and cannot be merged into {model}: {error}"
         raise WeightsError(reason, version=note.version) from error
     note = msgspec.structs.replace(note, digest=manifest.digest)
     return FolderUpdate(note, folder, manifest, temporary=True)
@@ -104,7 +104,7 @@ def _check_fit(adapter: Mapping[str, Place], model_tensors: Mapping[str, Place],
 
 
 def _factors(matrix: str, adapter: Mapping[str, Place]) -> tuple[Place, Place] | None:
-    """The factors B and A of a matrix; None if it is not adapted."""
+    """Return the factors B and A of a matrix; None if it is not adapted."""
     owner = matrix.removesuffix(".weight")
     b, a = adapter.get(owner + FACTOR_B), adapter.get(owner + FACTOR_A)
     return (b, a) if b is not None and a is not None else None
@@ -123,7 +123,7 @@ def _write(file: Path, places: list[Place], adapter: Mapping[str, Place]) -> dic
 
 
 def _merged_place(place: Place, adapter: Mapping[str, Place]) -> Place:
-    """A tensor as it is in the merged model: an adapted matrix gets the dtype of its factors."""
+    """Return a tensor as it is in the merged model: an adapted matrix gets the dtype of its factors."""
     factors = _factors(place.name, adapter)
     if factors is None:
         return place

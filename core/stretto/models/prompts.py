@@ -37,7 +37,7 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
         list(_parts(self.prompt_template))
 
     def with_prompt(self, row: Row) -> Row:
-        """The row with its prompt in the column `prompt`.
+        """Return the row with its prompt in the column `prompt`.
 
         Raises:
             ConfigError: if the row lacks a column that the prompt needs, if a column in the template holds
@@ -67,7 +67,7 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:
-    """The texts of a template, each with the column that follows it; None if no column follows.
+    """Yield the texts of a template, each with the column that follows it; None if no column follows.
 
     Raises:
         ValueError: for a single brace without its partner, or braces that hold no column name.

@@ -28,14 +28,14 @@ class Place:
     """In bytes."""
 
     def read(self) -> bytes:
-        """The bytes of the tensor, little-endian."""
+        """Return the bytes of the tensor, little-endian."""
         with self.file.open("rb") as file:
             file.seek(self.start)
             return file.read(self.size)
 
 
 def places(file: Path) -> Iterator[Place]:
-    """The tensors of a file.
+    """Yield the tensors of a file.
 
     Raises:
         OSError: if the file cannot be read.
@@ -51,7 +51,7 @@ def places(file: Path) -> Iterator[Place]:
 
 
 def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
-    """Tensor name -> its place, for the matching files in a folder; empty if no file matches."""
+    """Return tensor name -> its place, for the matching files in a folder; empty if no file matches."""
     return {place.name: place for file in sorted(folder.glob(files)) for place in places(file)}
 
 

@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
     """The tokenizer methods that rollout workers and engines use."""
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
-        """(P,) ids of a prompt. For chat messages, the chat template is applied once and opens the
+        """Return (P,) ids of a prompt. For chat messages, the chat template is applied once and opens the
         assistant's turn.
 
         Raises:
@@ -29,12 +29,13 @@ class Tokenizer(Protocol):
         ...
 
     def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        """(A,) ids of the answer to a prompt: the text, or the contents of the chat messages one after the
-        other. Then comes the end-of-sequence token, if the tokenizer has one."""
+        """Return (A,) ids of the answer to a prompt: the text, or the contents of the chat messages one after
+        the other. Then comes the end-of-sequence token, if the tokenizer has one."""
         ...
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Chat messages as text in the form of the chat template, with the opening of the assistant's turn.
+        """Return chat messages as text in the form of the chat template, with the opening of the assistant's
+        turn.
 
         Args:
             tools: JSON schemas of functions, for chat templates that show them to the model.
@@ -45,12 +46,12 @@ class Tokenizer(Protocol):
         ...
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        """(L,) ids of a part of a text. No token is added before or after it. The text of a special token
-        becomes that token."""
+        """Return (L,) ids of a part of a text. No token is added before or after it. The text of a special
+        token becomes that token."""
         ...
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
-        """The text of tokens. Special tokens are left out unless `special` is True."""
+        """Return the text of tokens. Special tokens are left out unless `special` is True."""
         ...
 
     @property
@@ -91,7 +92,7 @@ def shows_tools(model: str) -> bool:
 
 
 def fault_of(prompt: Any) -> str:
-    """The reason why a value is not a valid prompt; an empty string if it is valid."""
+    """Return the reason why a value is not a valid prompt; an empty string if it is valid."""
     if isinstance(prompt, str):
         return ""
     turns = cast("list[Any]", prompt) if isinstance(prompt, list) else []
@@ -104,27 +105,27 @@ class ByteTokenizer:
     """A tokenizer whose tokens are bytes, for runs of mock engines without a model."""
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
-        """The UTF-8 bytes of the text, or of the messages' contents, each on its own line."""
+        """Return the UTF-8 bytes of the text, or of the messages' contents, each on its own line."""
         text = prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        """The same as for a prompt."""
+        """Return the same as for a prompt."""
         return self.encode_prompt(answer)
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The contents of the messages, each on its own line."""
+        """Return the contents of the messages, each on its own line."""
         del tools
         return "".join(f"{message['content']}\n" for message in messages)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        """The UTF-8 bytes of the text."""
+        """Return the UTF-8 bytes of the text."""
         return self.encode_prompt(text)
 
     end = ""
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
-        """The bytes as text; bytes that are not UTF-8 are replaced."""
+        """Return the bytes as text; bytes that are not UTF-8 are replaced."""
         del special
         return (ids % 256).astype(np.uint8).tobytes().decode(errors="replace")
 

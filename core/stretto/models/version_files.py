@@ -63,9 +63,9 @@ class RunFolders:
             self._parent = otherwise or Path(tempfile.gettempdir())
 
     def own(self, purpose: str = "") -> Path:
-        """The path of this process's folder. The name contains the process id, so that a process that is
-        ending does not remove the folder of its successor. Folders that earlier processes of this worker left
-        here are removed.
+        """Return the path of this process's folder. The name contains the process id, so that a process that
+        is ending does not remove the folder of its successor. Folders that earlier processes of this worker
+        left here are removed.
 
         Args:
             purpose: tells several folders of a worker apart. Call without a purpose first: that call removes
@@ -101,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return manifest
 
     def hashes(self) -> dict[str, str]:
-        """Tensor name -> SHA-256 of its bytes, over all files."""
+        """Return tensor name -> SHA-256 of its bytes, over all files."""
         return {name: value for tensors in self.files.values() for name, value in tensors.items()}
 
 
@@ -234,11 +234,11 @@ class FolderUpdate:
         self._hashes = manifest.hashes()
 
     def hashes(self) -> Mapping[str, str]:
-        """The hashes in the manifest, which was checked against the announced digest."""
+        """Return the hashes in the manifest, which was checked against the announced digest."""
         return self._hashes
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors, memory-mapped from their files."""
+        """Return all tensors, memory-mapped from their files."""
         from safetensors import safe_open
 
         tensors: dict[str, Tensor] = {}
@@ -319,7 +319,7 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
 
 
 def _file_hashes(path: Path) -> Iterator[tuple[str, str]]:
-    """(tensor name, SHA-256 of its bytes) for every tensor of a safetensors file."""
+    """Yield (tensor name, SHA-256 of its bytes) for every tensor of a safetensors file."""
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,

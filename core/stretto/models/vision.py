@@ -76,7 +76,7 @@ def has_images(row: Mapping[str, Any]) -> bool:
 
 
 def images_of(row: Mapping[str, Any]) -> list[Image]:
-    """The images of a row, in RGB and rotated according to their EXIF data.
+    """Return the images of a row, in RGB and rotated according to their EXIF data.
 
     Raises:
         ConfigError: if both columns hold images, if a column holds something else, if an image cannot be
@@ -181,7 +181,7 @@ class Vision:
         """Id of the token that represents a part of an image."""
 
     def blank(self) -> Seen:
-        """The smallest prompt with an image, which is black."""
+        """Return the smallest prompt with an image, which is black."""
         from PIL import Image
 
         # In some processors one token of the text represents the whole image; in the ids, other tokens do.
@@ -189,7 +189,7 @@ class Vision:
         return self.see(place, [Image.new("RGB", (32, 32))])
 
     def of(self, row: Row) -> RowTokenizer:
-        """The tokenizer for the texts of one row.
+        """Return the tokenizer for the texts of one row.
 
         Raises:
             ConfigError: as `images_of`.
@@ -197,7 +197,7 @@ class Vision:
         return RowTokenizer(self, images_of(row))
 
     def media(self, row: Row) -> Mapping[str, NDArray[Any]]:
-        """The arrays that the model reads for a row's images; see `Seen`.
+        """Return the arrays that the model reads for a row's images; see `Seen`.
 
         Raises:
             ConfigError: as `images_of` and `see`.
@@ -248,15 +248,15 @@ class RowTokenizer:
         return self._vision.see(prompt, self._images).ids
 
     def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
-        """The same as for a row without images."""
+        """Return the same as for a row without images."""
         return self._vision.tokenizer.encode_answer(answer)
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The same as for a row without images."""
+        """Return the same as for a row without images."""
         return self._vision.tokenizer.render(messages, tools=tools)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        """The same as for a row without images."""
+        """Return the same as for a row without images."""
         return self._vision.tokenizer.encode_text(text)
 
     @property
@@ -265,12 +265,12 @@ class RowTokenizer:
         return self._vision.tokenizer.end
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
-        """The same as for a row without images."""
+        """Return the same as for a row without images."""
         return self._vision.tokenizer.decode(ids, special=special)
 
 
 def _parts(content: Any, *, with_images: bool) -> Any:
-    """A message's content as a list of parts: the only form that all chat templates of vision-language
+    """Return a message's content as a list of parts: the only form that all chat templates of vision-language
     models read."""
     if not isinstance(content, str):
         return content

@@ -55,14 +55,14 @@ class Batch:
                 )
 
     def __len__(self) -> int:
-        """Number of sequences, S."""
+        """Return the number of sequences, S."""
         return len(self.lengths)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tokens or name in self.sequences
 
     def __getitem__(self, name: str) -> Tensor:
-        """A token or sequence column by name."""
+        """Return a token or sequence column by name."""
         if name in self.tokens:
             return self.tokens[name]
         if name in self.sequences:
@@ -76,8 +76,8 @@ class Batch:
         return sum(self.lengths)
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
-        """The batch with more columns. A column of size (T,) becomes a token column, one of size (S,) a
-        sequence column. A column whose name exists already is replaced and keeps its kind.
+        """Return the batch with more columns. A column of size (T,) becomes a token column, one of size (S,)
+        a sequence column. A column whose name exists already is replaced and keeps its kind.
 
         Raises:
             ValueError: if a column has neither size.
@@ -91,7 +91,7 @@ class Batch:
         return Batch(self.lengths, tokens, sequences, self.media)
 
     def select(self, indices: Sequence[int]) -> Batch:
-        """The sequences at `indices`, in that order."""
+        """Return the sequences at `indices`, in that order."""
         starts = self.starts()
         pieces = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in indices]
         flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.long)
@@ -132,7 +132,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The sequences of all batches, in order. All batches must have the same columns."""
+        """Return the sequences of all batches, in order. All batches must have the same columns."""
         first = batches[0]
         return Batch(
             [length for batch in batches for length in batch.lengths],
@@ -160,7 +160,7 @@ class Batch:
         return self.split(sizes)
 
     def _groups(self) -> list[tuple[int, int]]:
-        """(number of sequences, number of tokens) of each run of sequences with the same `group`."""
+        """Return (number of sequences, number of tokens) of each run of sequences with the same `group`."""
         runs = torch.unique_consecutive(self["group"], return_counts=True)[1].tolist()
         ends = [0, *torch.tensor(self.lengths).cumsum(0).tolist()]
         groups: list[tuple[int, int]] = []
@@ -171,7 +171,7 @@ class Batch:
         return groups
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch with its columns on a device."""
+        """Return the batch with its columns on a device."""
         return Batch(
             self.lengths,
             {name: column.to(device) for name, column in self.tokens.items()},
@@ -180,25 +180,25 @@ class Batch:
         )
 
     def joined_media(self) -> dict[str, Tensor]:
-        """The media of all sequences in order, joined into arguments for the model. Arrays that differ in
-        size beyond the first dimension are padded with zeros, as the models' processors do."""
+        """Return the media of all sequences in order, joined into arguments for the model. Arrays that differ
+        in size beyond the first dimension are padded with zeros, as the models' processors do."""
         names = dict.fromkeys(name for media in self.media for name in media)
         return {name: _join([media[name] for media in self.media if name in media]) for name in names}
 
     def starts(self) -> list[int]:
-        """The index in the token columns at which each sequence starts."""
+        """Return the index in the token columns at which each sequence starts."""
         starts, at = [0] * len(self), 0
         for index, length in enumerate(self.lengths):
             starts[index], at = at, at + length
         return starts
 
     def sequence_index(self) -> Tensor:
-        """(T,) int64: the sequence that each token belongs to."""
+        """Return (T,) int64: the sequence that each token belongs to."""
         lengths = torch.tensor(self.lengths, dtype=torch.long)
         return torch.repeat_interleave(torch.arange(len(self)), lengths)
 
     def positions(self) -> Tensor:
-        """(T,) int64: each token's position in its sequence."""
+        """Return (T,) int64: each token's position in its sequence."""
         lengths = torch.tensor(self.lengths, dtype=torch.long)
         starts = torch.tensor(self.starts(), dtype=torch.long)
         return torch.arange(self.num_tokens) - torch.repeat_interleave(starts, lengths)

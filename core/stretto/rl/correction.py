@@ -63,7 +63,7 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return "behaviour" if self.use == "behaviour" else "proximal"
 
     def weights(self, proximal: Tensor, behaviour: Tensor, batch: Batch) -> Tensor:
-        """The weight of each token's loss: (T,) float32, without gradient; all 1 without a correction.
+        """Return the weight of each token's loss: (T,) float32, without gradient; all 1 without a correction.
 
         A token of weight 0 still counts in the loss's denominator.
 

@@ -149,17 +149,19 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         ]
 
     def forwards(self) -> Sequence[Call]:
-        """Calls that compute the logprobs of the proximal policy and of the reference, where needed."""
+        """Return the calls that compute the logprobs of the proximal policy and of the reference, where
+        needed."""
         proximal = [forward("actor", writes="proximal_logprobs")] if self._has_proximal else []
         reference = [forward("reference", writes="reference_logprobs")] if self._has_reference else []
         return [*proximal, *reference]
 
     def more_calls(self) -> Sequence[Call]:
-        """Calls after the advantages, which write the columns of `objective_reads`; none by default."""
+        """Return the calls after the advantages, which write the columns of `objective_reads`; none by
+        default."""
         return ()
 
     def train_actor(self) -> Call:
-        """The call that trains the policy on `advantages`."""
+        """Return the call that trains the policy on `advantages`."""
         config = self.config
         written = [key for call in self.forwards() for key in call.writes]
         return train(
@@ -187,8 +189,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         return ("behaviour_logprobs", "reference_logprobs") if in_reward else ()
 
     def sampled_kl(self, batch: Batch) -> Tensor:
-        """(T,) float32, estimate of KL(behaviour || reference) at each sampled token, for a KL in the reward;
-        0 without one.
+        """Return the estimate of KL(behaviour || reference) at each sampled token, (T,) float32, for a KL in
+        the reward; 0 without one.
 
         The behaviour policy sampled the tokens, so the estimate of its KL has the right mean, and its
         logprobs are already in the batch.
@@ -204,7 +206,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         return torch.where(mask, kl_estimate(behaviour, reference, self.config.kl.estimator), 0.0)
 
     def kl_penalty(self, batch: Batch) -> Tensor:
-        """(T,) float32, the penalty that a KL in the reward subtracts at each sampled token; else 0."""
+        """Return the penalty that a KL in the reward subtracts at each sampled token, (T,) float32; 0 without
+        one."""
         return self.kl_coef * self.sampled_kl(batch)
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -270,7 +273,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         }
 
     def lr_scale(self, statistics: Mapping[str, float]) -> float:
-        """Factor for the learning rate of an optimizer step on a batch with these statistics; see
+        """Return the factor for the learning rate of an optimizer step on a batch with these statistics; see
         `CorrectionConfig.target_kl`."""
         target, kl = self.config.correction.target_kl, statistics["behaviour_kl"]
         return target / kl if target is not None and kl > target else 1.0

@@ -183,6 +183,7 @@ def _flag(name: str) -> str:
 
 
 def context_of_model(config: ServerEngineConfig, model: str | None) -> int:
-    """Tokens of the longest sample: `context_length`, or `max_position_embeddings`, at most 4096."""
+    """Return the number of tokens of the longest sample: `context_length`, or `max_position_embeddings`, at
+    most 4096."""
     max_positions = text_config(model).get("max_position_embeddings", _MOST_CONTEXT)
     return config.context_length or min(int(max_positions), _MOST_CONTEXT)

@@ -95,7 +95,7 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def command(self, port: int, key: str) -> ServerCommand:
-        """The command that starts a server, which listens on 127.0.0.1 and requires the key."""
+        """Return the command that starts a server, which listens on 127.0.0.1 and requires the key."""
 
     @abstractmethod
     async def greet(self, server: Server) -> None:
@@ -328,12 +328,12 @@ class ServerEngine(ABC):
         self._samples.learn(self._config_of_model.get("vocab_size"), end_tokens_in(folder))
 
     def _without_tied_head(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The shapes without the head of a model with tied embeddings: files may contain it or not."""
+        """Return the shapes without the head of a model with tied embeddings: files may contain it or not."""
         is_tied = self._config_of_model.get("tie_word_embeddings", False)
         return {name: shape for name, shape in shapes.items() if not is_tied or name != "lm_head.weight"}
 
     def _url(self) -> str:
-        """Address of the running server that belongs to this worker."""
+        """Return the address of the running server that belongs to this worker."""
         number, urls = self._context.worker.rpartition("-")[2], self._config.urls
         if not number.isdigit() or int(number) >= len(urls):
             raise EngineError(

@@ -29,7 +29,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _children() -> list[int]:
-    """Processes whose parent is the guard: the server, and adopted processes, whose parents have ended."""
+    """Return the processes whose parent is the guard: the server, and adopted processes, whose parents have
+    ended."""
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         return []

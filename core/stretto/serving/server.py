@@ -123,7 +123,7 @@ class Server:
         return self._process.returncode if self._process is not None else None
 
     def tail(self) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log."""
         if self._log is None or not self._log.exists():
             return ""
         with self._log.open(errors="replace") as file:
@@ -242,7 +242,7 @@ def _json(body: Any) -> dict[str, Any]:
 
 
 def _reason(content: bytes) -> str:
-    """The message in the JSON of an error answer, or the answer's text if it is not JSON."""
+    """Return the message in the JSON of an error answer, or the answer's text if it is not JSON."""
     try:
         message: Any = msgspec.json.decode(content)
     except msgspec.DecodeError:

@@ -113,7 +113,7 @@ class Streams(Protocol):
     """The operations on streams for one kind of server."""
 
     def unfit(self, sampling: Sampling) -> str:
-        """The reason why the server does not support this sampling; empty if it does."""
+        """Return the reason why the server does not support this sampling; empty if it does."""
         ...
 
     def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
@@ -357,8 +357,8 @@ class StreamQueue:
         for version in piece.versions:
             if version != str(sample.version):
                 raise EngineError(
-                    f"the server says that version {version!r} gave what was asked of {sample.version};"
-                    " does another program swap its weights?"
+                    f"the server sampled with version {version!r}, but it should serve version"
+                    f" {sample.version}; does another program swap its weights?"
                 )
         sampling = sample.request.sampling
         for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
@@ -376,7 +376,9 @@ class StreamQueue:
             # It ended for a swap, or because the server had no room. The sample continues later.
             sample.aborts += self._sending_to is not None
             if sample.aborts > _UNASKED_ABORTS:
-                self._end(sample, "error", f"the server ended the sample unasked, {sample.aborts} times")
+                self._end(
+                    sample, "error", f"the server aborted the sample {sample.aborts} times without a request"
+                )
         elif piece.finish == "length" and len(sample.answer) < sampling.max_tokens:
             length, limit = len(sample.answer), sampling.max_tokens
             self._end(
@@ -386,8 +388,8 @@ class StreamQueue:
             self._end(sample, piece.finish, piece.error)
 
     async def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
-        """The detector of a request's stop strings; None if it has none. The queue detects them itself: the
-        server sees only one part of an answer that continues after a swap."""
+        """Return the detector of a request's stop strings; None if it has none. The queue detects them
+        itself: the server sees only one part of an answer that continues after a swap."""
         if not sampling.stop:
             return None
         async with self._loading:
@@ -430,7 +432,7 @@ class StreamQueue:
 
 
 def _chunk(sample: _ServerSample) -> Chunk:
-    """A chunk with everything of a sample that has not been emitted."""
+    """Return a chunk with everything of a sample that has not been emitted."""
     number = len(sample.logprobs)
     tokens = sample.answer[sample.sent : sample.sent + number]
     chunk = Chunk(
@@ -450,8 +452,8 @@ def _chunk(sample: _ServerSample) -> Chunk:
 
 
 def _seed(seed: int, position: int) -> int:
-    """The seed of a stream that starts at a position of the answer. It depends on the position: a later
-    stream of the same sample must not use the random numbers of the earlier tokens again."""
+    """Return the seed of a stream that starts at a position of the answer. It depends on the position: a
+    later stream of the same sample must not use the random numbers of the earlier tokens again."""
     if position == 0:
         return seed % 2**63
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()

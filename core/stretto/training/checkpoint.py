@@ -128,7 +128,7 @@ class _CheckpointFile:
             self._files |= dict.fromkeys(file.keys(), file)
 
     def keys_of(self, name: str) -> list[str]:
-        """The keys stored for a parameter: the last part of each tensor's name."""
+        """Return the keys stored for a parameter: the last part of each tensor's name."""
         return [key.rpartition(".")[2] for key in self._files if key.rpartition(".")[0] == name]
 
     def __contains__(self, name: str) -> bool:
@@ -171,7 +171,7 @@ def _take(layout: Layout, into: Tensor, full: Tensor, name: str) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors of the optimizer's state. Plain numbers in the state are left out."""
+    """Yield this rank's tensors of the optimizer's state. Plain numbers in the state are left out."""
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -199,7 +199,7 @@ def restore_optimizer(
 
 
 def random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The states of the random number generators."""
+    """Yield the states of the random number generators."""
     yield "cpu", torch.get_rng_state()
     if device.type == "cuda":
         yield "cuda", torch.cuda.get_rng_state()

@@ -116,7 +116,7 @@ class RankLayout(Layout):
             dist.destroy_process_group()
 
     def everyone(self, value: Any) -> list[Any]:
-        """The value of every rank, in the order of the ranks; all ranks get the same list."""
+        """Return the value of every rank, in the order of the ranks; all ranks get the same list."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         ranks = self._config.processes
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ranks)]
@@ -131,7 +131,7 @@ class RankLayout(Layout):
 
     @abstractmethod
     def local(self, tensor: Tensor) -> Tensor:
-        """This rank's shard of a tensor. It shares the tensor's memory."""
+        """Return this rank's shard of a tensor. It shares the tensor's memory."""
 
     @abstractmethod
     def counts(self, name: str, parameter: Tensor) -> bool:

@@ -229,16 +229,14 @@ class HFTraining:
 
     def _check_trainable(self, action: str) -> None:
         if not self._trainable:
-            raise EngineError(
-                f"a model that is only asked cannot be {action}; it was made with trainable=False"
-            )
+            raise EngineError(f"a frozen model cannot be {action}; it was made with trainable=False")
 
     # ------------------------------------------------------------------------------- computing
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """The head's figure for every token, (T,) float32: its logprob, value or reward. It is 0 for tokens
-        without one."""
+        """Return the head's figure for every token, (T,) float32: its logprob, value or reward. It is 0 for
+        tokens without one."""
         micro_batches = batch.micro_batches(self._config.micro_batch_tokens)
         work = [self._work(micro, self._figure_mask(micro)) for micro in micro_batches]
         result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
@@ -312,8 +310,8 @@ class HFTraining:
         losses, figures = loss.function(head_figures, batch)
         if losses.shape != head_figures.shape:
             raise EngineError(
-                f"the loss has shape {tuple(losses.shape)}; expected a number a token, "
-                f"{tuple(head_figures.shape)}, of which the engine takes the mean"
+                f"the loss has shape {tuple(losses.shape)}; expected one number for each token, "
+                f"{tuple(head_figures.shape)}; the engine takes the mean"
             )
         own = self._own_figures(work, token_outputs, temperature, with_gradient=loss.entropy_coef > 0)
         if loss.entropy_coef:
@@ -326,7 +324,7 @@ class HFTraining:
         return total
 
     def _figure_mask(self, batch: Batch) -> Tensor:
-        """(T,) bool: the tokens for which the head has a figure."""
+        """Return (T,) bool: the tokens for which the head has a figure."""
         if self._head == "reward":
             return torch.ones(batch.num_tokens, dtype=torch.bool)
         return batch.positions() > 0
@@ -340,9 +338,9 @@ class HFTraining:
         return _Work(micro, places, rows)
 
     def _with_blank_image(self, micro: Batch) -> Batch:
-        """The micro-batch as the model reads it. If the model reads images and the layout has several parts,
-        a micro-batch without an image gets a blank image at its end, whose output is not used: if only some
-        ranks ran the vision tower, the ranks would wait for each other forever.
+        """Return the micro-batch as the model reads it. If the model reads images and the layout has several
+        parts, a micro-batch without an image gets a blank image at its end, whose output is not used: if only
+        some ranks ran the vision tower, the ranks would wait for each other forever.
 
         Raises:
             EngineError: if the batch has images and the model reads none.
@@ -357,7 +355,7 @@ class HFTraining:
         return Batch.concat([plain, self._blank.to(self._layout.device)])
 
     def _rows(self, work: list[_Work], max_count: int) -> list[ModelInputs]:
-        """The rows of each micro-batch.
+        """Return the rows of each micro-batch.
 
         Args:
             max_count: the largest number of micro-batches in any part; blank ones fill the list up to it.
@@ -367,7 +365,7 @@ class HFTraining:
         return [item.rows for item in work] + [padding] * (max_count - len(work))
 
     def _head_figures(self, work: _Work, token_outputs: Tensor, temperature: float) -> Tensor:
-        """The head's figures of the selected tokens, 0 elsewhere: (T,) float32.
+        """Return the head's figures of the selected tokens, 0 elsewhere: (T,) float32.
 
         Args:
             token_outputs: (N, V) or (N, 1), the head's output for the selected tokens.
@@ -381,7 +379,7 @@ class HFTraining:
     def _own_figures(
         self, work: _Work, token_outputs: Tensor, temperature: float, *, with_gradient: bool
     ) -> dict[str, Tensor]:
-        """(T,) figures that the engine adds to those of the loss."""
+        """Return (T,) figures that the engine adds to those of the loss."""
         if self._head != "policy":
             return {}
         with torch.set_grad_enabled(with_gradient):
@@ -426,7 +424,7 @@ class _Statistics:
                 self._sums[name] = self._sums.get(name, 0.0) + float(values.sum()) / self._tokens
 
     def together(self, layout: Layout) -> dict[str, float]:
-        """The statistics over all parts, the same in all ranks."""
+        """Return the statistics over all parts, the same in all ranks."""
         result: dict[str, float] = {}
         for sums, maxima in layout.gather((self._sums, self._maxima)):
             for name, value in sums.items():
@@ -437,7 +435,7 @@ class _Statistics:
 
 
 def _blank_image(model: str) -> Batch:
-    """A batch of one sequence, which contains a blank image."""
+    """Return a batch of one sequence, which contains a blank image."""
     prompt = Vision(model).blank()
     tokens = torch.from_numpy(prompt.ids.astype("int64"))
     media = {name: torch.from_numpy(array) for name, array in prompt.media.items()}
@@ -453,7 +451,7 @@ def _copy_processor(source: str, folder: Path) -> None:
 
 
 def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
-    """The factor of the learning rate: warm-up to 1, then constant, or decay to `final_lr_ratio` at
+    """Return the factor of the learning rate: warm-up to 1, then constant, or decay to `final_lr_ratio` at
     `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)

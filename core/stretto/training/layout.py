@@ -73,7 +73,7 @@ class Layout:
         """Disconnect from the other ranks."""
 
     def name(self, own: str) -> str:
-        """The name that a tensor has in the model's files.
+        """Return the name that a tensor has in the model's files.
 
         Args:
             own: its name among this rank's parameters.
@@ -81,7 +81,8 @@ class Layout:
         return own
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The full tensors, assembled from those of all ranks, one after the other; the same in all ranks."""
+        """Yield the full tensors, assembled from those of all ranks, one after the other; the same in all
+        ranks."""
         yield from tensors
 
     def take(self, into: Tensor, full: Tensor) -> None:
@@ -91,7 +92,7 @@ class Layout:
     # ------------------------------------------------------------------------------ the numbers
 
     def everyone(self, value: Any) -> list[Any]:
-        """The value of every rank, in the order of the ranks; all ranks get the same list.
+        """Return the value of every rank, in the order of the ranks; all ranks get the same list.
 
         Args:
             value: made of JSON types.
@@ -99,8 +100,8 @@ class Layout:
         return [value]
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every part, taken from the last rank of the part: that rank computes the model's
-        output."""
+        """Return the value of every part, taken from the last rank of the part: that rank computes the
+        model's output."""
         return self.everyone(value)[self.width - 1 :: self.width]
 
     def share(self, output: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class Layout:
     # --------------------------------------------------------------------------------- computing
 
     def compute(self, model: Any, arguments: dict[str, Any]) -> Tensor:
-        """The output of the model's head."""
+        """Return the output of the model's head."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._low and self.autocast):
             return model(**arguments).logits
 

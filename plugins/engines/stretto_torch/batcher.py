@@ -81,7 +81,8 @@ class Batcher:
         try:
             if self._deterministic and any(len(tokens) for tokens in request.begun):
                 raise RequestError(
-                    "inference.deterministic: an answer is repeated from its seed, never gone on with"
+                    "inference.deterministic: an engine repeats an answer from its seed, and cannot"
+                    " continue one that another engine began"
                 )
             samples = self._intake.accept(request, arrived)
         except RequestError as error:
@@ -102,8 +103,8 @@ class Batcher:
         self._end_all(self._intake.samples(request), "abort")
 
     def give_up(self) -> list[Chunk]:
-        """The last chunks of a batcher that cannot continue: every unfinished sample ends with `abort`.
-        Another engine may finish these samples."""
+        """Return the last chunks of a batcher that cannot continue: every unfinished sample ends with
+        `abort`. Another engine may finish these samples."""
         return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self._intake)]
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
@@ -180,7 +181,8 @@ class Batcher:
             self.figures.busy_s += monotonic() - start
 
     def logprobs(self, sequence: NDArray[np.int32]) -> NDArray[np.float32]:
-        """The logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,) with L >= 2.
+        """Return the logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,),
+        with L >= 2.
 
         Raises:
             RequestError: if there are no weights yet, or the text cannot be computed.
@@ -196,7 +198,7 @@ class Batcher:
         return self._model.decoder.score(tokens).cpu().numpy()
 
     def collect(self) -> list[Chunk]:
-        """All chunks since the last call."""
+        """Return all chunks since the last call."""
         for sample in self._slots.running:
             if self._slots.length(sample) > sample.sent:
                 answer = self._slots.answer(sample, sample.sent)
@@ -260,7 +262,7 @@ class Batcher:
 
 
 def _finish_on_arrival(sample: SlotSample) -> Finish:
-    """The finish of an answer that was already complete when it arrived; empty if it was not."""
+    """Return the finish of an answer that was already complete when it arrived; empty if it was not."""
     if sample.stops is not None and len(sample.begun) and sample.stops.end(sample.begun):
         return "stop"
     return sample.finish_on_arrival

@@ -79,7 +79,7 @@ class VllmEngine(ServerEngine):
         """Hashes that the server computed of the tensors it read last."""
 
     def command(self, port: int, key: str) -> ServerCommand:
-        """`vllm serve`, with the development endpoints that weights need, all behind the key."""
+        """Return the command `vllm serve`, with the development endpoints for weights, all behind the key."""
         config = self._vllm
         own: dict[str, Flag] = {
             "--host": "127.0.0.1",

@@ -57,7 +57,7 @@ class LocalHandle:
         await self.wait()
 
     def tail(self, lines: int) -> str:
-        """The last lines of the worker's stdout and stderr."""
+        """Return the last lines of the worker's stdout and stderr."""
         path = Path(self._job.log)
         if not path.exists():
             return ""
@@ -159,7 +159,7 @@ def _gpus(count: int) -> str:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The GPUs that processes on this machine may use, named as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that processes on this machine may use, named as in CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
     devices = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))

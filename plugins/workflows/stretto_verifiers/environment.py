@@ -101,7 +101,7 @@ async def serve(tell: Tell) -> None:
     async def play(order: dict[str, Any]) -> None:
         try:
             tell({"id": order["id"], **await play_episode(config, tasks[order["task"]], order)})
-        except Exception as error:  # noqa: BLE001 - so may an episode
+        except Exception as error:  # noqa: BLE001 - an episode may raise anything
             tell({"id": order["id"], "error": f"{type(error).__name__}: {error}"})
         finally:
             del running[order["id"]]
