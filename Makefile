@@ -21,6 +21,8 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 PIP_ARGS ?=
 ARGS ?=
 JOBS ?= 3
+# A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
@@ -31,7 +33,7 @@ quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow and not integration" $(ARGS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m slow --timeout=1200 $(ARGS)
@@ -45,7 +47,7 @@ test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLL
 coverage: $(VENV)/installed
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest -q -n $(JOBS) --dist loadgroup -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -q $(PARALLEL) -m "not slow and not integration" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

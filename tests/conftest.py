@@ -31,8 +31,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that one process has to run after each other, so that none of them is the last."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    """Begin with the files whose tests take longest, so that no process of pytest is left alone with one."""
+    longest = {"start", "measured"}  # fixtures: a whole run, the layouts of training
+    items.sort(key=lambda item: longest.isdisjoint(getattr(item, "fixturenames", ())))
 
 
 @pytest.fixture

@@ -283,7 +283,7 @@ async def test_deterministic_refuses_to_go_on_with_what_another_engine_began(fol
     async with serving(folders["qwen2"], deterministic=True) as served:
         sample = await served.answer(request(begun=(Array.of([5]),)))
 
-    assert "repeated from its seed" in sample.error
+    assert "repeats an answer from its seed" in sample.error
 
 
 # --------------------------------------------------------------------------------------- streaming

@@ -30,8 +30,6 @@ from stretto_fsdp2.tensor_parallel import check_splits
 
 TinyModels = Callable[[str], Path]
 
-pytestmark = pytest.mark.xdist_group("layouts")  # the layouts are run once, for all tests here
-
 PROGRAM = Path(__file__).with_name("layout_ranks.py")
 
 

@@ -1,0 +1,241 @@
+"""Runs whose processes are killed or interrupted, and what a resumed run does."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., Any]
+
+
+# ------------------------------------------------------------------------------- things that die
+
+
+@pytest.mark.parametrize("worker", ["rollout-0", "verifier-0", "inference-0"])
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(start: Start, worker: str) -> None:
+    run = start("steps=25")
+    run.until_step(3)
+    killed = run.until(lambda: run.worker(worker))
+    killed.kill()
+    again = run.until(lambda: (other := run.worker(worker)) and other.pid != killed.pid and other)
+    assert again.pid != killed.pid
+    summary = run.assert_completed(25)
+    assert summary["restarts"] == 1
+
+
+def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start, tmp_path: Path) -> None:
+    # Fine when the run is checked, and never again.
+    body = "def score(prompt, completion):\n    return 1\nopen(__file__ + '.once', 'x')\n"
+    (tmp_path / "broken.py").write_text(body)
+    run = start("reward=function", f"reward.function={tmp_path}/broken.py:score", "launcher.max_restarts=1")
+    assert run.end() == 1
+    summary = run.summary()
+    assert summary["status"] == "failed"
+    assert "verifier-0 ended 2 times" in summary["reason"]
+    assert "FileExistsError" in summary["reason"]
+    run.assert_balanced()
+    run.assert_nothing_is_left()
+
+
+def test_a_lost_trainer_ends_the_run_which_can_be_resumed(start: Start) -> None:
+    run = start("checkpoint.every=2", "steps=12")
+    run.until_step(5)
+    run.until(lambda: run.worker("trainer-0")).kill()
+    assert run.end() == 1
+    assert "trainer-0 was lost" in run.summary()["reason"]
+    run.assert_balanced()
+    run.assert_nothing_is_left()
+    start(resume=run).assert_completed(12)
+
+
+def test_a_killed_kernel_leaves_no_process(start: Start) -> None:
+    run = start("steps=500")
+    run.until_step(2)
+    assert len(run.look()) >= 7  # four workers, a scoring process, guard and server
+    run.process.kill()
+    run.assert_nothing_is_left(within_s=3 + 5)  # grace_s is 3 here
+
+
+@pytest.mark.slow
+def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(start: Start) -> None:
+    run = start("training.seconds_per_step=60", "queue.max_staleness=0")
+    run.until_a_call()
+    run.process.kill()
+    run.assert_nothing_is_left(within_s=3 + 8)
+
+
+# ---------------------------------------------------------------------------- interrupt and resume
+
+
+def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Start) -> None:
+    run = start("steps=40", "training.seconds_per_step=0.2")
+    run.until_step(4)
+    run.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert run.end() == 130, run.text()
+    assert time.monotonic() - began < 15
+    summary = run.summary()
+    assert summary["status"] == "interrupted"
+    assert run.text().endswith(f"\nto continue the run: stretto resume {run.folder}\n")
+    run.assert_balanced()
+    run.assert_nothing_is_left()
+    [checkpoint] = (run.folder / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{summary['version']:06d}"
+    resumed = start(resume=run)
+    done = resumed.assert_completed(40)
+    assert done["wall_s"] > summary["wall_s"]
+    steps = json.loads((run.folder / "checkpoints" / "step-000040" / "mock.json").read_text())
+    assert steps == {"steps": 40}
+
+
+def test_a_second_interrupt_ends_at_once(start: Start) -> None:
+    run = start("training.seconds_per_step=30", "queue.max_staleness=0")
+    run.until_a_call()
+    run.process.send_signal(signal.SIGINT)
+    run.until(lambda: "interrupted" in run.text())
+    run.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert run.end() == 130
+    assert time.monotonic() - began < 6
+    run.assert_nothing_is_left()
+
+
+def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
+    run = start()
+    run.until(lambda: (run.folder / "bus" / "kernel.json").exists())
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.text()
+    run.assert_nothing_is_left()
+
+
+def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(start: Start) -> None:
+    run = start("checkpoint.every=3", "steps=20", "queue.max_staleness=1")
+    run.until_step(8)
+    run.process.kill()
+    run.process.wait()
+    before = run.metrics()
+    resumed = start(resume=run)  # at once: former workers and server are still within their grace time
+    summary = resumed.assert_completed(20, bound=1)
+    text = resumed.text()
+    assert "step repeated" in text
+    assert summary["ledger"]["trained"] == 80
+    assert summary["ledger"]["expired"] == summary["ledger"]["failed"] == 0
+    # What had been trained stands as it was, and the weights count every step once.
+    assert [line["reward"] for line in run.metrics()[:6]] == [line["reward"] for line in before[:6]]
+    steps = json.loads((run.folder / "checkpoints" / "step-000020" / "mock.json").read_text())
+    assert steps == {"steps": 20}
+
+
+@pytest.mark.slow
+def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start, tmp_path: Path) -> None:
+    evaluation = (f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=4")
+    run = start("steps=12", "checkpoint.every=0", *evaluation, "evaluation.every=3")
+    run.until_step(5)
+    run.process.kill()
+    run.process.wait()
+    resumed = start(resume=run)
+    summary = resumed.assert_completed(12)
+    assert "step repeated" in resumed.text()
+    assert [point["version"] for point in summary["evaluation"]][:2] == [0, 3]  # from the journal
+    steps = json.loads((run.folder / "checkpoints" / "step-000012" / "mock.json").read_text())
+    assert steps == {"steps": 12}
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
+    start: Start, tmp_path: Path
+) -> None:
+    evaluation = (f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=40")
+    run = start("steps=2", *evaluation, "evaluation.samples=8", "inference.tokens_per_s=1500")
+    run.until_step(2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert [point["version"] for point in run.summary()["evaluation"]] == [0]
+    done = start(resume=run).assert_completed(2)
+    assert [point["version"] for point in done["evaluation"]] == [0, 2]
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_a_checkpoint_is_written_leaves_it_whole(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        textwrap.dedent(
+            """
+            import time
+            from stretto import Component, TrainingConfig, hookimpl
+            from stretto_mock.training import MockTraining
+            from stretto_mock import MockTrainingConfig
+
+            class Slow(MockTraining):
+                def save(self, folder):
+                    time.sleep(1.5)
+                    super().save(folder)
+
+            class SlowConfig(MockTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+                pass
+
+            @hookimpl
+            def stretto_training():
+                yield Component("slow", Slow, SlowConfig, "saves slowly", needs_model=False)
+            """
+        )
+    )
+    run = start(f"plugins=[{tmp_path}/slow.py]", "training.use=slow", "steps=40", "checkpoint.every=2")
+    run.until(lambda: list((run.folder / "checkpoints").glob(".step-*")))
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.text()
+    for folder in (run.folder / "checkpoints").iterdir():
+        assert {"kernel.json", "manifest.json", "mock.json"} <= {path.name for path in folder.iterdir()}
+        hashes = json.loads((folder / "manifest.json").read_text())
+        assert set(hashes) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+
+
+@pytest.mark.slow
+def test_a_worker_that_stood_still_does_not_blame_the_kernel(start: Start) -> None:
+    run = start("steps=30", "training.seconds_per_step=0.1")
+    run.until_step(2)
+    trainer = run.worker("trainer-0")
+    trainer.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 4.5  # grace_s is 3 here
+    run.until(lambda: time.monotonic() > deadline)
+    trainer.send_signal(signal.SIGCONT)
+    assert run.assert_completed(30)["restarts"] == 0
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(start: Start, tmp_path: Path) -> None:
+    del tmp_path
+    run = start("steps=6", piped=True)
+    assert run.process.stdout is not None
+    run.process.stdout.readline()
+    run.process.stdout.close()
+    assert run.process.wait(60) == 0
+    assert run.summary()["status"] == "completed"
+
+
+def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
+    run = start("checkpoint.every=2", "steps=12", "checkpoint.keep=3")
+    run.until_step(6)
+    run.process.kill()
+    run.process.wait()
+    newest = max((run.folder / "checkpoints").glob("step-*"))
+    (newest / "mock.json").write_text('{"steps": 9999}')
+    resumed = start(resume=run)
+    resumed.assert_completed(12)
+    assert "checkpoint is damaged" in resumed.text()
+
+
+def test_resuming_what_cannot_be_resumed_is_refused(start: Start, tmp_path: Path) -> None:
+    run = start("steps=1")
+    run.assert_completed(1)
+    again = start(resume=run)
+    assert again.end() == 2
+    assert "is complete" in again.text()
+    second = start("steps=1")
+    assert second.end() == 2
+    assert "already holds a run" in second.text()

@@ -1,0 +1,185 @@
+"""Runs that are resumed with other values than they began with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., Any]
+
+
+# ---------------------------------------------------------------------------- resumed with changes
+
+
+def journal(run: Any) -> list[dict[str, Any]]:
+    """What the journal of a run that has ended holds, in order: its server is started for it."""
+    code = """
+import asyncio, sys
+from pathlib import Path
+import msgspec
+from stretto.bus.client import connect
+from stretto.bus.messages import *
+from stretto.bus.server import Bootstrap, NatsServer, lock_run
+from stretto.config import BusConfig
+folder = Path(sys.argv[1])
+async def main():
+    lock = lock_run(folder)
+    boot = Bootstrap.read(folder / "kernel.json")
+    server = await NatsServer.start(folder, boot.run, BusConfig(), folder)
+    names = Subjects(boot.run)
+    async with connect(Bootstrap.read(folder / "kernel.json"), names.inbox("kernel")) as bus:
+        last = await bus.last_sequence(names.journal_stream, names.journal)
+        kinds = JournalBatch | JournalStep | JournalEvaluation | JournalChange
+        async for sequence, entry in bus.follow(names.journal_stream, names.journal, kinds, start=1):
+            whole = {"kind": type(entry).__name__, **msgspec.structs.asdict(entry)}
+            print(msgspec.json.encode(whole).decode())
+            if sequence >= last:
+                break
+    await server.stop()
+    lock.close()
+asyncio.run(main())
+"""
+    arguments = [sys.executable, "-c", code, str(run.folder / "bus")]
+    lines = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=60).stdout
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def assert_each_ticket_trained_once(entries: list[dict[str, Any]]) -> None:
+    """By the last batch that the journal has of each version."""
+    batches = {entry["version"]: entry["tickets"] for entry in entries if entry["kind"] == "JournalBatch"}
+    tickets = [ticket for batch in batches.values() for ticket in batch]
+    assert len(tickets) == len(set(tickets))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> None:
+    run = start("checkpoint.every=3", "steps=30", "queue.max_staleness=4", "inference.sigma=1.2")
+    run.until_step(8)
+    run.process.kill()
+    run.process.wait()
+    changed = ("queue.max_staleness=1", "queue.batch_size=2", "steps=14", "algorithm.temperature=1")
+    refused = start(*changed, resume=run)
+    assert refused.end() == 2
+    assert "unknown key 'temperature'" in refused.text()
+    resumed = start(*changed[:-1], resume=run)
+    assert resumed.end() == 0, resumed.text()
+    summary = resumed.assert_balanced()
+    assert (summary["status"], summary["version"], summary["ledger"]["in_flight"]) == ("completed", 14, 0)
+    entries = journal(run)
+    [change] = [entry for entry in entries if entry["kind"] == "JournalChange"]
+    at = change["version"]
+    assert at >= 8
+    assert change["changed"] == {
+        "queue.batch_size": ["4", "2"],
+        "queue.max_staleness": ["4", "1"],
+        "steps": ["30", "14"],
+    }
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert all(line["staleness_max"] <= 1 for line in lines[at:])
+    assert summary["ledger"]["trained"] == 4 * at + 2 * (14 - at)
+    expired = sum(count for reason, count in summary["reasons"].items() if "does not fit" in reason)
+    assert expired == summary["ledger"]["expired"] > 0
+    assert_each_ticket_trained_once(entries)
+    assert "batch_size: 2" in (run.folder / "config.yaml").read_text()
+    assert "batch_size: 4" in (run.folder / "config-1.yaml").read_text()
+
+
+def test_a_completed_run_is_extended_by_steps_and_what_refers_to_them(start: Start) -> None:
+    run = start("steps=3", "name=run-${steps}", "queue.max_failures=${steps}")
+    run.assert_completed(3)
+    same = start("steps=3", resume=run)
+    assert same.end() == 2
+    assert "steps: is 3, and the run is complete: give it more" in same.text()
+    start("steps=6", resume=run).assert_completed(6)
+    config = (run.folder / "config.yaml").read_text()
+    assert "steps: 6" in config
+    assert "max_failures: 6" in config  # a reference follows
+    assert "name: run-3" in config  # a text that only contains one is a value
+    assert "max_failures: 3" in (run.folder / "config-1.yaml").read_text()
+
+
+def test_what_makes_it_another_run_cannot_change_on_a_resume(
+    start: Start, tiny_models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = start("steps=3")
+    run.assert_completed(3)
+    config = (run.folder / "config.yaml").read_text()
+    (tmp_path / "others.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "n": 1}\n')
+    refused = start(
+        *("seed=7", "dataset.shuffle=false", f"dataset.path={tmp_path}/others.jsonl", "steps=2"),
+        *("algorithm.group_size=8", f"model={tiny_models('qwen2')}", f"out={tmp_path}/other"),
+        resume=run,
+    )
+    assert refused.end() == 2
+    text = refused.text()
+    assert "override seed: cannot change from 1 to 7 in a resumed run: the order of the rows" in text
+    assert "override dataset.shuffle: cannot change from True to False" in text
+    assert "override dataset: has other rows (1, fingerprint" in text
+    assert "override algorithm.group_size: cannot change from 4 to 8" in text
+    assert "override model: cannot change from None to" in text
+    assert "override out: cannot change" in text
+    assert "override steps: is 2, and the run is at version 3 already" in text
+    assert (run.folder / "config.yaml").read_text() == config
+    other = start("algorithm=sft", "algorithm.completion_column=answer", resume=run)
+    assert other.end() == 2
+    assert "algorithm" in other.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> None:
+    options = ("checkpoint.every=4", "checkpoint.keep=9", "steps=60", "training.seconds_per_step=0.2")
+    run = start(*options)
+    run.until_step(7)
+    run.process.kill()
+    run.process.wait()
+
+    repeating = start("queue.batch_size=2", "queue.max_staleness=1", "steps=30", resume=run)
+    repeating.until(lambda: "step repeated" in repeating.text())
+    repeating.process.kill()
+    repeating.process.wait()
+    changed = run.text().count("values changed")
+    changing = start(resume=run)  # what was decided holds
+    changing.until(lambda: changing.text().count("values changed") > changed)
+    changing.process.kill()
+    changing.process.wait()
+    [change] = [entry for entry in journal(run) if entry["kind"] == "JournalChange"]
+    at = change["version"]
+
+    training = start(resume=run)
+    training.until_step(at + 5)
+    training.process.kill()
+    training.process.wait()
+    for folder in (run.folder / "checkpoints").glob("step-*"):
+        if folder.name >= f"step-{at:06d}":
+            (folder / "mock.json").write_text('{"steps": 9999}')
+    offset = len(run.text())
+    last = start(resume=run)
+    assert last.end() == 0, last.text()
+    text = last.text()[offset:]
+    assert (
+        text.count("step repeated") >= 5
+    )  # those before the change with the old values, those after with the new
+    assert "repetition differs" not in text
+    summary = last.assert_balanced()
+    assert summary["version"] == 30
+    assert summary["ledger"]["trained"] == 4 * at + 2 * (30 - at)
+    entries = journal(run)
+    assert len([entry for entry in entries if entry["kind"] == "JournalChange"]) == 1
+    assert all(
+        len(entry["tickets"]) == (4 if entry["version"] < at else 2)
+        for entry in entries
+        if entry["kind"] == "JournalBatch"
+    )
+    assert_each_ticket_trained_once(entries)
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert all(line["staleness_max"] <= 1 for line in lines[at:])
+    last.assert_nothing_is_left(within_s=5)

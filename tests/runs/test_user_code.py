@@ -1,0 +1,184 @@
+"""Runs whose rewards, workflows, rows or messages have faults, and runs on a full disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., Any]
+
+
+# ------------------------------------------------------------------------------- what users write
+
+
+def reward(tmp_path: Path, body: str) -> list[str]:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(body))
+    return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
+
+
+def test_a_reward_that_fails_sometimes_fails_its_tickets_only(start: Start, tmp_path: Path) -> None:
+    body = """
+    import time, math, os
+    def score(prompt, completion, n, **columns):
+        if n % 7 == 6: raise LookupError(f"row {n}")
+        if n % 7 == 1: return math.nan
+        if n % 7 == 2: return None
+        if n == 3: time.sleep(60)
+        if n == 4: os._exit(3)
+        return {"reward": float(len(completion)), "accuracy": 0.5}
+    """
+    run = start(*reward(tmp_path, body), "reward.timeout_s=1", "steps=10", "queue.max_failures=1000")
+    summary = run.assert_completed(10)
+    reasons = Counter(summary["reasons"])
+    assert summary["ledger"]["failed"] == sum(reasons.values()) > 0
+    text = json.dumps(summary["reasons"])
+    assert "reward raised LookupError: row" in text
+    assert "mine.py:4)" in text
+    assert "not a finite number" in text
+    assert "reward took longer than reward.timeout_s=1" in text
+    assert "reward ended its process: exit status 3" in text
+    assert run.metrics()[0]["reward/accuracy"] == 0.5
+
+
+def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start, tmp_path: Path) -> None:
+    # It scores what it is tried on before the run, and nothing else.
+    body = "def score(prompt, completion):\n    if completion != '0': raise KeyError('gold')\n    return 0"
+    run = start(*reward(tmp_path, body))
+    assert run.end() == 1
+    summary = run.summary()
+    assert "8 tickets failed one after the other" in summary["reason"]
+    assert "KeyError: 'gold'" in summary["reason"]
+    run.assert_balanced()
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "async def score(prompt, completion, answer):\n    return float(answer.isdigit())",
+        # TRL's form
+        "def score(completions, answer, prompts, **kwargs):\n"
+        "    assert len(prompts) == len(answer) == len(completions) == 4\n"
+        "    print('printing is harmless')\n"
+        "    return [1.0 for _ in completions]",
+        "async def score(prompts, completions, **kwargs):\n    return [1.0] * len(completions)",
+    ],
+)
+def test_rewards_of_every_form_run(start: Start, tmp_path: Path, body: str) -> None:
+    run = start(*reward(tmp_path, body), "steps=2")
+    run.assert_completed(2)
+    assert [line["reward"] for line in run.metrics()] == [1.0, 1.0]
+
+
+def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(
+        textwrap.dedent(
+            """
+            import anyio
+            from stretto import Component, WorkflowConfig, hookimpl
+            from stretto.workflow import Trajectory
+
+            class Flow:
+                def __init__(self, config, context): pass
+                async def run(self, prompt, session):
+                    if prompt.row["n"] % 5 == 0: raise RuntimeError("no luck")
+                    if prompt.row["n"] % 5 == 1: await anyio.sleep_forever()
+                    if prompt.row["n"] % 5 == 2: return []
+                    first = await session.generate(prompt.ids)
+                    answers = await session.generate(prompt.ids, n=session.group_size)
+                    scores = await session.score(prompt, answers)
+                    return [Trajectory.of(prompt.ids, a, s) for a, s in zip(answers, scores)]
+
+            @hookimpl
+            def stretto_workflow():
+                yield Component("flow", Flow, WorkflowConfig, "fails")
+            """
+        )
+    )
+    run = start(
+        f"plugins=[{tmp_path}/flow.py]",
+        *("workflow=flow", "workflow.timeout_s=1", "steps=4", "queue.max_failures=1000"),
+    )
+    summary = run.assert_completed(4)
+    text = json.dumps(summary["reasons"])
+    assert "RuntimeError: no luck" in text
+    assert "took longer than workflow.timeout_s=1" in text
+    assert "returned no trajectory" in text
+
+
+def test_prompts_that_are_too_long_are_filtered_and_counted(start: Start) -> None:
+    run = start("dataset.max_prompt_tokens=4", "steps=3", "queue.max_filtered=1")
+    summary = run.assert_completed(3)
+    log = [json.loads(line) for line in (run.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
+    left_out = [line["level"] for line in log if line["event"] == "row left out"]
+    assert left_out == ["info"] * summary["ledger"]["filtered"] != []
+    assert "ticket failed" not in run.text()
+    assert (
+        summary["ledger"]["filtered"]
+        == summary["reasons"]["filtered: prompt longer than max_prompt_tokens=4"]
+    )
+
+
+def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text(
+        textwrap.dedent(
+            """
+            from pathlib import Path
+            from stretto import Component, TrainingConfig, hookimpl
+
+            def make(config, context):
+                from stretto_mock import MockTrainingConfig
+                from stretto_mock.training import MockTraining
+
+                class Full(MockTraining):
+                    def save(self, folder):
+                        super().save(folder)
+                        Path("/dev/full").write_text("x" * 100000)
+
+                return Full(MockTrainingConfig(seconds_per_step=0.05), context)
+
+            @hookimpl
+            def stretto_training():
+                yield Component("full", make, TrainingConfig, "has no room", needs_model=False)
+            """
+        )
+    )
+    run = start(f"plugins=[{tmp_path}/full.py]", "training=full", "checkpoint.every=2", "steps=5")
+    summary = run.assert_completed(5)
+    assert summary["checkpoints"] == []
+    assert len(summary["problems"]) == 3
+    assert "checkpoint of version 2 not written" in summary["problems"][0]
+    assert "No space left on device" in summary["problems"][0]
+    assert list((run.folder / "checkpoints").iterdir()) == []
+
+
+def test_malformed_messages_in_mid_run_are_refused_and_counted(start: Start) -> None:
+    run = start("steps=25")
+    run.until_step(2)
+    code = """
+import asyncio, json, sys, nats
+login = json.load(open(sys.argv[1]))
+async def main():
+    client = await nats.connect(login["url"], user=login["user"], password=login["password"])
+    root = "st." + login["run"]
+    for subject in ("kernel.heartbeat", "kernel.progress", "kernel.join", "log.groups", "beacon",
+                    "worker.inference.inference-0.generate", "worker.trainer.trainer-0.call",
+                    "worker.verifier.verifier-0.score", "abort"):
+        for payload in (b"", b"garbage", b"\\xc1\\x00", b"\\x91\\xa3X/1"):
+            await client.publish(f"{root}.{subject}", payload)
+    await client.flush()
+    await client.close()
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", code, str(run.folder / "bus" / "kernel.json")], check=True)
+    summary = run.assert_completed(25)
+    assert summary["refused_messages"] > 0
+    assert "message refused" in (run.folder / "logs" / "kernel.jsonl").read_text()
