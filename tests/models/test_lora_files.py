@@ -17,7 +17,7 @@ from stretto import Context
 from stretto.algorithm import Loss
 from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
-from stretto.models.lora_files import made_whole
+from stretto.models.lora_files import merge_adapter_files
 from stretto.models.version_files import FolderPublisher, FolderUpdate, open_version
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
@@ -67,7 +67,7 @@ def test_the_whole_is_what_the_trainer_merges(
     assert not alone.keys() & merged.keys()
     assert sum(tensor.nbytes for tensor in alone.values()) < sum(each.nbytes for each in merged.values()) / 3
 
-    whole = made_whole(received(tmp_path / "versions", alone), model, tmp_path / "whole")
+    whole = merge_adapter_files(received(tmp_path / "versions", alone), model, tmp_path / "whole")
     tensors = whole.tensors()
     assert whole.hashes() == {name: tensor_hash(tensor) for name, tensor in tensors.items()}
     assert whole.note.version == 7
@@ -93,8 +93,8 @@ def test_a_model_in_several_files_is_put_together_from_all(tiny_models: TinyMode
     save_file({"not.of": torch.ones(1)}, tmp_path / "split" / "consolidated.safetensors")  # as Mistral's have
     assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 2
     update = received(tmp_path / "versions", trained(engine_of(tiny_models("llama"), "adapter")))
-    one = made_whole(update, tiny_models("llama"), tmp_path / "one").tensors()
-    several = made_whole(update, tmp_path / "split", tmp_path / "several").tensors()
+    one = merge_adapter_files(update, tiny_models("llama"), tmp_path / "one").tensors()
+    several = merge_adapter_files(update, tmp_path / "split", tmp_path / "several").tensors()
     assert one.keys() == several.keys()
     assert all(torch.equal(tensor, several[name]) for name, tensor in one.items())
 
@@ -118,7 +118,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
     alone = trained(engine_of(tiny_models("llama"), "adapter"))
     update = received(tmp_path / "versions", {**alone, name: tensor})
     with pytest.raises(WeightsError, match=rf"version 7 is an adapter, and cannot be merged into .*{error}"):
-        made_whole(update, tiny_models("llama"), tmp_path / "whole")
+        merge_adapter_files(update, tiny_models("llama"), tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
 
 

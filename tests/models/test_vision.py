@@ -258,13 +258,13 @@ def test_media_stay_with_their_sequences() -> None:
     lengths = [2, 3, 1]
     media = [{"pixels": torch.full((count, 2), float(count))} for count in (1, 2)] + [{}]
     batch = Batch(lengths, {"tokens": torch.arange(6)}, {"group": torch.tensor([0, 0, 1])}, media)
-    assert batch.select([2, 1]).joined_media()["pixels"].tolist() == [[2, 2], [2, 2]]
+    assert batch.select([2, 1]).join_media()["pixels"].tolist() == [[2, 2], [2, 2]]
     assert [len(part.media) for part in batch.split([1, 2])] == [1, 2]
     again = Batch.concat(batch.with_columns({"rewards": torch.zeros(3)}).micro_batches(3)).to("cpu")
-    assert again.joined_media()["pixels"].tolist() == [[1, 1], [2, 2], [2, 2]]
-    assert Batch([1], {"tokens": torch.zeros(1)}, {}).joined_media() == {}
+    assert again.join_media()["pixels"].tolist() == [[1, 1], [2, 2], [2, 2]]
+    assert Batch([1], {"tokens": torch.zeros(1)}, {}).join_media() == {}
     wide = Batch([1, 1], {"tokens": torch.zeros(2)}, {}, [{"p": torch.ones(1, 1)}, {"p": torch.ones(1, 3)}])
-    assert wide.joined_media()["p"].tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert wide.join_media()["p"].tolist() == [[1, 0, 0], [1, 1, 1]]
     with pytest.raises(ValueError, match="media of 1 sequences for 2 sequences"):
         Batch([1, 1], {}, {}, [{}])
 

@@ -407,7 +407,7 @@ def test_kl_to_behaviour_by_hand() -> None:
     ],
 )
 def test_adapted_kl_coef_by_hand(kl: float, samples: int, expected: float) -> None:
-    found = F.adapted_kl_coef(0.1, kl, target=6.0, horizon=1000.0, samples=samples)
+    found = F.adapt_kl_coef(0.1, kl, target=6.0, horizon=1000.0, samples=samples)
     assert found == pytest.approx(expected)
 
 

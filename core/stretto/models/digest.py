@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["differing", "digest_of", "tensor_hash"]
+__all__ = ["differing_names", "digest_of", "tensor_hash"]
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -29,7 +29,7 @@ def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
     return hasher.hexdigest()
 
 
-def differing(loaded: Mapping[str, str], published: Mapping[str, str]) -> list[str]:
+def differing_names(loaded: Mapping[str, str], published: Mapping[str, str]) -> list[str]:
     """Return the sorted names of the tensors whose hashes differ or that only one side has."""
     names = loaded.keys() | published.keys()
     return sorted(name for name in names if loaded.get(name) != published.get(name))

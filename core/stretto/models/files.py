@@ -12,7 +12,7 @@ from stretto.models.safetensors import Place, places_in
 
 __all__ = [
     "end_tokens_in",
-    "fetched_config",
+    "fetch_config",
     "folder_of_model",
     "known_config",
     "shapes_in",
@@ -39,7 +39,7 @@ def known_config(model: str | None) -> Mapping[str, Any]:
     return _read(path) if path is not None and path.is_file() else {}
 
 
-def fetched_config(model: str | None) -> Mapping[str, Any]:
+def fetch_config(model: str | None) -> Mapping[str, Any]:
     """Return a model's `config.json`. It is downloaded if this machine does not have it; empty without a
     model.
 

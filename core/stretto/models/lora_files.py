@@ -29,7 +29,7 @@ from stretto.models.version_files import FolderUpdate, Manifest
 if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
 
-__all__ = ["FACTOR_A", "FACTOR_B", "is_adapter", "made_whole", "matrix_of"]
+__all__ = ["FACTOR_A", "FACTOR_B", "is_adapter", "matrix_of", "merge_adapter_files"]
 
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
 
@@ -50,7 +50,7 @@ def matrix_of(factor: str) -> str:
     return f"{factor.removesuffix(FACTOR_A).removesuffix(FACTOR_B)}.weight"
 
 
-def made_whole(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
+def merge_adapter_files(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
     """Merge an adapter into the model that it was trained on.
 
     An adapted matrix is computed in float32 and stored in the dtype of its factors. Every other tensor is

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stretto.errors import WeightsError
-from stretto.models.digest import differing, digest_of, tensor_hash
+from stretto.models.digest import differing_names, digest_of, tensor_hash
 from stretto.models.safetensors import places
 from stretto.weights import WeightsNote
 
@@ -292,7 +292,7 @@ def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) ->
         hashes = dict(pair for name in manifest.files for pair in _file_hashes(folder / name))
     except (OSError, ValueError) as error:
         raise WeightsError(f"{label} cannot be read: {error}", version=note.version) from error
-    if wrong := differing(hashes, manifest.hashes()):
+    if wrong := differing_names(hashes, manifest.hashes()):
         raise WeightsError(f"{label} is not the announced one: {wrong[:3]} differ", version=note.version)
     return FolderUpdate(note, folder, manifest, temporary=temporary)
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError, column_error
-from stretto.models.files import fetched_config
+from stretto.models.files import fetch_config
 from stretto.models.tokenizer import Message, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ __all__ = [
     "IMAGE_COLUMNS",
     "PROCESSOR_FILES",
     "RowTokenizer",
-    "Seen",
     "Vision",
+    "VisionPrompt",
     "has_images",
     "images_of",
     "is_vision_language",
@@ -149,7 +149,7 @@ def keep_torch_out() -> None:
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisionPrompt:
     """A prompt with its images, in the form that the model reads."""
 
     ids: NDArray[np.int32]
@@ -173,14 +173,14 @@ class Vision:
         self.tokenizer: Tokenizer = load_tokenizer(model)
         """The tokenizer for text without images."""
         self._processor = _load_processor(model)
-        config = fetched_config(model)
+        config = fetch_config(model)
         token = config.get("image_token_id", config.get("image_token_index"))
         if not isinstance(token, int):
             raise ConfigError(f"model {model!r} names no image token: its config.json has no image_token_id")
         self.image_token: int = token
         """Id of the token that represents a part of an image."""
 
-    def blank(self) -> Seen:
+    def blank(self) -> VisionPrompt:
         """Return the smallest prompt with an image, which is black."""
         from PIL import Image
 
@@ -197,7 +197,7 @@ class Vision:
         return RowTokenizer(self, images_of(row))
 
     def media(self, row: Row) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays that the model reads for a row's images; see `Seen`.
+        """Return the arrays that the model reads for a row's images; see `VisionPrompt`.
 
         Raises:
             ConfigError: as `images_of` and `see`.
@@ -205,7 +205,7 @@ class Vision:
         images = images_of(row)
         return self.see(row["prompt"], images).media if images else {}
 
-    def see(self, prompt: str | Sequence[Message], images: Sequence[Image]) -> Seen:
+    def see(self, prompt: str | Sequence[Message], images: Sequence[Image]) -> VisionPrompt:
         """Process a prompt with its images. The prompt has a placeholder for each image: in text, the model's
         own placeholder; in chat messages, a part `{"type": "image"}` or the string `<image>` in a text.
 
@@ -227,7 +227,7 @@ class Vision:
                 f"the prompt does not go with its {len(images)} images: {error}", path="dataset"
             ) from error
         media = {name: np.asarray(value) for name, value in inputs.items() if name not in _OF_TOKENS}
-        return Seen(np.asarray(inputs["input_ids"][0], np.int32), media)
+        return VisionPrompt(np.asarray(inputs["input_ids"][0], np.int32), media)
 
     def _render(self, messages: Sequence[Message], *, with_images: bool) -> str:
         if self._processor.chat_template is None:

@@ -179,7 +179,7 @@ class Batch:
             [{name: array.to(device) for name, array in media.items()} for media in self.media],
         )
 
-    def joined_media(self) -> dict[str, Tensor]:
+    def join_media(self) -> dict[str, Tensor]:
         """Return the media of all sequences in order, joined into arguments for the model. Arrays that differ
         in size beyond the first dimension are padded with zeros, as the models' processors do."""
         names = dict.fromkeys(name for media in self.media for name in media)

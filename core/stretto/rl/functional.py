@@ -23,7 +23,7 @@ from torch import Tensor
 from stretto.algorithm import Reduction
 
 __all__ = [
-    "adapted_kl_coef",
+    "adapt_kl_coef",
     "at_last_token",
     "bounded_kl",
     "clipped_objective",
@@ -416,9 +416,9 @@ def bounded_kl(logprobs: Tensor, behaviour_logprobs: Tensor, *, bound: float = 1
     return kl_to_behaviour(logprobs, behaviour_logprobs).clamp(max=bound)
 
 
-def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """The KL coefficient of the next step, Ziegler et al. 2019 (1909.08593), section 2.2. It grows if the KL
-    is above `target` and shrinks if the KL is below.
+def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
+    """Return the KL coefficient of the next step, Ziegler et al. 2019 (1909.08593), section 2.2. It grows if
+    the KL is above `target` and shrinks if the KL is below.
 
     Args:
         kl: KL per answer from the step's samples to the reference, in nats.

@@ -25,12 +25,12 @@ from stretto.errors import EngineError
 from stretto.training.layout import Layout
 
 __all__ = [
+    "catch_error",
     "optimizer_tensors",
     "random_tensors",
     "read_random",
     "restore_optimizer",
     "restore_parameters",
-    "tried",
     "write_tensors",
 ]
 
@@ -51,14 +51,14 @@ def write_tensors(
         rank must not stop before the other ranks do.
     """
     files = _Files(folder, stem, limit)
-    problem = tried(lambda: folder.mkdir(parents=True, exist_ok=True)) if writes else ""
+    problem = catch_error(lambda: folder.mkdir(parents=True, exist_ok=True)) if writes else ""
     for name, tensor in tensors:
         if writes and not problem:
-            problem = tried(files.add, name, tensor.detach().cpu().contiguous())
-    return problem or (tried(files.close) if writes else "")
+            problem = catch_error(files.add, name, tensor.detach().cpu().contiguous())
+    return problem or (catch_error(files.close) if writes else "")
 
 
-def tried(act: Callable[..., object], *arguments: Any) -> str:
+def catch_error(act: Callable[..., object], *arguments: Any) -> str:
     """Call a function that works on files. Return its error as text, or an empty string."""
     try:
         act(*arguments)

@@ -115,7 +115,7 @@ class RankLayout(Layout):
         if not _users:
             dist.destroy_process_group()
 
-    def everyone(self, value: Any) -> list[Any]:
+    def gather_ranks(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of the ranks; all ranks get the same list."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         ranks = self._config.processes
@@ -161,7 +161,7 @@ class RankLayout(Layout):
                 gradients.append(self.local(parameter.grad))
                 if self.counts(name, parameter):
                     squares += gradients[-1].float().pow(2).sum(dtype=torch.float64).cpu()
-        norm = math.sqrt(sum(self.everyone(float(squares))))
+        norm = math.sqrt(sum(self.gather_ranks(float(squares))))
         if limit is not None and math.isfinite(norm):
             factor = min(1.0, limit / (norm + 1e-6))
             for gradient in gradients:

@@ -30,12 +30,12 @@ from stretto.models.vision import PROCESSOR_FILES, Vision
 from stretto.rl.batch import Batch
 from stretto.rl.functional import entropy_of, logprobs_of, loss_count, loss_weights
 from stretto.training.checkpoint import (
+    catch_error,
     optimizer_tensors,
     random_tensors,
     read_random,
     restore_optimizer,
     restore_parameters,
-    tried,
     write_tensors,
 )
 from stretto.training.layout import Layout
@@ -109,8 +109,8 @@ class HFTraining:
         problem += write_tensors(folder, "optimizer", state, writes=writes)
         problem += write_tensors(folder, "random", random_tensors(layout.device), writes=writes)
         if writes and not problem:
-            problem = tried(self._describe, folder)
-        [problem, *_] = layout.everyone(problem)
+            problem = catch_error(self._describe, folder)
+        [problem, *_] = layout.gather_ranks(problem)
         if problem:
             raise OSError(f"checkpoint {folder} cannot be written: {problem}")
 

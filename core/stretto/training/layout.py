@@ -91,7 +91,7 @@ class Layout:
 
     # ------------------------------------------------------------------------------ the numbers
 
-    def everyone(self, value: Any) -> list[Any]:
+    def gather_ranks(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of the ranks; all ranks get the same list.
 
         Args:
@@ -102,7 +102,7 @@ class Layout:
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every part, taken from the last rank of the part: that rank computes the
         model's output."""
-        return self.everyone(value)[self.width - 1 :: self.width]
+        return self.gather_ranks(value)[self.width - 1 :: self.width]
 
     def share(self, output: Tensor) -> Tensor:
         """Give a tensor that some ranks of a part have computed to all ranks of the part."""

@@ -124,7 +124,7 @@ def _rows_with_images(model: PreTrainedModel) -> MakeInputs:
     def rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
         padded = padded_rows(batch, at, keep=keep)
         image_mask = (padded.arguments["input_ids"] == image_token).long()
-        image_arguments = {**batch.joined_media(), **dict.fromkeys(marks, image_mask)}
+        image_arguments = {**batch.join_media(), **dict.fromkeys(marks, image_mask)}
         return replace(padded, arguments={**padded.arguments, **image_arguments})
 
     return rows

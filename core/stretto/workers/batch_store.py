@@ -17,7 +17,7 @@ from stretto.assembly.placement import Placement
 from stretto.bus.messages import AskColumn, Column, RowRef, TrajectoryBundle, WireTrajectory
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError, Refused
-from stretto.models.files import fetched_config
+from stretto.models.files import fetch_config
 from stretto.models.tokenizer import Tokenizer, load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.workers.context import WorkerContext
@@ -64,7 +64,7 @@ class BatchStore:
             ConfigError: if the dataset differs from the kernel's.
         """
         context, model = self._context, self._context.component_context.model
-        if model is not None and is_vision_language(await anyio.to_thread.run_sync(fetched_config, model)):
+        if model is not None and is_vision_language(await anyio.to_thread.run_sync(fetch_config, model)):
             self._vision = await anyio.to_thread.run_sync(Vision, model)
         if not self._placement.graph.samples or self._vision is not None:
             self._tokenizer: Tokenizer = self._vision.tokenizer if self._vision else load_tokenizer(model)

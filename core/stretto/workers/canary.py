@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stretto.array import Array
 from stretto.config import RunConfig
 from stretto.engine import TrainingEngine
-from stretto.models.files import fetched_config
+from stretto.models.files import fetch_config
 from stretto.models.vision import is_vision_language
 from stretto.weights import Canary
 
@@ -48,7 +48,7 @@ def probe_of(config: RunConfig) -> Probe | str:
         return ""
     if model is None:
         return "the run has no model"
-    about = fetched_config(model)
+    about = fetch_config(model)
     if is_vision_language(about):
         return f"{model!r} reads images, but the canary is only text"
     if "vocab_size" not in about:

@@ -47,9 +47,9 @@ from stretto.bus.messages import (
 )
 from stretto.engine import Chunk, InferenceEngine, SwapReport
 from stretto.errors import BusError, EngineError, WeightsError
-from stretto.models.digest import differing, digest_of
+from stretto.models.digest import differing_names, digest_of
 from stretto.models.files import folder_of_model
-from stretto.models.lora_files import is_adapter, made_whole
+from stretto.models.lora_files import is_adapter, merge_adapter_files
 from stretto.models.version_files import RunFolders
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate
 from stretto.workers.context import WorkerContext
@@ -306,7 +306,7 @@ class InferenceWorker:
             return update
         try:
             folder, merged = await self._model_folder(note), self._merged_root / f"v{note.version:08d}"
-            return await anyio.to_thread.run_sync(made_whole, update, folder, merged)
+            return await anyio.to_thread.run_sync(merge_adapter_files, update, folder, merged)
         finally:
             update.close()
 
@@ -390,7 +390,7 @@ class InferenceWorker:
 
 def _fault_of(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:
     """Return how the served weights differ from the announced version; empty if they match."""
-    different = differing(report.hashes, published) if report.hashes else []
+    different = differing_names(report.hashes, published) if report.hashes else []
     rest = f" and {len(different) - 3} more" if len(different) > 3 else ""
     names = f": {', '.join(map(repr, different[:3]))}{rest} differ" if different else ""
     if report.version != note.version:

@@ -19,7 +19,7 @@ from stretto.bus.client import Delivery
 from stretto.bus.messages import AbortTicket, Heartbeat, Progress, Purpose, Ticket, TicketStarted
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
-from stretto.models.files import fetched_config
+from stretto.models.files import fetch_config
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language, keep_torch_out
 from stretto.workers.context import WorkerContext
@@ -159,7 +159,7 @@ class RolloutWorker:
 
 def _vision_of(model: str | None) -> Vision | None:
     """Return the processor of the run's model; None if the model reads no images."""
-    if model is None or not is_vision_language(fetched_config(model)):
+    if model is None or not is_vision_language(fetch_config(model)):
         return None
     keep_torch_out()
     return Vision(model)

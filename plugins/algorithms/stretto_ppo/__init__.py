@@ -141,7 +141,7 @@ class PPO(PolicyGradient[PPOConfig]):
         """Return advantages and returns, (T,) float32, and with a controller beta, (S,); then update beta."""
         import torch
 
-        from stretto.rl.functional import adapted_kl_coef, masked_whiten, sequence_sum
+        from stretto.rl.functional import adapt_kl_coef, masked_whiten, sequence_sum
 
         config, mask, target = self.config, batch["loss_mask"], self.config.kl.target
         advantages = self.advantages(batch)
@@ -152,7 +152,7 @@ class PPO(PolicyGradient[PPOConfig]):
         if target is not None:
             columns["kl_coef"] = torch.full((len(batch),), self.kl_coef)
             kl = sequence_sum(self.sampled_kl(batch), batch.sequence_index(), len(batch))  # (S,)
-            self.kl_coef = adapted_kl_coef(
+            self.kl_coef = adapt_kl_coef(
                 self.kl_coef,
                 float(kl.mean()),
                 target=target,

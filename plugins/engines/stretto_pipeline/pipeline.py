@@ -72,7 +72,7 @@ class PipelineLayout(RankLayout):
         own = {name: tensor.detach() for name, tensor in tensors}
         own_types = {name: (list(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in own.items()}
         sent: set[str] = set()
-        for stage, names in enumerate(self.everyone(own_types)[: self.width]):
+        for stage, names in enumerate(self.gather_ranks(own_types)[: self.width]):
             for name, (shape, dtype) in names.items():
                 if name in sent:  # the copy of a tied embedding
                     continue
