@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from stretto.component import SandboxMode
-from stretto.user_code.sandbox import confined, kill, sandbox_problem
+from stretto.user_code.sandbox import kill, sandbox_command, sandbox_problem
 
 # What is in argv[1] is tried and told: Python expressions, by name.
 LOOK = """
@@ -36,7 +36,7 @@ print(json.dumps({name: tried(what) for name, what in json.loads(sys.argv[1]).it
 
 
 def look(questions: dict[str, str], sandbox: SandboxMode = "bubblewrap", **options: Any) -> dict[str, Any]:
-    made = confined([sys.executable, "-c", LOOK, json.dumps(questions)], sandbox=sandbox, **options)
+    made = sandbox_command([sys.executable, "-c", LOOK, json.dumps(questions)], sandbox=sandbox, **options)
     done = subprocess.run(
         made.argv, env=made.env, cwd=made.folder, capture_output=True, check=True, timeout=60
     )
@@ -146,7 +146,7 @@ def marked(mark: str) -> list[psutil.Process]:
 @BOTH
 async def test_kill_ends_all_that_was_started(sandbox: SandboxMode) -> None:
     mark = f"1000.{os.getpid()}1"
-    process = await confined(["sh", "-c", f"sleep {mark} & sleep {mark}"], sandbox=sandbox).start()
+    process = await sandbox_command(["sh", "-c", f"sleep {mark} & sleep {mark}"], sandbox=sandbox).start()
     with anyio.fail_after(20):
         while len(marked(mark)) < 2:
             await anyio.sleep(0.02)
@@ -159,10 +159,10 @@ async def test_kill_ends_all_that_was_started(sandbox: SandboxMode) -> None:
 
 PARENT = """
 import sys, anyio
-from stretto.user_code.sandbox import confined
+from stretto.user_code.sandbox import sandbox_command
 
 async def main():
-    await confined(["sh", "-c", "sleep {mark}; true"], sandbox="{sandbox}").start()
+    await sandbox_command(["sh", "-c", "sleep {mark}; true"], sandbox="{sandbox}").start()
     await anyio.sleep(1000)
 
 anyio.run(main)

@@ -211,8 +211,8 @@ def leave() -> None:
 async def tool_process(
     config: ToolsConfig, folder: Path, count: int = 1
 ) -> AsyncGenerator[tuple[ChildPool, bytes]]:
-    confined = command(config, "bubblewrap", str(folder))
-    program = Program("the tools", confined.argv, setup_frame(config), confined.env, confined.folder)
+    sandboxed = command(config, "bubblewrap", str(folder))
+    program = Program("the tools", sandboxed.argv, setup_frame(config), sandboxed.env, sandboxed.folder)
     children = ChildPool(program, count)
     try:
         async with anyio.create_task_group() as tasks:

@@ -25,7 +25,7 @@ from stretto.component import Problem, SandboxMode
 from stretto.errors import nearest, place_of
 from stretto.tools import MCPServer, Tool, ToolAnswer, ToolsConfig, text_of, tool_of
 from stretto.user_code.importable import load_importable
-from stretto.user_code.sandbox import Confined, confined, may_be_shown
+from stretto.user_code.sandbox import SandboxedCommand, can_show, sandbox_command
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -52,7 +52,7 @@ class _Setup(msgspec.Struct, frozen=True, array_like=True):
     max_result_chars: int
 
 
-def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Confined:
+def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> SandboxedCommand:
     """Return the command that starts the process in its sandbox.
 
     The process can read the working folder, import its modules, and read the folders of the tools' files. It
@@ -68,12 +68,12 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Confined:
         if module.endswith(".py")
     ]
     search = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
-    return confined(
+    return sandbox_command(
         [sys.executable, "-m", "stretto.children.tools"],
         sandbox=sandbox,
         readable=[here, *files, *(file.parent for file in files)],
         hidden=[here / "runs", *([Path(folder)] if folder else [])],
-        folder=here if may_be_shown(here) else None,
+        folder=here if can_show(here) else None,
         network=config.network,
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": search, **config.env},
         memory_mb=config.tool_memory_mb,
@@ -87,10 +87,10 @@ def setup_frame(config: ToolsConfig) -> bytes:
 
 def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
     """Make the tools in a child process, and yield what is wrong with them."""
-    confined = command(config, run.sandbox, run.out or "")
+    sandboxed = command(config, run.sandbox, run.out or "")
     setup = setup_frame(config)
     try:
-        started = try_to_start(confined.argv, setup, _TRY_S, env=confined.env, folder=confined.folder)
+        started = try_to_start(sandboxed.argv, setup, _TRY_S, env=sandboxed.env, folder=sandboxed.folder)
     except TimeoutError:
         message = f"not verified: making the tools took longer than {_TRY_S:.0f} s"
         yield Problem("workflow.tools", message, "warning")

@@ -11,25 +11,25 @@ __all__ = ["last_line", "run_child"]
 
 def run_child(
     argv: Sequence[str],
-    told: bytes,
+    stdin: bytes,
     timeout_s: float,
     *,
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Start a process, write `told` to its standard input, and wait until it ends, with any exit status.
+    """Start a process, write `stdin` to its standard input, and wait until it ends, with any exit status.
 
     Raises:
         TimeoutError: if the process has not ended after `timeout_s`; it is killed.
     """
     try:
         return subprocess.run(
-            argv, input=told, capture_output=True, timeout=timeout_s, check=False, env=env, cwd=folder
+            argv, input=stdin, capture_output=True, timeout=timeout_s, check=False, env=env, cwd=folder
         )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError from error
 
 
-def last_line(done: subprocess.CompletedProcess[bytes]) -> str:
+def last_line(process: subprocess.CompletedProcess[bytes]) -> str:
     """Return the last line of the process's standard error: for a traceback, the exception."""
-    return done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return process.stderr.decode(errors="replace").strip().rpartition("\n")[2]

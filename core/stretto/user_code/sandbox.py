@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from stretto.config import RunConfig
 
 __all__ = [
-    "Confined",
-    "confined",
+    "SandboxedCommand",
+    "can_show",
     "kill",
-    "may_be_shown",
+    "sandbox_command",
     "sandbox_problem",
     "sandbox_problems",
 ]
@@ -59,7 +59,7 @@ sys.exit(status if status >= 0 else 128 - status)
 
 
 @dataclass(frozen=True)
-class Confined:
+class SandboxedCommand:
     """A command ready to start: its arguments, its complete environment and its working folder."""
 
     argv: list[str]
@@ -85,7 +85,7 @@ class Confined:
         )
 
 
-def confined(
+def sandbox_command(
     argv: Sequence[str],
     *,
     sandbox: SandboxMode,
@@ -97,7 +97,7 @@ def confined(
     env: Mapping[str, str] | None = None,
     memory_mb: int | None = None,
     scratch_mb: int = 1024,
-) -> Confined:
+) -> SandboxedCommand:
     """Prepare a command to run in the sandbox, or without one (`unsafe`), with a clean environment.
 
     For each path, the deepest enclosing folder of `readable`, `hidden` and `writable` decides. Paths outside
@@ -118,7 +118,7 @@ def confined(
     folder = folder or writable
     if sandbox == "unsafe":
         command = [sys.executable, "-I", "-S", "-c", _UNSAFE, str(os.getpid()), *limited_argv]
-        return Confined(command, _environment(str(Path.home()), env), folder)
+        return SandboxedCommand(command, _environment(str(Path.home()), env), folder)
     options = [
         *_namespaces(network),
         *("--size", str(scratch_mb * 2**20), "--tmpfs", _SCRATCH),
@@ -126,16 +126,16 @@ def confined(
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/"),
         *("--chdir", str(_absolute(folder)) if folder else _SCRATCH),
     ]
-    return Confined([_bubblewrap(), *options, "--", *limited_argv], _environment(_SCRATCH, env), None)
+    return SandboxedCommand([_bubblewrap(), *options, "--", *limited_argv], _environment(_SCRATCH, env), None)
 
 
-def may_be_shown(folder: Path) -> bool:
+def can_show(folder: Path) -> bool:
     """Whether the sandbox can show a folder as a whole."""
     return folder not in _NEVER_WHOLE
 
 
 def kill(process: Process) -> None:
-    """Kill a process that `Confined.start` started, and all processes that it started in turn."""
+    """Kill a process that `SandboxedCommand.start` started, and all processes that it started in turn."""
     with suppress(ProcessLookupError):
         process.kill()
     with suppress(ProcessLookupError, PermissionError):
@@ -147,7 +147,7 @@ def sandbox_problem() -> str:
     if sys.platform != "linux":
         return "bubblewrap needs Linux"
     try:
-        trial = confined(["true"], sandbox="bubblewrap")
+        trial = sandbox_command(["true"], sandbox="bubblewrap")
         result = run_child(trial.argv, b"", _TRY_S, env=trial.env)
     except TimeoutError:
         return f"bubblewrap cannot start: it takes more than {_TRY_S:g} s"
@@ -213,7 +213,7 @@ def _mounts(
     # A path that leads over links is shown under both of its names.
     places: dict[Path, str] = {}
     for path in (*visible, *readable):
-        if not may_be_shown(path):
+        if not can_show(path):
             continue
         places |= {_absolute(path): "--ro-bind", path.resolve(): "--ro-bind"}
     places |= {path.resolve(): "--tmpfs" for path in hidden if path.exists()}

@@ -18,7 +18,7 @@ from anyio.abc import ByteReceiveStream, ByteSendStream
 from stretto import Context, StrettoError
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
-from stretto.user_code.sandbox import Confined, confined, kill, may_be_shown
+from stretto.user_code.sandbox import SandboxedCommand, can_show, kill, sandbox_command
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_agent import AgentConfig
 
@@ -97,8 +97,8 @@ class AgentWorkflow:
             raise AgentError(f"the agent got no answer of the model and {ending}{cause}")
         return recorder, result
 
-    def _command(self, prompt: Prompt, key: str) -> Confined:
-        """Return the confined command of the agent, with its environment variables."""
+    def _command(self, prompt: Prompt, key: str) -> SandboxedCommand:
+        """Return the sandboxed command of the agent, with its environment variables."""
         config, chat = self._config, prompt.row["prompt"]
         text = chat if isinstance(chat, str) else msgspec.json.encode(chat).decode()
         env = {
@@ -118,19 +118,19 @@ class AgentWorkflow:
             module = config.function.rpartition(":")[0]
             readable += [Path(module), Path(module).parent] if module.endswith(".py") else []
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(cwd), os.environ.get("PYTHONPATH")]))
-        return confined(
+        return sandbox_command(
             argv,
             sandbox=self._context.sandbox,
             readable=readable,
             hidden=[cwd / "runs", *([Path(self._context.folder)] if self._context.folder else [])],
-            folder=folder if may_be_shown(folder) else None,
+            folder=folder if can_show(folder) else None,
             network=True,  # the endpoint is on loopback
             env={**env, **config.env},
             memory_mb=config.memory_mb,
         )
 
 
-async def _run(command: Confined, row: bytes, timeout_s: float) -> _AgentResult:
+async def _run(command: SandboxedCommand, row: bytes, timeout_s: float) -> _AgentResult:
     """Run a command until it ends or its time is over, and kill all processes that it started."""
     process = await command.start(stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdin is not None

@@ -18,7 +18,7 @@ from stretto import Context, StrettoError
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.openai_api import MODEL
 from stretto.agents.recorder import CallLimits, CallRecorder
-from stretto.user_code.sandbox import confined, kill
+from stretto.user_code.sandbox import kill, sandbox_command
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
 
@@ -118,7 +118,7 @@ class VerifiersWorkflow:
         python, config = settings["python"], self._config
         places = await anyio.run_process([python, "-c", _PLACES])
         folders = [Path(python).parent, *map(Path, msgspec.json.decode(places.stdout, type=list[str]))]
-        command = confined(
+        command = sandbox_command(
             [python, str(PROGRAM)],
             sandbox=self._context.sandbox,
             readable=[PROGRAM, *folders, *map(Path, (*settings["path"], *config.readable))],
