@@ -155,12 +155,12 @@ class Endpoint:
         return agent_run
 
     async def _answer(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
-        return await agent_run.recorder.doing(
+        return await agent_run.recorder.run_call(
             self._stream(request, agent_run, call) if call.stream else self._answer_at_once(agent_run, call)
         )
 
     async def _answer_at_once(self, agent_run: _AgentRun, call: APICall) -> web.Response:
-        threads = agent_run.recorder.take(call.given, call.tools)
+        threads = agent_run.recorder.take(call.inputs, call.tools)
         replies: dict[int, Reply] = {}
 
         async def answer_choice(choice: int, thread: Thread) -> None:
@@ -170,11 +170,11 @@ class Endpoint:
             async with anyio.create_task_group() as tasks:
                 for choice, thread in enumerate(threads):
                     tasks.start_soon(answer_choice, choice, thread)
-        return _json(call.whole([replies[choice] for choice in range(len(threads))]))
+        return _json(call.response([replies[choice] for choice in range(len(threads))]))
 
     async def _stream(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
         """Stream the answer, from the first token on, so that an earlier refusal has its own status."""
-        threads = agent_run.recorder.take(call.given, call.tools)
+        threads = agent_run.recorder.take(call.inputs, call.tools)
         send, receive = anyio.create_memory_object_stream[_News](math.inf)
         replies: dict[int, Reply] = {}
 
@@ -203,7 +203,7 @@ class Endpoint:
                             await stream.send(call.piece(choice, news) if news else ())
                         else:
                             replies[choice] = news
-                            await stream.send(call.ended(choice, news))
+                            await stream.send(call.choice_end(choice, news))
             await stream.send(call.closing([replies[choice] for choice in range(len(threads))]))
         except _REFUSALS as error:
             if not stream.begun:
@@ -225,7 +225,7 @@ class Endpoint:
             message = self._with_calls(agent_run, answer) or message
         # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
         calls = self._tool_parser == "mistral" and "tool_calls" in message
-        thread.shown(message, remembered={**message, "content": ""} if calls else None)
+        thread.record_answer(message, template_message={**message, "content": ""} if calls else None)
         return Reply(answer, thread.prompt_tokens, message)
 
     def _with_calls(self, agent_run: _AgentRun, answer: Answer) -> Message | None:

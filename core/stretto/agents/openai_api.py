@@ -85,7 +85,7 @@ class Reply:
 class APICall(Protocol):
     """A parsed request, and how to write its answer."""
 
-    given: list[Input]
+    inputs: list[Input]
     """The policy's input for each choice."""
     tools: list[dict[str, Any]]
     """Tools that the chat template shows to the policy."""
@@ -97,7 +97,7 @@ class APICall(Protocol):
     ends_with_done: bool
     """Whether a stream's last line is `[DONE]`."""
 
-    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+    def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """Return the answer in one piece."""
         ...
 
@@ -109,7 +109,7 @@ class APICall(Protocol):
         """Yield the events for new text of a choice."""
         ...
 
-    def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
+    def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
         """Yield the events for a complete choice; its text was sent in pieces."""
         ...
 
@@ -244,7 +244,7 @@ class ChatCall:
             raise ApiError("only logprobs of sampled tokens are available", param="top_logprobs")
         _refuse_format(ask.response_format, "response_format")
         messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(ask.messages)]
-        self.given: list[Input] = [messages] * (ask.n or 1)
+        self.inputs: list[Input] = [messages] * (ask.n or 1)
         self.tools = [_function(tool, tool.get("function"), i) for i, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
         self.max_tokens = ask.max_completion_tokens or ask.max_tokens
@@ -256,7 +256,7 @@ class ChatCall:
         self._created = int(time.time())
         self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
 
-    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+    def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """Return a `chat.completion`."""
         choices: list[dict[str, Any]] = []
         for index, reply in enumerate(replies):
@@ -274,14 +274,14 @@ class ChatCall:
 
     def opening(self) -> Iterator[Event]:
         """Yield the role of each choice."""
-        for index in range(len(self.given)):
+        for index in range(len(self.inputs)):
             yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
         """Yield a chunk of text."""
         yield self._chunk(choice, {"content": text})
 
-    def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
+    def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
         """Yield the tool calls, then the finish reason. All logprobs come at the end, in one event."""
         for index, call in enumerate(reply.tool_calls):
             yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
@@ -339,7 +339,7 @@ class CompletionCall:
         if ask.logprobs:
             raise ApiError("expected 0: only logprobs of sampled tokens are available", param="logprobs")
         self.tools: list[dict[str, Any]] = []
-        self.given: list[Input] = [each for each in _prompts(ask.prompt) for _ in range(ask.n or 1)]
+        self.inputs: list[Input] = [each for each in _prompts(ask.prompt) for _ in range(ask.n or 1)]
         self.max_tokens = ask.max_tokens
         self.stop = _stops(ask.stop)
         self.stream = bool(ask.stream)
@@ -349,7 +349,7 @@ class CompletionCall:
         self._created = int(time.time())
         self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
 
-    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+    def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """Return a `text_completion`."""
         choices = [self._choice(i, reply.text, reply) for i, reply in enumerate(replies)]
         return {**self._head(), "choices": choices, "usage": _usage(replies, self._ask.n)}
@@ -362,7 +362,7 @@ class CompletionCall:
         """Yield a chunk of text."""
         yield "", {**self._head(), "choices": [self._choice(choice, text)]}
 
-    def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
+    def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
         """Yield the finish reason. All logprobs come at the end, in one event."""
         yield "", {**self._head(), "choices": [self._choice(choice, "", reply)]}
 
@@ -408,7 +408,7 @@ class ResponseCall:
     """`POST /v1/responses`.
 
     Args:
-        earlier: messages of earlier responses, by their id; `whole` adds those of this response.
+        earlier: messages of earlier responses, by their id; `response` adds those of this response.
     """
 
     ends_with_done = False
@@ -427,7 +427,7 @@ class ResponseCall:
             before = earlier[ask.previous_response_id]
         self._messages = _merge_calls([*before, *_items(ask.input)])
         system = [] if ask.instructions is None else [{"role": "system", "content": ask.instructions}]
-        self.given: list[Input] = [[*system, *self._messages]]
+        self.inputs: list[Input] = [[*system, *self._messages]]
         self.tools = [_function(tool, tool, i) for i, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
         self.max_tokens = ask.max_output_tokens
@@ -441,7 +441,7 @@ class ResponseCall:
         self._events = 0
         self._begun = False
 
-    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+    def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """Return a `response`."""
         [reply] = replies
         self._earlier[self._id] = [*self._messages, reply.message]
@@ -475,7 +475,7 @@ class ResponseCall:
         yield from self._open_message()
         yield self._of_message("response.output_text.delta", delta=text, logprobs=[])
 
-    def ended(self, choice: int, reply: Reply) -> Iterator[Event]:
+    def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
         """Yield the end of the message, then each tool call as an item of its own."""
         del choice
         at = 0
@@ -502,7 +502,7 @@ class ResponseCall:
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
         """Yield the whole response."""
-        response = self.whole(replies)
+        response = self.response(replies)
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, data: Mapping[str, Any]) -> Event:

@@ -62,9 +62,9 @@ class Thread:
     """One chat, text or list of ids: what the agent has seen of it, and the sampled tokens."""
 
     def __init__(
-        self, session: Session, name: str, given: Input, tools: Sequence[Mapping[str, Any]], limit: int | None
+        self, session: Session, name: str, input: Input, tools: Sequence[Mapping[str, Any]], limit: int | None
     ) -> None:
-        self.given = given
+        self.input = input
         """The input of the agent's last call."""
         self.message: Message | None = None
         """The last answer, as the agent got it."""
@@ -78,20 +78,20 @@ class Thread:
         self._on_tokens: OnTokens | None = None
         self._prefix: str | list[Any] = ""
         """A call that begins with this continues the thread."""
-        if isinstance(given, np.ndarray):
-            self._conversation: Conversation | _TokenPrompt = _TokenPrompt(self._generate, given, limit)
+        if isinstance(input, np.ndarray):
+            self._conversation: Conversation | _TokenPrompt = _TokenPrompt(self._generate, input, limit)
         else:
             self._conversation = Conversation(
-                self._generate, session.tokenizer, session.sampling, given, tools=tools, limit=limit
+                self._generate, session.tokenizer, session.sampling, input, tools=tools, limit=limit
             )
 
     @property
     def chat(self) -> list[Message]:
         """The input of the last call as messages, and the answer. Text or ids become a user's message."""
-        given, answer = self.given, [] if self.message is None else [self.message]
-        if isinstance(given, list):
-            return [*given, *answer]
-        text = given if isinstance(given, str) else self._session.tokenizer.decode(given, special=True)
+        input, answer = self.input, [] if self.message is None else [self.message]
+        if isinstance(input, list):
+            return [*input, *answer]
+        text = input if isinstance(input, str) else self._session.tokenizer.decode(input, special=True)
         return [{"role": "user", "content": text}, *answer]
 
     @property
@@ -99,50 +99,51 @@ class Thread:
         """Number of messages or characters that a call has to begin with to continue the thread."""
         return len(self._prefix)
 
-    def news_in(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    def news_in(self, input: Input, tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:
         """Return what a call adds to this thread; None if the call does not continue it."""
         prefix = self._prefix
         if not self._can_continue or tools != self._tools:
             return None
-        if isinstance(given, str) and isinstance(prefix, str):
-            new = given.removeprefix(prefix)
-            return [new] if 0 < len(new) < len(given) else None
-        if isinstance(given, list) and isinstance(prefix, list) and given[: len(prefix)] == prefix:
-            return given[len(prefix) :] or None
+        if isinstance(input, str) and isinstance(prefix, str):
+            new = input.removeprefix(prefix)
+            return [new] if 0 < len(new) < len(input) else None
+        if isinstance(input, list) and isinstance(prefix, list) and input[: len(prefix)] == prefix:
+            return input[len(prefix) :] or None
         return None
 
-    def go_on(self, given: Input, news: Sequence[Any]) -> None:
+    def go_on(self, input: Input, news: Sequence[Any]) -> None:
         """Continue the thread with a call's input. The thread now waits for an answer."""
         assert isinstance(self._conversation, Conversation)
         self._conversation.add(*news)
-        self.given, self._can_continue = given, False
+        self.input, self._can_continue = input, False
 
     async def reply(self, sampling: Sampling, on_tokens: OnTokens | None) -> Answer | None:
         """Sample the policy's answer; None if the thread's limit leaves no room for a token."""
         self._on_tokens = on_tokens
         before = len(self._text)
         answer = await self._conversation.reply(sampling)
-        if answer is not None and isinstance(self.given, str):
+        if answer is not None and isinstance(self.input, str):
             # Agents that write prompts append a stop text again, but do not know the token that ends a turn.
             new = self._text[before:]
             end = self._session.tokenizer.end
-            self._prefix = self.given + (new.removesuffix(end) if answer.finish == "stop" else new)
+            self._prefix = self.input + (new.removesuffix(end) if answer.finish == "stop" else new)
         return answer
 
-    def shown(self, message: Message, *, remembered: Message | None = None) -> None:
+    def record_answer(self, message: Message, *, template_message: Message | None = None) -> None:
         """Record the last answer in the form that the agent gets. A later call that begins with the input and
         this message continues the thread.
 
         Args:
-            remembered: the message for the chat template, if the template does not accept the sampled text.
+            template_message: the message for the chat template, if the template does not accept the sampled
+                text.
         """
         self.message = message
         if isinstance(self._conversation, _TokenPrompt):
             return
-        if isinstance(self.given, list):
-            self._prefix = [*self.given, message]
-        if remembered is not None and isinstance(self._conversation.history, list):
-            self._conversation.history[-1] = remembered
+        if isinstance(self.input, list):
+            self._prefix = [*self.input, message]
+        if template_message is not None and isinstance(self._conversation.history, list):
+            self._conversation.history[-1] = template_message
         self._can_continue = True
 
     def trajectories(self, score: Score) -> list[Trajectory]:
@@ -215,23 +216,23 @@ class CallRecorder:
         self._call_ended = anyio.Event()
         self._closed = False
 
-    def take(self, given: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
+    def take(self, inputs: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
         """Return the threads for the choices of a call, one for each input.
 
         Args:
-            given: texts, lists of chat messages, or arrays of token ids.
+            inputs: texts, lists of chat messages, or arrays of token ids.
             tools: JSON schemas of functions that the chat template shows.
 
         Raises:
             OverLimit: if the agent has used up its calls or its tokens.
         """
         limits = self.limits
-        if limits.calls is not None and self.calls + len(given) > limits.calls:
+        if limits.calls is not None and self.calls + len(inputs) > limits.calls:
             raise self._refusal(f"an agent may ask for {limits.calls} answers", "max_calls")
         if limits.tokens is not None and self.tokens >= limits.tokens:
             raise self._refusal(f"an agent may sample {limits.tokens} tokens", "max_total_tokens")
-        self.calls += len(given)
-        return [self._thread_for(prompt, tools) for prompt in given]
+        self.calls += len(inputs)
+        return [self._thread_for(prompt, tools) for prompt in inputs]
 
     async def reply(
         self,
@@ -241,7 +242,8 @@ class CallRecorder:
         stop: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Sample the policy's answer. Call `thread.shown` afterwards: then a call can continue the thread.
+        """Sample the policy's answer. Call `thread.record_answer` afterwards: then a call can continue the
+        thread.
 
         Args:
             max_tokens: most tokens of the answer, within the run's `sampling.max_tokens`.
@@ -274,7 +276,7 @@ class CallRecorder:
         self.last = thread
         return answer
 
-    async def doing(self, work: Awaitable[T]) -> T:
+    async def run_call(self, work: Awaitable[T]) -> T:
         """Await the work of a call, and cancel it if the recorder is closed.
 
         Raises:
@@ -314,17 +316,17 @@ class CallRecorder:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _thread_for(self, given: Input, tools: Sequence[Mapping[str, Any]]) -> Thread:
+    def _thread_for(self, input: Input, tools: Sequence[Mapping[str, Any]]) -> Thread:
         """Return the thread that a call continues, the longest if several match; else a new one."""
         candidates = [
-            (thread, news) for thread in self._threads if (news := thread.news_in(given, tools)) is not None
+            (thread, news) for thread in self._threads if (news := thread.news_in(input, tools)) is not None
         ]
         if candidates:
             thread, news = max(candidates, key=lambda candidate: candidate[0].length)
-            thread.go_on(given, news)
+            thread.go_on(input, news)
             return thread
         name = f"{self._name}c{len(self._threads) + 1}"
-        self._threads.append(Thread(self.session, name, given, tools, self.limits.context))
+        self._threads.append(Thread(self.session, name, input, tools, self.limits.context))
         return self._threads[-1]
 
     def _tokens_left(self) -> int | None:
