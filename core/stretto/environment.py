@@ -50,7 +50,7 @@ class EnvironmentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknow
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):
     """The feedback of an environment on one answer."""
 
-    said: tuple[str | dict[str, Any], ...] = ()
+    messages: tuple[str | dict[str, Any], ...] = ()
     """Text, or chat messages, for the policy. Empty when the conversation is over."""
     reward: float | None = None
     metrics: dict[str, float] = {}
@@ -75,12 +75,12 @@ def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
                 )
         metrics = {name: float(number) for name, number in fields.items()}
         return Feedback(
-            said=_turns(feedback),
+            messages=_turns(feedback),
             reward=None if reward is None else float(reward),
             metrics=metrics,
             state=state,
         )
-    return Feedback(said=_turns(returned), state=state)
+    return Feedback(messages=_turns(returned), state=state)
 
 
 def _turns(result: Any) -> tuple[str | dict[str, Any], ...]:

@@ -371,7 +371,7 @@ def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
         for file in ("guess.py", "tools.py")
     )
     state: dict[str, Any] = {}
-    assert feedback_of(guess(" 3", 7, 1, state), state).said == (" No. Not 3. Again: ",)
+    assert feedback_of(guess(" 3", 7, 1, state), state).messages == (" No. Not 3. Again: ",)
     assert feedback_of(guess("7", 7, 2, state), state).reward == 0.5
     assert tool_of(lookup).schema["function"]["parameters"]["properties"]["city"]["description"]
     run = start(f"plugins=[{tmp_path}/reconsider.py]", "workflow={use: reconsider}", "steps=2")

@@ -35,7 +35,7 @@ __all__ = [
     "Confirm",
     "Drift",
     "EndStep",
-    "EnvironmentSaid",
+    "EnvironmentAnswer",
     "Evaluation",
     "Generate",
     "GroupDone",
@@ -519,13 +519,13 @@ class ToolDone(Message, frozen=True):
 
 
 class TellEnvironment(Message, frozen=True):
-    """Rollout worker to verifier worker, answered by `EnvironmentSaid`: the policy has answered."""
+    """Rollout worker to verifier worker, answered by `EnvironmentAnswer`: the policy has answered."""
 
-    offered: bytes
+    arguments: bytes
     """The arguments of the environment, by name: a msgpack map."""
 
 
-class EnvironmentSaid(Message, frozen=True):
+class EnvironmentAnswer(Message, frozen=True):
     """The environment's feedback on the policy's answer, or the error that prevented it."""
 
     feedback: Feedback = Feedback()

@@ -27,7 +27,7 @@ COMMAND = (sys.executable, "-m", "stretto.children.environment")
 class Question(msgspec.Struct, frozen=True, array_like=True):
     """One call of the environment."""
 
-    offered: bytes
+    arguments: bytes
     """Arguments by name: a msgpack map."""
 
 
@@ -44,11 +44,11 @@ def setup_frame(environment: str) -> bytes:
 
 
 def _react(environment: Callable[..., Any], question: Question) -> Reaction:
-    offered: dict[str, Any] = msgspec.msgpack.decode(question.offered, type=dict[str, Any])
-    result = environment(**accepted(inspect.signature(environment).parameters, offered))
+    arguments: dict[str, Any] = msgspec.msgpack.decode(question.arguments, type=dict[str, Any])
+    result = environment(**accepted(inspect.signature(environment).parameters, arguments))
     if inspect.isawaitable(result):
         result = asyncio.run(_result(result))
-    reaction = Reaction(feedback_of(result, offered["state"]))
+    reaction = Reaction(feedback_of(result, arguments["state"]))
     try:
         msgspec.msgpack.encode(reaction)
     except (TypeError, OverflowError) as error:

@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from stretto.bus.messages import (
     AskTools,
-    EnvironmentSaid,
+    EnvironmentAnswer,
     Heartbeat,
     RunTool,
     Scored,
@@ -173,13 +173,13 @@ class _Environments:
         await self.children.open(tasks)
         await self._context.bus.serve(self._context.subject("environment"), TellEnvironment, self._tell)
 
-    async def _tell(self, message: TellEnvironment) -> EnvironmentSaid:
+    async def _tell(self, message: TellEnvironment) -> EnvironmentAnswer:
         try:
-            data = await self.children.ask(environment.Question(message.offered), self._timeout_s)
+            data = await self.children.ask(environment.Question(message.arguments), self._timeout_s)
         except TimeoutError:
             limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
-            return EnvironmentSaid(error=f"environment took longer than {limit}")
+            return EnvironmentAnswer(error=f"environment took longer than {limit}")
         except ChildEnded as error:
-            return EnvironmentSaid(error=f"environment ended its process: {error}")
+            return EnvironmentAnswer(error=f"environment ended its process: {error}")
         reaction = msgspec.msgpack.decode(data, type=environment.Reaction)
-        return EnvironmentSaid(reaction.feedback, reaction.error)
+        return EnvironmentAnswer(reaction.feedback, reaction.error)

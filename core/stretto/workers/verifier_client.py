@@ -11,7 +11,7 @@ import msgspec
 
 from stretto.bus.messages import (
     AskTools,
-    EnvironmentSaid,
+    EnvironmentAnswer,
     Message,
     RunTool,
     Scored,
@@ -92,7 +92,7 @@ class VerifierClient:
         if not isinstance(self._context.composed.config.workflow, EnvironmentConfig):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
         message = TellEnvironment(msgspec.msgpack.encode(question))
-        answer = await self._ask("environment", message, EnvironmentSaid)
+        answer = await self._ask("environment", message, EnvironmentAnswer)
         if answer.error:
             raise RewardError(answer.error)
         return answer.feedback

@@ -75,10 +75,10 @@ class MultiTurn:
             loop.metrics |= feedback.metrics
             if feedback.reward is not None:
                 loop.rewards.append(feedback.reward)
-            if not feedback.said:
+            if not feedback.messages:
                 break
             chat = not isinstance(conversation.history, str)
-            for turn in feedback.said:
+            for turn in feedback.messages:
                 conversation.add(
                     {"role": "user", "content": turn} if chat and isinstance(turn, str) else turn
                 )
