@@ -62,7 +62,7 @@ __all__ = [
     "Reference",
     "RunConformance",
     "Sample",
-    "Served",
+    "ServedEngine",
     "TinyModel",
     "make_tiny_model",
 ]
@@ -301,7 +301,7 @@ Key = tuple[str, int]
 """Id of a request, and index of a sample."""
 
 
-class Served:
+class ServedEngine:
     """An engine in its own event loop, and all chunks that it has emitted. Tests call it from their thread.
 
     It receives weights in folders, as with the transport `file`: version 0, 1, ... in the order of `swap`.
@@ -326,7 +326,7 @@ class Served:
         self._over = anyio.Event()
 
     @contextmanager
-    def running(self) -> Generator[Served]:
+    def running(self) -> Generator[ServedEngine]:
         """Start the engine, and stop it at the end of the block."""
         with start_blocking_portal("asyncio") as portal:
             self._portal = portal
@@ -553,10 +553,10 @@ class InferenceConformance:
         models: tuple[TinyModel, TinyModel],
         early: GenerateRequest,
         tmp_path_factory: pytest.TempPathFactory,
-    ) -> Iterator[Served]:
+    ) -> Iterator[ServedEngine]:
         """The engine after its first swap, to weights other than those of its folder."""
         folder = tmp_path_factory.mktemp("run")
-        with Served(cls.engine, models[0].folder, folder, on_swap="recompute").running() as served:
+        with ServedEngine(cls.engine, models[0].folder, folder, on_swap="recompute").running() as served:
             served.ask(early)
             served.until_load(lambda load: load.waiting == 1)
             assert served.load().version == -1
@@ -564,7 +564,7 @@ class InferenceConformance:
             yield served
 
     @pytest.fixture
-    def served(self, started: Served, models: tuple[TinyModel, TinyModel]) -> Iterator[Served]:
+    def served(self, started: ServedEngine, models: tuple[TinyModel, TinyModel]) -> Iterator[ServedEngine]:
         """The idle engine, with the first model's weights."""
         if started.weights[started.version] is not models[0].reference:
             started.swap(models[0].reference)
@@ -574,7 +574,7 @@ class InferenceConformance:
     # ------------------------------------------------------------------------------ before a swap
 
     def test_nothing_is_sampled_before_the_first_swap_and_then_with_its_weights(
-        self, started: Served, early: GenerateRequest
+        self, started: ServedEngine, early: GenerateRequest
     ) -> None:
         """The weights of the model folder never sample a token."""
         (sample,) = started.finished(early)
@@ -586,12 +586,12 @@ class InferenceConformance:
         empty = tmp_path / "empty"
         empty.mkdir()
         with pytest.raises(EngineError):
-            with Served(self.engine, empty, tmp_path / "run").running():
+            with ServedEngine(self.engine, empty, tmp_path / "run").running():
                 pytest.fail("it started without a model")
 
     # ------------------------------------------------------------------------------------ numbers
 
-    def test_logprobs_are_those_of_the_models_own_forward(self, served: Served) -> None:
+    def test_logprobs_are_those_of_the_models_own_forward(self, served: ServedEngine) -> None:
         """At any temperature, with other requests at the same time, for prompts of one to hundreds of
         tokens."""
         queries = [
@@ -605,7 +605,7 @@ class InferenceConformance:
                 served.assert_own_logprobs(query, sample)
 
     def test_temperature_0_takes_the_likeliest_token(
-        self, served: Served, models: tuple[TinyModel, TinyModel]
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """At every position."""
         query = request(temperature=0.0, max_tokens=60)
@@ -628,7 +628,7 @@ class InferenceConformance:
         ids=str,
     )
     def test_tokens_are_drawn_with_the_probability_they_report(
-        self, served: Served, models: tuple[TinyModel, TinyModel], sampling: dict[str, Any]
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel], sampling: dict[str, Any]
     ) -> None:
         """For every option that changes the distribution. The engine names each option that it refuses."""
         query = request(n=600, max_tokens=1, **sampling)
@@ -646,7 +646,7 @@ class InferenceConformance:
         _assert_drawn_from(exact, drawn)
 
     def test_logprobs_of_given_text_are_those_of_the_weights_served(
-        self, served: Served, models: tuple[TinyModel, TinyModel]
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """Also after a swap when the engine has computed the same text before, and while it generates."""
         text = [request(length).prompt_ids.numpy().tolist() for length in (2, 3, 70, 400)]
@@ -659,7 +659,7 @@ class InferenceConformance:
                 expected = model.reference.logprobs(sequence[:1], sequence[1:])
                 np.testing.assert_allclose(logprobs, expected, atol=self.engine.tolerance)
 
-    def test_the_seed_alone_decides_what_is_drawn(self, served: Served) -> None:
+    def test_the_seed_alone_decides_what_is_drawn(self, served: ServedEngine) -> None:
         """Independent of other requests; for signed and unsigned 64-bit seeds."""
         if not self.engine.seeds:
             pytest.skip(f"{self.engine.use} does not offer seeds")
@@ -671,14 +671,14 @@ class InferenceConformance:
         assert together.tokens == alone.tokens
         assert len({tuple(sample.tokens) for sample in (alone, *others)}) == 7
 
-    def test_samples_of_one_prompt_differ(self, served: Served) -> None:
+    def test_samples_of_one_prompt_differ(self, served: ServedEngine) -> None:
         """The engine draws each sample independently."""
         (samples,) = served.answers(request(n=8, max_tokens=30))
         assert len({tuple(sample.tokens) for sample in samples}) == 8
 
     # ------------------------------------------------------------------------- how an answer ends
 
-    def test_the_end_of_sequence_token_is_the_answers_last(self, served: Served) -> None:
+    def test_the_end_of_sequence_token_is_the_answers_last(self, served: ServedEngine) -> None:
         """Unless `ignore_eos` is set."""
         query = request(n=32, max_tokens=150, ignore_eos=False)
         ignoring = request(n=8, max_tokens=150)
@@ -693,7 +693,7 @@ class InferenceConformance:
         assert {(sample.finish, len(sample.tokens)) for sample in ignored} == {("length", 150)}
         assert any(END in sample.tokens for sample in ignored)
 
-    def test_a_stop_token_is_the_answers_last(self, served: Served) -> None:
+    def test_a_stop_token_is_the_answers_last(self, served: ServedEngine) -> None:
         """With and without `ignore_eos`."""
         stops = tuple(range(40, 50))
         queries = [
@@ -708,7 +708,7 @@ class InferenceConformance:
                 served.assert_own_logprobs(query, sample)
 
     def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
-        self, served: Served, models: tuple[TinyModel, TinyModel]
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """For stop strings of one token and of several tokens."""
         prompt = request(30).prompt_ids.numpy().tolist()
@@ -734,7 +734,7 @@ class InferenceConformance:
         ids=["beyond the context", "beyond the vocabulary", "negative", "empty"],
     )
     def test_a_request_that_cannot_be_served_is_told_why(
-        self, served: Served, prompt: list[int], max_tokens: int
+        self, served: ServedEngine, prompt: list[int], max_tokens: int
     ) -> None:
         """The engine goes on serving other requests."""
         (samples,) = served.answers(request(prompt, n=2, max_tokens=max_tokens))
@@ -743,7 +743,7 @@ class InferenceConformance:
         assert (full.finish, len(full.tokens)) in (("length", 24), ("error", 0))
         assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
 
-    def test_abort_frees_every_slot_within_a_decode_step(self, served: Served) -> None:
+    def test_abort_frees_every_slot_within_a_decode_step(self, served: ServedEngine) -> None:
         """Repeatedly, for running and waiting samples; the next request starts immediately."""
         slots = served.load().slots
         for _ in range(2):
@@ -766,7 +766,7 @@ class InferenceConformance:
         served.abort("unheard of")
         assert served.answer(request()).finish == "length"
 
-    def test_a_deadline_ends_what_runs_and_what_waits(self, served: Served) -> None:
+    def test_a_deadline_ends_what_runs_and_what_waits(self, served: ServedEngine) -> None:
         """Samples keep their tokens so far, and other requests are not affected."""
         start = time.monotonic()
         waiting_query = request(min_version=served.version + 1, deadline_s=0.3)
@@ -782,7 +782,7 @@ class InferenceConformance:
 
     # ---------------------------------------------------------------- going on, and asking again
 
-    def test_an_answer_begun_elsewhere_goes_on_after_its_tokens(self, served: Served) -> None:
+    def test_an_answer_begun_elsewhere_goes_on_after_its_tokens(self, served: ServedEngine) -> None:
         """The engine emits nothing for a sample that the client already has completely."""
         whole = request(n=2, max_tokens=50, temperature=0.7)
         (before,) = served.answers(whole)
@@ -799,7 +799,7 @@ class InferenceConformance:
         with pytest.raises(AssertionError):
             served.until((query.id, 1), within_s=0.1)
 
-    def test_an_answer_that_came_complete_ends_at_once(self, served: Served) -> None:
+    def test_an_answer_that_came_complete_ends_at_once(self, served: ServedEngine) -> None:
         """Complete by the end-of-sequence token, a stop token, or its length."""
         begun = ([5, 6, END], [5, 6, 7], [5] * 20)
         query = request(n=3, begun=begun, have=(3, 3, 20), ignore_eos=False, stop_token_ids=(7,))
@@ -811,7 +811,7 @@ class InferenceConformance:
         ]
         assert [sample.start for sample in samples] == [3, 3, 20]
 
-    def test_a_request_sent_again_is_the_same_request(self, served: Served) -> None:
+    def test_a_request_sent_again_is_the_same_request(self, served: ServedEngine) -> None:
         """The engine does not start it twice."""
         before = served.load().generated_tokens
         query = request(n=2, max_tokens=200)
@@ -822,7 +822,7 @@ class InferenceConformance:
         served.answer(request(max_tokens=100))
         assert served.load().generated_tokens - before == 500
 
-    def test_a_request_behind_many_others_has_its_turn(self, served: Served) -> None:
+    def test_a_request_behind_many_others_has_its_turn(self, served: ServedEngine) -> None:
         """More requests than slots came before it."""
         others = [request(max_tokens=60) for _ in range(2 * served.load().slots)]
         late = request(n=2, temperature=0.0)
@@ -832,7 +832,7 @@ class InferenceConformance:
     # -------------------------------------------------------------------------------------- swaps
 
     def test_a_swap_reports_what_is_served_and_what_it_cost(
-        self, served: Served, models: tuple[TinyModel, TinyModel]
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """The digest equals the digest of the tensors, which the test computes again."""
         before = served.load()
@@ -853,7 +853,7 @@ class InferenceConformance:
         assert sum(pauses) <= took
 
     def test_answers_in_flight_go_on_with_new_weights_and_each_logprob_is_its_versions_own(
-        self, served: Served, models: tuple[TinyModel, TinyModel]
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """Under `on_swap: recompute`, over three swaps."""
         queries = [request(6 + 40 * i, n=2, max_tokens=600) for i in range(3)]
@@ -877,7 +877,7 @@ class InferenceConformance:
         again. An answer that is wholly of the new version uses only its weights, also when the engine knew
         the prompt before, or was computing it at the swap."""
         older, newer = models[0].reference, models[1].reference
-        with Served(self.engine, models[0].folder, tmp_path, on_swap="keep_cache").running() as served:
+        with ServedEngine(self.engine, models[0].folder, tmp_path, on_swap="keep_cache").running() as served:
             served.swap(older)
             prompt = request(300).prompt_ids.numpy().tolist()
             query, repeated = request(prompt, n=4, max_tokens=150), request(prompt, max_tokens=10)
@@ -905,7 +905,7 @@ class InferenceConformance:
                 assert min(off.values()) <= self.engine.tolerance, f"kept tokens -> difference: {off}"
 
     def test_a_prompt_known_from_older_weights_is_computed_anew(
-        self, served: Served, models: tuple[TinyModel, TinyModel]
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """A swap back to earlier weights does not bring back their cache either."""
         prompt = request(400).prompt_ids.numpy().tolist()
@@ -916,7 +916,7 @@ class InferenceConformance:
             served.swap(model.reference)
 
     def test_a_request_waits_for_the_version_it_needs_and_holds_up_nobody(
-        self, served: Served, models: tuple[TinyModel, TinyModel]
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
         """With more waiting samples than slots."""
         now = served.version
@@ -933,7 +933,7 @@ class InferenceConformance:
 
     @pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
     def test_weights_that_do_not_fit_leave_the_old_ones(
-        self, served: Served, models: tuple[TinyModel, TinyModel], fault: str
+        self, served: ServedEngine, models: tuple[TinyModel, TinyModel], fault: str
     ) -> None:
         """The error names the tensor, and answers in flight go on."""
         import torch
@@ -958,7 +958,7 @@ class InferenceConformance:
 
     # --------------------------------------------------------------------- streaming and figures
 
-    def test_the_first_chunk_comes_before_a_tenth_of_the_answers_time(self, served: Served) -> None:
+    def test_the_first_chunk_comes_before_a_tenth_of_the_answers_time(self, served: ServedEngine) -> None:
         """512 tokens, in a bounded number of messages. One of three tries must pass: other programs may delay
         a chunk."""
         shares: list[float] = []
@@ -971,7 +971,7 @@ class InferenceConformance:
             shares.append((sample.arrivals[0] - start) / took)
         assert min(shares) <= 0.1, f"time to the first chunk, as shares of the answer's time: {shares}"
 
-    def test_figures_add_up(self, served: Served) -> None:
+    def test_figures_add_up(self, served: ServedEngine) -> None:
         """With more samples than slots, from the request to the end."""
         idle = served.load()
         assert (idle.version, idle.running, idle.waiting) == (served.version, 0, 0)
@@ -991,7 +991,7 @@ class InferenceConformance:
 
     def test_stop_ends_the_stream(self, models: tuple[TinyModel, TinyModel], tmp_path: Path) -> None:
         """In the middle of an answer; a second call has no effect."""
-        with Served(self.engine, models[0].folder, tmp_path).running() as served:
+        with ServedEngine(self.engine, models[0].folder, tmp_path).running() as served:
             served.swap(models[0].reference)
             query = request(n=4, max_tokens=900)
             served.ask(query)

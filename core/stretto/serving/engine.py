@@ -349,7 +349,7 @@ class ServerEngine(ABC):
             self._samples.expire()
             if server.status is not None:
                 server.distrust(f"it ended with status {server.status}")
-            elif self._samples.expecting and time.monotonic() - server.heard > silence_s:
+            elif self._samples.expecting and time.monotonic() - server.last_data_at > silence_s:
                 server.distrust(f"it sent nothing for {silence_s:g} s (inference.silence_s)")
             if server.broken:
                 await self._replace(server)

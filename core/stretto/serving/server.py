@@ -80,7 +80,7 @@ class Server:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=timeout,
         )
-        self.heard = time.monotonic()
+        self.last_data_at = time.monotonic()
         """Time of the last data from the server, of `time.monotonic`."""
         self.broken = ""
         """Why the server must be replaced; empty while it works."""
@@ -194,7 +194,7 @@ class Server:
             raise ServerLost(f"{self.url}{path} did not answer within {deadline_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{self.url}{path}: {error or type(error).__name__}") from error
-        self.heard = time.monotonic()
+        self.last_data_at = time.monotonic()
         if response.status != 200:
             raise ServerRefused(path, response.status, _reason(content))
         try:
@@ -217,7 +217,7 @@ class Server:
                     raise ServerRefused(path, response.status, _reason(await response.read()))
                 rest = b""
                 async for data in response.content.iter_any():
-                    self.heard = time.monotonic()
+                    self.last_data_at = time.monotonic()
                     *lines, rest = (rest + data).split(b"\n\n")
                     for line in lines:
                         if line == b"data: [DONE]":

@@ -279,7 +279,7 @@ class StreamQueue:
             sample = self._intake.pop()
             if not self._running:
                 self._busy_since, self._idle = time.monotonic(), anyio.Event()
-                server.heard = self._busy_since
+                server.last_data_at = self._busy_since
             self._running.add(sample)
             sample.version = self._version
             if len(sample.answer) == len(sample.begun) or not sample.salt:
