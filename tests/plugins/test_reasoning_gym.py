@@ -24,7 +24,7 @@ from stretto_reasoning_gym import (
     WeightedTask,
     make_reward,
 )
-from stretto_reasoning_gym.generator import plain, restored
+from stretto_reasoning_gym.generator import plain, restore
 
 CONTEXT = Context(run="r", name="n", seed=1)
 
@@ -63,7 +63,7 @@ def test_rows_and_scores_are_those_of_the_task(task: str, options: dict[str, Any
         row, entry = sent(ours[index]), own[index]
         assert row["prompt"][-1] == {"role": "user", "content": entry["question"]}
         assert (row["id"], row["task"], row["options"]) == (f"{task}-{index}", task, options)
-        assert restored(row["metadata"]) == entry["metadata"]
+        assert restore(row["metadata"]) == entry["metadata"]
         for answer in (str(entry["answer"]), "1", ""):
             expected = own.score_answer(answer, entry)
             assert scored(row, f"<answer>no</answer> hm <answer> {answer} </answer>")["reward"] == expected
@@ -152,8 +152,8 @@ def test_the_fingerprint_is_of_what_determines_the_rows() -> None:
 )
 def test_plain_data_comes_back_as_it_was(value: Any) -> None:
     there = msgspec.msgpack.decode(msgspec.msgpack.encode(plain(value)))
-    assert restored(there) == value
-    assert type(restored(there)) is type(value)
+    assert restore(there) == value
+    assert type(restore(there)) is type(value)
 
 
 def test_what_is_no_plain_data_is_refused() -> None:

@@ -66,7 +66,7 @@ class Adviser:
         """The advice that is not withdrawn."""
         return [advice for advice in self.given if advice.until is None]
 
-    def said(self, rule: str, step: int) -> str:
+    def message_of(self, rule: str, step: int) -> str:
         """Return the message of the advice that a rule gave after this step; empty if it gave none."""
         return next((each.message for each in self.given if each.rule == rule and each.said == step), "")
 

@@ -504,7 +504,7 @@ class Kernel:
             reason = f"the gradients of {_MOST_SKIPPED} steps in a row were not finite"
             self._ending.drain("failed", reason)
         if self._config.on_collapse == "stop" and (
-            collapse := self._report.adviser.said("reward_collapse", version)
+            collapse := self._report.adviser.message_of("reward_collapse", version)
         ):
             self._ending.drain("failed", f"reward collapse (on_collapse: stop): {collapse}")
 

@@ -17,7 +17,7 @@ import msgspec
 from stretto import Component, Context, DatasetConfig, RewardConfig, hookimpl
 from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt
 from stretto.dataset import Row
-from stretto_reasoning_gym.generator import Generator, Order, TaskOrder, restored
+from stretto_reasoning_gym.generator import Generator, Order, TaskOrder, restore
 
 __all__ = ["ReasoningGym", "ReasoningGymConfig", "ReasoningGymReward", "WeightedTask"]
 
@@ -127,7 +127,7 @@ def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., d
         answer, whose reward is then 0."""
         if "task" not in columns:
             raise ValueError("the row has no column 'task'; this reward is for rows of dataset reasoning_gym")
-        entry = {name: restored(columns[name]) for name in ("question", "answer", "metadata")}
+        entry = {name: restore(columns[name]) for name in ("question", "answer", "metadata")}
         task = task_of(columns["task"], columns["options"])
         answer = extract_answer(completion, tag_name=config.tag)
         try:

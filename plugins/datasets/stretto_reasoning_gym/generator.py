@@ -27,7 +27,7 @@ import msgspec
 
 from stretto.errors import ConfigError, offer
 
-__all__ = ["Entry", "Generator", "Order", "TaskOrder", "plain", "restored"]
+__all__ = ["Entry", "Generator", "Order", "TaskOrder", "plain", "restore"]
 
 _HEAD = struct.Struct(">I")
 _START_S = 60.0
@@ -157,7 +157,7 @@ def _write(file: BinaryIO, message: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value of the library to data that msgpack can encode and `restored` converts back: tuples,
+    """Convert a value of the library to data that msgpack can encode and `restore` converts back: tuples,
     and integers of more than 64 bits, are marked.
 
     Raises:
@@ -178,18 +178,18 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data: {value!r:.60}")
 
 
-def restored(value: Any) -> Any:
+def restore(value: Any) -> Any:
     """Return the value that `plain` converted."""
     if isinstance(value, list):
-        return [restored(item) for item in cast("list[Any]", value)]
+        return [restore(item) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     mapping = cast("dict[Any, Any]", value)
     if mapping.keys() == {_TUPLE}:
-        return tuple(restored(item) for item in mapping[_TUPLE])
+        return tuple(restore(item) for item in mapping[_TUPLE])
     if mapping.keys() == {_INTEGER}:
         return int(mapping[_INTEGER])
-    return {key: restored(item) for key, item in mapping.items()}
+    return {key: restore(item) for key, item in mapping.items()}
 
 
 # ------------------------------------------------------------------------------------- the process

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 
 from stretto.models.version_files import AskOutline
 
-__all__ = ["AskOutline", "HashStore", "Put", "Question", "Send", "Store", "Take", "buckets", "joined"]
+__all__ = ["AskOutline", "HashStore", "Put", "Question", "Send", "Store", "Take", "buckets", "form_group"]
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
@@ -44,8 +44,9 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
 Question = AskOutline | Put | Take | Send
 
 
-def joined(store: Store, rank: int, interface: str, deadline_s: float) -> Any:
-    """Return this end of a group of two: rank 0 sends, rank 1 receives. Both listen on one interface only.
+def form_group(store: Store, rank: int, interface: str, deadline_s: float) -> Any:
+    """Form a group of two, and return this end of it: rank 0 sends, rank 1 receives. Both listen on one
+    interface only.
 
     Raises:
         RuntimeError: if the other end does not come in time, or the interface does not exist.

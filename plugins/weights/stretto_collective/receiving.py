@@ -17,7 +17,7 @@ import msgspec
 
 from stretto.errors import BusError, StrettoError, WeightsError, one_error
 from stretto.models.version_files import FolderUpdate, Outline, lay_out, open_version
-from stretto_collective.meeting import AskOutline, Put, Question, Send, Store, Take, buckets, joined
+from stretto_collective.meeting import AskOutline, Put, Question, Send, Store, Take, buckets, form_group
 
 if TYPE_CHECKING:
     from stretto.weights import WeightsNote, Wire
@@ -64,7 +64,7 @@ class CollectiveSubscriber:
     def _fill(self, note: WeightsNote, store: Store, files: Mapping[Path, int]) -> None:
         config = self._config
         try:
-            group = joined(store, 1, config.interface, config.deadline_s)
+            group = form_group(store, 1, config.interface, config.deadline_s)
             for bucket in buckets(files.items(), config.bucket_mb * 2**20, write=True):
                 group.recv([bucket], 0, 0).wait(timedelta(seconds=config.deadline_s))
         except (RuntimeError, StrettoError) as error:

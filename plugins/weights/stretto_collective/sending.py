@@ -20,7 +20,7 @@ from stretto_collective.meeting import (
     Store,
     Take,
     buckets,
-    joined,
+    form_group,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class CollectivePublisher(FolderPublisher):
         stored, config = self.find(version), self._config
         files = zip(stored.files, stored.outline.sizes, strict=True)
         try:
-            group = joined(store, 0, config.interface, config.deadline_s)
+            group = form_group(store, 0, config.interface, config.deadline_s)
             for bucket in buckets(files, config.bucket_mb * 2**20, write=False):
                 group.send([bucket], 1, 0).wait(timedelta(seconds=config.deadline_s))
         except RuntimeError as error:  # from torch.distributed, or because a file has just been removed
