@@ -36,7 +36,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow and not integration" $(ARGS)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -q -m slow --timeout=1200 $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m slow --timeout=1200 $(ARGS)
 
 test-integration: $(VENV)/installed
 test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLLM_PYTHON),,$(ENGINES)/vllm/installed)
