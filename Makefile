@@ -9,7 +9,8 @@
 # PYTHON=python3.12       another interpreter than the first that is new enough
 # PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 #                         handed to pip, here for builds of torch without CUDA
-# JOBS=3                  processes that run the tests; one more than there are cores keeps all of them busy
+# JOBS=3, SLOW_JOBS=2     processes that run the tests, and the slow tests. The default tests also wait: one process
+#                         more than there are cores keeps all cores busy
 # SGLANG_PYTHON, VLLM_PYTHON   interpreters with these servers, for `make test-integration` to install none
 # ARGS="seed=2"           handed to stretto run by `make quickstart`, and to pytest by `make test` and the like
 
@@ -21,8 +22,9 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 PIP_ARGS ?=
 ARGS ?=
 JOBS ?= 3
+SLOW_JOBS ?= 2
 # A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
-PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PARALLEL := --dist loadfile --no-loadscope-reorder
 ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
@@ -33,10 +35,10 @@ quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "not slow and not integration" $(ARGS)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -q $(PARALLEL) -m slow --timeout=1200 $(ARGS)
+	$(BIN)/python -m pytest -q -n $(SLOW_JOBS) $(PARALLEL) -m slow --timeout=1200 $(ARGS)
 
 test-integration: $(VENV)/installed
 test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLLM_PYTHON),,$(ENGINES)/vllm/installed)
@@ -47,7 +49,7 @@ test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLL
 coverage: $(VENV)/installed
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest -q $(PARALLEL) -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -q -n $(JOBS) $(PARALLEL) -m "not slow and not integration" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
