@@ -147,9 +147,17 @@ class Run:
                 stderr=subprocess.STDOUT,
             )
         self.seen: dict[int, psutil.Process] = {}
+        self._looked = 0.0
+
+    def _sleep(self) -> None:
+        """Wait for a moment. Look at the processes now and then: that reads all of the machine's."""
+        if time.monotonic() - self._looked > 0.25:
+            self.look()
+        time.sleep(0.05)
 
     def look(self) -> list[psutil.Process]:
         """All processes started so far, by it or by what it started, that are still there."""
+        self._looked = time.monotonic()
         try:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 self.seen[process.pid] = process
@@ -166,8 +174,7 @@ class Run:
         while not (result := condition()):
             assert self.process.poll() is None, f"ended early:\n{self.text()}"
             assert time.monotonic() < deadline, f"waited too long:\n{self.text()}"
-            self.look()
-            time.sleep(0.05)
+            self._sleep()
         return result
 
     def until_step(self, step: int) -> None:
@@ -183,8 +190,7 @@ class Run:
         deadline = time.monotonic() + deadline_s
         while (status := self.process.poll()) is None:
             assert time.monotonic() < deadline, f"does not end:\n{self.text()}"
-            self.look()
-            time.sleep(0.05)
+            self._sleep()
         return status
 
     def metrics(self) -> list[dict[str, Any]]:
