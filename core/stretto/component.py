@@ -136,7 +136,7 @@ class Component(Generic[ConfigT]):
     summary: str
     """One line for `stretto plugins`."""
     check: Callable[[ConfigT, RunConfig], Iterable[Problem]] | None = None
-    """Finds problems that types cannot express, before any process starts. May read other sections."""
+    """Finds problems that types cannot express, before the run starts a worker. May read other sections."""
     check_row: Callable[[ConfigT, Mapping[str, Any]], str] | None = None
     """For a reward: returns what is wrong with the columns of a row (all but `prompt`), or an empty text.
     `stretto check` calls it for rows of the dataset, in a separate process that has not made the reward."""

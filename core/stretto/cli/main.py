@@ -1,6 +1,6 @@
 """The command line: `stretto quickstart | run | resume | evaluate | check | plugins | schema`.
 
-Exit status: 0 the command succeeded; 1 a run failed; 2 a mistake was found before any process started;
+Exit status: 0 the command succeeded; 1 a run failed; 2 a mistake was found before the run started a worker;
 130 interrupted.
 """
 
