@@ -87,7 +87,7 @@ class VersionSpan(msgspec.Struct, gc=False):
 class _ServerSample(OpenSample):
     """One answer that is being generated."""
 
-    answer: list[int] = field(default_factory=list[int])
+    answer: list[int] = field(init=False)
     """The tokens that the sample had on arrival, and all tokens that the server has returned since."""
     salt: str = ""
     """Salt of the prefix cache: the version that samples, or sampled, the server's first token of it."""

@@ -250,7 +250,8 @@ class Batcher:
         samples = tuple(samples)
         running = [sample for sample in samples if sample.row >= 0]
         unsent = {sample: self._slots.answer(sample, sample.sent) for sample in running}
-        self._slots.remove(running)
+        if running:
+            self._slots.remove(running)
         for sample in samples:
             self._end(sample, finish, error, unsent.get(sample, NO_TOKENS))
 
