@@ -31,7 +31,7 @@ from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, RunError
 from stretto.launcher import ROLES
 
-__all__ = ["Bootstrap", "NatsServer", "fault_of_server", "foreign_bootstrap", "lock_run"]
+__all__ = ["Bootstrap", "NatsServer", "binary", "fault_of_server", "foreign_bootstrap", "lock_run"]
 
 _USERS = ("kernel", *ROLES)
 
@@ -166,7 +166,7 @@ class NatsServer:
         lock, grace_s = str(folder / "kernel.lock"), str(config.grace_s)
         with (folder / "guard.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, guard.__file__, _binary(), str(folder / "nats.conf"), lock, grace_s],
+                [sys.executable, guard.__file__, binary(), str(folder / "nats.conf"), lock, grace_s],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -217,7 +217,12 @@ async def _end_former(pid_file: Path) -> None:
     pid_file.unlink(missing_ok=True)  # a killed guard leaves its file
 
 
-def _binary() -> str:
+def binary() -> str:
+    """Return the path of the bundled nats-server, or of the one on PATH.
+
+    Raises:
+        BusError: if there is none.
+    """
     in_environment = Path(sys.executable).with_name("nats-server")
     binary = str(in_environment) if in_environment.exists() else shutil.which("nats-server")
     if binary is None:

@@ -1,7 +1,7 @@
-"""The command line: `stretto quickstart | run | resume | evaluate | check | plugins | schema`.
+"""The command line: `stretto quickstart | run | resume | evaluate | audit | check | plugins | schema`.
 
-Exit status: 0 the command succeeded; 1 a run failed; 2 a mistake was found before the run started a worker;
-130 interrupted.
+Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
+before the run started a worker, or a run cannot be audited; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import msgspec
 import typer
 from typer.core import TyperCommand
 
@@ -22,6 +23,7 @@ from stretto.errors import ConfigError, PluginError, StrettoError
 
 if TYPE_CHECKING:
     from stretto.assembly.compose import Composed
+    from stretto.cli.audit import AuditReport
     from stretto.cli.evaluate import Estimate, Result
     from stretto.component import Kind
 
@@ -48,6 +50,9 @@ EvaluationOverrides = Annotated[
         help="Values that override keys of the run file, for example inference.slots=64.",
     ),
 ]
+
+_MOST_VIOLATIONS = 20
+"""Maximum number of violations of one check that the table's text lists."""
 
 
 def main() -> None:
@@ -197,6 +202,31 @@ def evaluate(
     _show_result(result, summary["reasons"], folder)
 
 
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Check that a run that has ended lost no ticket, trained none twice and kept its bounds.
+
+    The audit reads journal, log and checkpoints by itself, from a copy of the run's store. Exit status: 0
+    clean, 1 violations, 2 the run cannot be audited.
+    """
+    from stretto.cli.audit import audit_run
+
+    try:
+        report = audit_run(folder)
+    except StrettoError as error:
+        _fail(error, 2)
+    if as_json:
+        typer.echo(msgspec.json.encode(report))
+    else:
+        _show_audit(report)
+    raise typer.Exit(0 if report.status == "clean" else 1)
+
+
 @app.command(cls=_WithOverrides)
 def check(
     file: RunFile,
@@ -297,6 +327,30 @@ def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> No
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
 
 
+def _show_audit(report: AuditReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("check", "result", "checked", "not checked"):
+        table.add_column(column, overflow="fold")
+    for check in report.checks:
+        result = f"{len(check.violations)} violations" if check.violations else "ok"
+        table.add_row(*map(Text, (check.name, result, check.checked, check.unchecked)))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for check in report.checks:
+        for violation in check.violations[:_MOST_VIOLATIONS]:
+            typer.echo(f"{check.name}: {violation}")
+        if len(check.violations) > _MOST_VIOLATIONS:
+            typer.echo(
+                f"{check.name}: {len(check.violations) - _MOST_VIOLATIONS} more; --json lists them all"
+            )
+    typer.echo(
+        f"{report.status}: {report.lost} tickets lost, {report.doubled} trained twice, in {report.folder}"
+    )
+
+
 def _interval(estimated: Estimate) -> str:
     width = "" if estimated.ci95 is None else f" ± {estimated.ci95:.4f}"
     return f"{estimated.mean:.4f}{width}"
@@ -330,7 +384,7 @@ def _show_component(installed: Any, kind: Kind, name: str) -> None:
             typer.echo(f"    {field.meaning}")
 
 
-def _fail(error: Exception, status: int) -> None:
+def _fail(error: Exception, status: int) -> NoReturn:
     lines = str(error).splitlines() or [type(error).__name__]
     for line in lines:
         typer.echo(f"error: {line}", err=True)

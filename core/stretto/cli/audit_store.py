@@ -1,0 +1,239 @@
+"""The journal and the log of a run, read from a copy of its store by a nats-server of the audit's own.
+
+The run's own store stays as it is: a nats-server repairs and compacts the files that it opens.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import secrets
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import nats
+import nats.errors
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.errors import APIError
+
+from stretto.bus.client import decoder
+from stretto.bus.messages import Message, Subjects
+from stretto.bus.server import binary
+from stretto.children.protocol import die_with_parent
+from stretto.errors import BusError, RunError
+
+__all__ = ["StoreCopy", "StoredMessage", "open_copy"]
+
+_START_S = 60.0
+_BATCH = 32
+_PART = 0xC1
+"""First byte of a part of a large payload, and of the message that lists the parts."""
+_PART_HEAD_BYTES = struct.calcsize(">B16sII")
+
+
+@dataclass(frozen=True)
+class StoredMessage:
+    """One message of a stream."""
+
+    sequence: int
+    id: str
+    """The id under which the sender stored it."""
+    content: Message | None
+    """None if the bytes are not a message of the kind that its subject carries."""
+
+
+@asynccontextmanager
+async def open_copy(folder: Path) -> AsyncGenerator[StoreCopy]:
+    """Copy the journal and the log of the run in `folder`, and serve the copy for the duration of the block.
+
+    Raises:
+        RunError: if a kernel owns the run, or if the run has no store of its own.
+        BusError: if the server does not start on the copy.
+    """
+    with tempfile.TemporaryDirectory(prefix="stretto-audit-") as aside:
+        copy = Path(aside)
+        run = _copy_streams(folder, copy / "store")
+        async with _serve(copy) as jetstream:
+            yield StoreCopy(jetstream, run)
+
+
+class StoreCopy:
+    """The copied streams of one run."""
+
+    def __init__(self, jetstream: JetStreamContext, run: str) -> None:
+        self._jetstream = jetstream
+        self.run = run
+        self.names = Subjects(run)
+
+    async def span(self, stream: str) -> tuple[int, int]:
+        """Return the sequence numbers of the first and the last message of a stream. The first is above the
+        last in an empty stream.
+
+        Raises:
+            BusError: if the stream cannot be read.
+        """
+        try:
+            state = (await self._jetstream.stream_info(stream)).state
+        except (APIError, nats.errors.Error, TimeoutError) as error:
+            raise BusError(f"the copy of {stream} cannot be read: {error}") from error
+        return (state.first_seq, state.last_seq) if state.messages else (state.last_seq + 1, state.last_seq)
+
+    async def messages(self, stream: str, kinds: Mapping[str, Any]) -> AsyncIterator[StoredMessage]:
+        """Yield the messages of a stream in order, joined where they were stored in parts.
+
+        Args:
+            kinds: subject -> the kind of its messages. Messages of other subjects are skipped.
+        """
+        decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
+        parts: dict[int, bytes] = {}
+        async for subject, sequence, id, data in self._raw(stream):
+            if subject.endswith(".part"):
+                parts[sequence] = data[_PART_HEAD_BYTES:]
+            elif subject in decoders:
+                try:
+                    content = decoders[subject](_join(data, parts))
+                except msgspec.DecodeError:
+                    content = None
+                yield StoredMessage(sequence, id, content)
+
+    async def _raw(self, stream: str) -> AsyncIterator[tuple[str, int, str, bytes]]:
+        """Yield subject, sequence number, id and bytes of every message of a stream."""
+        left = (await self._jetstream.stream_info(stream)).state.messages
+        everything = ConsumerConfig(deliver_policy=DeliverPolicy.ALL, ack_policy=AckPolicy.NONE)
+        consumer = await self._jetstream.add_consumer(stream, everything)
+        subscription = await self._jetstream.pull_subscribe_bind(
+            consumer=consumer.name, stream=stream, pending_bytes_limit=-1
+        )
+        while left:
+            try:
+                batch = await subscription.fetch(min(_BATCH, left), timeout=30)
+            except (TimeoutError, nats.errors.Error) as error:
+                raise BusError(f"{left} messages of the copy of {stream} cannot be read: {error}") from error
+            left -= len(batch)
+            for msg in batch:
+                id = (msg.headers or {}).get("Nats-Msg-Id", "")
+                yield msg.subject, msg.metadata.sequence.stream, id, msg.data
+
+
+# --------------------------------------------------------------------------------------- private
+
+
+def _join(data: bytes, parts: dict[int, bytes]) -> bytes:
+    """Return the whole payload, and forget its parts.
+
+    Raises:
+        msgspec.DecodeError: if a part is missing.
+    """
+    if data[:1] != bytes([_PART]):
+        return data
+    sequences = msgspec.msgpack.decode(data[1:], type=list[int])
+    if missing := [sequence for sequence in sequences if sequence not in parts]:
+        raise msgspec.DecodeError(f"its part {missing[0]} is missing")
+    return b"".join(parts.pop(sequence) for sequence in sequences)
+
+
+def _copy_streams(folder: Path, store: Path) -> str:
+    """Copy the streams of the journal and the log, and return the run's id.
+
+    Raises:
+        RunError: if a kernel owns the run at the beginning or at the end of the copy, or if the run has no
+            store of its own.
+    """
+    streams = folder / "bus" / "store" / "jetstream" / "$G" / "streams"
+    journals = sorted(streams.glob("JOURNAL_*"))
+    if len(journals) != 1:
+        raise RunError(
+            f"{streams} has {len(journals)} journals, expected one; a run on your own server (`bus.url`) "
+            "has its journal there, and `stretto audit` cannot copy it"
+        )
+    before = _last_owner(folder)
+    run = journals[0].name.removeprefix("JOURNAL_")
+    for name in (f"JOURNAL_{run}", f"LOG_{run}"):
+        if (streams / name).is_dir():
+            _copy_tree(streams / name, store / "jetstream" / "$G" / "streams" / name)
+    if _last_owner(folder) != before:
+        raise RunError(f"a kernel took over the run in {folder} during the copy; audit it when it has ended")
+    return run
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """Copy a stream without its consumers. Leave out files that its server removes in its grace time."""
+
+    def copy(file: str, to: str) -> None:
+        with suppress(FileNotFoundError):
+            shutil.copy(file, to)
+
+    shutil.copytree(source, target, copy_function=copy, ignore=shutil.ignore_patterns("obs"))
+
+
+def _last_owner(folder: Path) -> tuple[str, int]:
+    """Return the text of the run's lock and the time at which it was written. Each kernel writes it anew.
+
+    Raises:
+        RunError: if a kernel owns the run now.
+    """
+    lock = folder / "bus" / "kernel.lock"
+    if not lock.exists():
+        return "", 0
+    with lock.open() as file:
+        owner = file.read().strip()
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"the run in {folder} is owned by {owner}; audit it when it has ended") from None
+        return owner, lock.stat().st_mtime_ns
+
+
+@asynccontextmanager
+async def _serve(folder: Path) -> AsyncGenerator[JetStreamContext]:
+    """Run a nats-server on `folder / "store"`, which only this process can log in to."""
+    password = secrets.token_urlsafe(24)
+    configuration = {
+        "host": "127.0.0.1",
+        "port": -1,
+        "ports_file_dir": str(folder),
+        "log_file": str(folder / "nats.log"),
+        "jetstream": {"store_dir": str(folder / "store")},
+        "authorization": {"user": "audit", "password": password},
+    }
+    (folder / "nats.conf").write_text(json.dumps(configuration))
+    server = subprocess.Popen(
+        [binary(), "-c", str(folder / "nats.conf")],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=die_with_parent,
+    )
+    try:
+        url = await _address(folder, server)
+        client = await nats.connect(url, user="audit", password=password, allow_reconnect=False)
+        try:
+            yield client.jetstream(timeout=_START_S)
+        finally:
+            await client.close()
+    finally:
+        server.kill()  # its store is a copy
+        server.wait()
+
+
+async def _address(folder: Path, server: subprocess.Popen[bytes]) -> str:
+    """Return the server's address, once the server has written its port to a file."""
+    deadline = anyio.current_time() + _START_S
+    while server.poll() is None and anyio.current_time() < deadline:
+        for file in folder.glob("*.ports"):
+            if text := file.read_text():
+                return json.loads(text)["nats"][0]
+        await anyio.sleep(0.01)
+    log = folder / "nats.log"
+    tail = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "it wrote no log"
+    raise BusError(f"the nats-server of the audit did not start on the copy of the store: {tail}")

@@ -1,0 +1,441 @@
+"""`stretto audit`: a clean run is clean, and each hand-made violation in a real store is found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+
+from stretto.array import Array
+from stretto.bus.client import Bus, connect
+from stretto.bus.messages import (
+    Evaluation,
+    GroupDone,
+    JournalBatch,
+    JournalChange,
+    JournalEvaluation,
+    JournalStep,
+    Member,
+    RowRef,
+    Subjects,
+    TrajectoryBundle,
+    WireTrajectory,
+)
+from stretto.bus.server import Bootstrap, NatsServer, lock_run
+from stretto.cli.audit import AuditReport, audit_run
+from stretto.config import BusConfig
+from stretto.errors import BusError, RunError
+
+STEPS, BATCH, GROUP, BOUND = 4, 2, 2, 1
+TOKENS = 5
+
+
+class Books:
+    """What a small run has written, before it goes to a store and into files. A test may doctor it."""
+
+    def __init__(self) -> None:
+        self.batch_sizes = {1: BATCH}
+        self.log: list[TrajectoryBundle | GroupDone] = []
+        self.journal: list[JournalBatch | JournalStep | JournalEvaluation | JournalChange] = []
+        self.purge_below = 0
+        groups: dict[int, GroupDone] = {}
+        for ticket in range((STEPS + 1) * BATCH):  # a batch more than is trained
+            oldest = max(0, ticket // BATCH - BOUND)
+            self.log.append(
+                TrajectoryBundle(ticket, 1, 0, tuple(trajectory(ticket, i, oldest) for i in (0, 1)))
+            )
+            groups[ticket] = group_done(ticket, len(self.log), oldest)
+            self.log.append(groups[ticket])
+        for version in range(STEPS):
+            tickets = tuple(range(BATCH * version, BATCH * (version + 1)))
+            self.journal.append(batch(version, [groups[ticket] for ticket in tickets]))
+            self.journal.append(JournalStep(0, version + 1, f"digest-{version + 1}"))
+        self.log.append(evaluation_group(0, STEPS, 0.5))
+        self.evaluation = Evaluation(STEPS, 0.5, GROUP, 0)
+        self.journal.append(JournalEvaluation(0, self.evaluation))
+        self.metrics: list[dict[str, Any]] = [
+            {"step": step, "ledger": ledger(step), "staleness_max": BOUND} for step in range(1, STEPS + 1)
+        ]
+        self.metrics.append(
+            {"step": STEPS, "evaluation/accuracy": 0.5, "evaluation/samples": GROUP, "evaluation/failed": 0}
+        )
+        self.checkpoint: dict[str, Any] = {
+            "version": STEPS,
+            "incarnation": 0,
+            "digest": f"digest-{STEPS}",
+            "snapshot": {
+                "ledger": ledger(STEPS),
+                "open": [{"id": ticket} for ticket in range(STEPS * BATCH, (STEPS + 1) * BATCH)],
+                "reasons": {},
+            },
+        }
+        self.summary: dict[str, Any] = {
+            "status": "interrupted",
+            "version": STEPS,
+            "ledger": ledger(STEPS),
+            "reasons": {},
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Make a run's folder with these books. The store is that of a real server."""
+        folder.mkdir()
+        numbers = sorted(self.batch_sizes)
+        for number in numbers:
+            name = "config.yaml" if number == numbers[-1] else f"config-{number}.yaml"
+            size = self.batch_sizes[number]
+            (folder / name).write_text(f"queue: {{batch_size: {size}, max_staleness: {BOUND}}}\n")
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
+        (folder / "summary.json").write_text(json.dumps(self.summary))
+        self.write_checkpoint(folder / "checkpoints" / f"step-{STEPS:06d}")
+        anyio.run(self._store, folder)
+        return folder
+
+    def write_checkpoint(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "kernel.json").write_text(json.dumps(self.checkpoint))
+        hashes = {"kernel.json": hashlib.sha256((folder / "kernel.json").read_bytes()).hexdigest()}
+        (folder / "manifest.json").write_text(json.dumps(hashes))
+
+    async def _store(self, folder: Path) -> None:
+        names = Subjects("books")
+        lock = lock_run(folder / "bus")
+        server = await NatsServer.start(folder / "bus", "books", BusConfig(max_payload_mb=1), folder)
+        bootstrap = Bootstrap.read(folder / "bus" / "kernel.json")
+        async with connect(bootstrap, names.inbox("kernel")) as bus:
+            await bus.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
+            await bus.make_log(names.journal_stream, [names.journal])
+            await self._append(bus, names)
+        await server.stop()
+        lock.close()
+
+    async def _append(self, bus: Bus, names: Subjects) -> None:
+        for number, message in enumerate(self.log):
+            subject = names.trajectories if isinstance(message, TrajectoryBundle) else names.groups
+            await bus.append(subject, message, id=f"log-{number}")
+        for number, entry in enumerate(self.journal):
+            await bus.append(names.journal, entry, id=f"journal-{number}")
+        if self.purge_below:
+            await bus.purge(names.log_stream, below=self.purge_below)
+
+
+def trajectory(ticket: int, index: int, oldest: int) -> WireTrajectory:
+    """One prompt token of no version, then tokens of `oldest`."""
+    return WireTrajectory(
+        id=f"{ticket}/1/{index}",
+        tokens=Array.of(np.arange(TOKENS), np.int32),
+        loss_mask=Array.of([False, *[True] * (TOKENS - 1)], np.bool_),
+        logprobs=Array.of(np.zeros(TOKENS), np.float32),
+        versions=Array.of([-1, *[oldest] * (TOKENS - 1)], np.int32),
+        reward=1.0,
+        metrics={},
+        finish="stop",
+        engine="inference-0",
+        sample=index,
+    )
+
+
+def group_done(ticket: int, sequence: int, oldest: int) -> GroupDone:
+    members = tuple(
+        Member(f"{ticket}/1/{i}", sequence, i, TOKENS, TOKENS - 1, oldest, oldest, 1.0, {}, "stop")
+        for i in (0, 1)
+    )
+    return GroupDone("train", ticket, 1, "rollout-0", members, 0.0)
+
+
+def evaluation_group(ticket: int, version: int, reward: float) -> GroupDone:
+    members = tuple(
+        Member(f"eval-{ticket}/1/{i}", 0, i, TOKENS, TOKENS - 1, version, version, reward, {}, "stop")
+        for i in range(GROUP)
+    )
+    return GroupDone("eval", ticket, 1, "rollout-0", members, 0.0)
+
+
+def batch(version: int, groups: list[GroupDone], incarnation: int = 0) -> JournalBatch:
+    rows = tuple(
+        RowRef(member.id, member.sequence, member.index, group.ticket, member.length)
+        for group in groups
+        for member in group.members
+    )
+    return JournalBatch(incarnation, version, rows, tuple(group.ticket for group in groups), "layout", 1)
+
+
+def ledger(step: int) -> dict[str, int]:
+    trained = BATCH * step
+    accounts = {"trained": trained, "filtered": 0, "expired": 0, "failed": 0, "in_flight": BATCH}
+    return {"issued": trained + BATCH, **accounts}
+
+
+def violations(report: AuditReport) -> list[str]:
+    return [f"{check.name}: {violation}" for check in report.checks for violation in check.violations]
+
+
+# ------------------------------------------------------------------------------------ clean books
+
+
+def test_clean_books_are_clean_and_what_was_purged_is_named(tmp_path: Path) -> None:
+    books = Books()
+    books.purge_below = 9  # the groups of versions 0 and 1
+    folder = books.write(tmp_path / "run")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    report = audit_run(folder)
+    assert violations(report) == []
+    assert (report.status, report.lost, report.doubled) == ("clean", 0, 0)
+    checks = {check.name: check for check in report.checks}
+    assert checks["no ticket twice"].checked == "8 tickets, 16 trajectories, versions 0-3"
+    assert checks["no ticket lost"].checked == "6 ledgers at versions 1-4"
+    assert checks["staleness of each token"].checked == "8 trajectories of versions 2-3, largest 1"
+    assert checks["staleness of each token"].unchecked.startswith("versions 0-1: purged")
+    assert checks["rows in the log"].checked.startswith("versions 2-3")
+    assert checks["evaluations of one version"].checked == "versions 4; samples of versions 4"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_command_prints_a_table_or_one_object(tmp_path: Path) -> None:
+    books = Books()
+    books.summary["ledger"]["issued"] += 1
+    folder = books.write(tmp_path / "run")
+    command = [sys.executable, "-m", "stretto", "audit", str(folder)]
+    table = subprocess.run(command, capture_output=True, text=True)
+    assert table.returncode == 1, table.stderr
+    assert "no ticket lost: summary.json: issued 11 tickets, and accounts for 10" in table.stdout
+    assert f"violations: 1 tickets lost, 0 trained twice, in {folder}" in table.stdout
+    found = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert found.returncode == 1
+    assert msgspec.json.decode(found.stdout, type=AuditReport) == audit_run(folder)
+    (folder / "config.yaml").unlink()
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"error: {folder} holds no run: it has no config.yaml\n"
+
+
+def test_a_run_that_a_kernel_owns_or_whose_store_is_gone_cannot_be_audited(tmp_path: Path) -> None:
+    folder = Books().write(tmp_path / "run")
+    with (
+        lock_run(folder / "bus"),
+        pytest.raises(RunError, match=r"is owned by pid \d+; audit it when it has"),
+    ):
+        audit_run(folder)
+    streams = folder / "bus" / "store" / "jetstream" / "$G" / "streams"
+    shutil.rmtree(streams / "LOG_books")
+    with pytest.raises(BusError, match="LOG_books cannot be read"):
+        audit_run(folder)
+    shutil.rmtree(streams)
+    with pytest.raises(RunError, match="0 journals, expected one"):
+        audit_run(folder)
+
+
+def test_a_new_incarnation_replaces_the_batches_from_its_first_version_on(tmp_path: Path) -> None:
+    """The step to version 3 was repeated to other weights; tickets 6 and 7 expired, 8 and 9 came instead."""
+    books = Books()
+    groups = [
+        message for message in books.log if isinstance(message, GroupDone) and message.purpose == "train"
+    ]
+    books.journal.append(batch(3, groups[8:10], incarnation=1))
+    books.journal.append(JournalStep(1, 4, "another digest"))
+    accounts = {"trained": 8, "filtered": 0, "expired": 2, "failed": 0, "in_flight": 0}
+    books.metrics[3]["ledger"] = books.summary["ledger"] = {"issued": 10, **accounts}
+    books.summary["reasons"] = {"expired: sampled by weights of incarnation 0": 2}
+    books.checkpoint |= {
+        "incarnation": 1,
+        "digest": "another digest",
+        "snapshot": {"ledger": books.summary["ledger"], "open": [], "reasons": books.summary["reasons"]},
+    }
+    report = audit_run(books.write(tmp_path / "run"))
+    assert violations(report) == []
+    assert report.checks[0].checked == "versions 0-3, 2 incarnations"
+
+
+def test_batches_have_the_size_of_the_values_in_force(tmp_path: Path) -> None:
+    books = Books()
+    books.batch_sizes = {1: BATCH, 2: 1}
+    change = JournalChange(0, 3, 2, 0, {"queue.batch_size": ("2", "1")})
+    books.journal.insert(6, change)
+    assert violations(audit_run(books.write(tmp_path / "run"))) == [
+        "steps x batch_size: the batch of version 3 has 2 tickets, expected 1"
+    ]
+
+
+# ----------------------------------------------------------------------------- hand-made violations
+
+
+def replace_entry(books: Books, index: int, **changed: Any) -> None:
+    books.journal[index] = msgspec.structs.replace(books.journal[index], **changed)
+
+
+def double_a_ticket(books: Books) -> None:
+    groups = [message for message in books.log if isinstance(message, GroupDone)]
+    books.journal[4] = batch(2, [groups[0], groups[5]])
+
+
+def double_a_row(books: Books) -> None:
+    rows = books.journal[4].rows  # type: ignore[union-attr]
+    replace_entry(books, 4, rows=(*rows, rows[-1]))
+
+
+def write_a_second_batch(books: Books) -> None:
+    groups = [message for message in books.log if isinstance(message, GroupDone)]
+    books.journal.append(batch(3, [groups[8], groups[9]]))
+
+
+def age_a_token(books: Books) -> None:
+    bundle = books.log[10]  # ticket 5, of the batch of version 2: 1 is allowed
+    assert isinstance(bundle, TrajectoryBundle)
+    one, other = bundle.trajectories
+    versions = Array.of([-1, 1, 0, 1, 1], np.int32)
+    older = msgspec.structs.replace(other, versions=versions)
+    books.log[10] = msgspec.structs.replace(bundle, trajectories=(one, older))
+
+
+def age_a_prompt(books: Books) -> None:
+    """Versions outside the loss mask do not count."""
+    bundle = books.log[10]
+    assert isinstance(bundle, TrajectoryBundle)
+    one, other = bundle.trajectories
+    older = msgspec.structs.replace(other, versions=Array.of([-7, 1, 1, 1, 1], np.int32))
+    books.log[10] = msgspec.structs.replace(bundle, trajectories=(one, older))
+
+
+def swap_two_bundles(books: Books) -> None:
+    books.log[8], books.log[10] = books.log[10], books.log[8]
+
+
+def lose_a_group(books: Books) -> None:
+    books.log[9] = deepcopy(books.log[11])
+
+
+def mix_an_evaluation(books: Books) -> None:
+    group = books.log[-1]
+    assert isinstance(group, GroupDone)
+    mixed = msgspec.structs.replace(group.members[0], oldest=STEPS - 1)
+    books.log[-1] = msgspec.structs.replace(group, members=(mixed, group.members[1]))
+
+
+def falsify_an_evaluation(books: Books) -> None:
+    books.journal[-1] = JournalEvaluation(0, msgspec.structs.replace(books.evaluation, accuracy=0.9))
+
+
+VIOLATIONS: dict[str, tuple[Callable[[Books], Any], list[str]]] = {
+    "a ticket in two batches": (
+        double_a_ticket,
+        [
+            "no ticket twice: ticket 0 is in the batches of versions 0, 2",
+            "no ticket twice: trajectory 0/1/0 is in",
+        ],
+    ),
+    "a row twice in a batch": (double_a_row, ["trajectory 5/1/1 is in the batches of versions 2, 2"]),
+    "a second batch of a version": (
+        write_a_second_batch,
+        ["one batch a version: version 3 has two batches in incarnation 0"],
+    ),
+    "a version without a batch": (
+        lambda books: books.journal.__delitem__(2),
+        ["one batch a version: version 1 has no batch", "the step to version 2 has no earlier batch"],
+    ),
+    "a ticket that is not accounted for": (
+        lambda books: books.metrics[2]["ledger"].update(in_flight=1),
+        ["no ticket lost: metrics.jsonl, step 3: issued 8 tickets, and accounts for 7"],
+    ),
+    "a trained ticket that is open": (
+        lambda books: books.checkpoint["snapshot"]["open"][0].update(id=3),
+        ["no ticket lost: checkpoint step-000004: ticket 3 is open, but the journal trained it"],
+    ),
+    "a ledger that has trained more": (
+        lambda books: books.summary["ledger"].update(trained=9, in_flight=1),
+        ["summary.json: says 9 tickets trained; the journal has 8"],
+    ),
+    "a ticket that failed without a reason": (
+        lambda books: books.summary["ledger"].update(failed=1, in_flight=1),
+        ["summary.json: 1 tickets failed, with reasons for 0"],
+    ),
+    "an old token": (
+        age_a_token,
+        [
+            "staleness of each token: trajectory 5/1/1 of version 2: tokens of versions 0 to 1, allowed 1",
+            "rows in the log: group 5/1 of version 2: the data of 5/1/1 differ from what the group says",
+        ],
+    ),
+    "staleness in metrics": (
+        lambda books: books.metrics[1].update(staleness_max=2),
+        ["staleness of each token: step 2 has staleness_max 2, allowed 1"],
+    ),
+    "other data in the log": (
+        swap_two_bundles,
+        ["rows in the log: trajectory 4/1/0 of version 2: the log has 5/1/0 there"],
+    ),
+    "a group that was never done": (
+        lose_a_group,
+        ["rows in the log: group 4/1 of version 2: the log has no message that it is done"],
+    ),
+    "another digest in a checkpoint": (
+        lambda books: books.checkpoint.update(digest="other"),
+        ["digests: version 4 of incarnation 0: the journal has digest-4, checkpoint step-000004 has other"],
+    ),
+    "a repeated step that led elsewhere": (
+        lambda books: books.journal.append(JournalStep(0, 2, "other")),
+        ["digests: version 2 of incarnation 0: the journal has digest-2, the journal has other"],
+    ),
+    "a step that is missing in metrics": (
+        lambda books: books.metrics.pop(1),
+        ["metrics.jsonl: line 2 of the steps is that of step 3"],
+    ),
+    "a step twice in metrics": (
+        lambda books: books.metrics.insert(2, books.metrics[1]),
+        ["metrics.jsonl: line 3 of the steps is that of step 2", "metrics.jsonl: 5 steps; the journal has 4"],
+    ),
+    "a run that is complete too early": (
+        lambda books: books.summary.update(status="completed", version=STEPS - 1, ledger=ledger(STEPS - 1)),
+        ["steps x batch_size: summary.json says completed at version 3; the journal ends at 4"],
+    ),
+    "an evaluation of two versions": (
+        mix_an_evaluation,
+        ["evaluations of one version: evaluation ticket 0/1 has tokens of versions 3-4"],
+    ),
+    "an evaluation with another result": (
+        falsify_an_evaluation,
+        ["the evaluation of version 4: 2 samples, accuracy 0.9; the log has 2 samples, accuracy 0.5"],
+    ),
+    "an evaluation twice": (
+        lambda books: books.journal.append(books.journal[-1]),
+        ["evaluations of one version: version 4 has two results in incarnation 0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", VIOLATIONS)
+def test_a_violation_is_found(tmp_path: Path, what: str) -> None:
+    doctor, expected = VIOLATIONS[what]
+    books = Books()
+    doctor(books)
+    report = audit_run(books.write(tmp_path / "run"))
+    assert report.status == "violations"
+    found = "\n".join(violations(report))
+    for text in expected:
+        assert text in found
+
+
+def test_a_checkpoint_that_is_not_what_its_manifest_says_is_found(tmp_path: Path) -> None:
+    folder = Books().write(tmp_path / "run")
+    checkpoint = folder / "checkpoints" / f"step-{STEPS:06d}"
+    (checkpoint / "kernel.json").write_text((checkpoint / "kernel.json").read_text() + "\n")
+    (checkpoint / "stray.bin").write_bytes(b"")
+    found = violations(audit_run(folder))
+    assert found == [
+        "digests: checkpoint step-000004: kernel.json differs from its hash; stray.bin: unexpected or missing"
+    ]
+
+
+def test_versions_outside_the_loss_mask_do_not_count(tmp_path: Path) -> None:
+    books = Books()
+    age_a_prompt(books)
+    assert violations(audit_run(books.write(tmp_path / "run"))) == []
