@@ -83,14 +83,14 @@ def audit_run(folder: Path) -> AuditReport:
 async def _audit(folder: Path) -> AuditReport:
     async with open_copy(folder) as store:
         journal, log = await read_journal(store), await read_log(store)
-    audit = _Audit(folder, journal, log, read_checkpoints(folder))
-    checks = list(audit.checks())
+    checker = _Checker(folder, journal, log, read_checkpoints(folder))
+    checks = list(checker.checks())
     return AuditReport(
         run=store.run,
         folder=str(folder),
         status="violations" if any(check.violations for check in checks) else "clean",
-        lost=audit.lost,
-        doubled=audit.doubled,
+        lost=checker.lost,
+        doubled=checker.doubled,
         checks=checks,
     )
 
@@ -117,7 +117,7 @@ class _Account:
     """Number of retired tickets, by reason; None if unknown."""
 
 
-class _Audit:
+class _Checker:
     """The checks of one run."""
 
     def __init__(

@@ -29,7 +29,7 @@ from stretto.errors import RunError
 
 __all__ = [
     "CheckpointRecord",
-    "History",
+    "BatchHistory",
     "JournalRecord",
     "LogRecord",
     "TrajectoryFacts",
@@ -44,7 +44,7 @@ __all__ = [
 
 
 @dataclass
-class History:
+class BatchHistory:
     """The batches of one incarnation and of those before it, as far as they are in force."""
 
     batches: dict[int, JournalBatch] = field(default_factory=dict[int, JournalBatch])
@@ -52,10 +52,10 @@ class History:
     values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
     """(version from which they are in force, number of the values), in order."""
 
-    def cut(self, version: int) -> History:
+    def cut(self, version: int) -> BatchHistory:
         """Return the history up to a version, for an incarnation that begins there."""
         batches = {each: batch for each, batch in self.batches.items() if each < version}
-        return History(batches, [each for each in self.values if each[0] <= version])
+        return BatchHistory(batches, [each for each in self.values if each[0] <= version])
 
     def values_at(self, version: int) -> int:
         """Return the number of the values with which the batch of a version was made."""
@@ -66,7 +66,7 @@ class History:
 class JournalRecord:
     """The journal of a run."""
 
-    histories: dict[int, History] = field(default_factory=lambda: {0: History()})
+    histories: dict[int, BatchHistory] = field(default_factory=lambda: {0: BatchHistory()})
     """Incarnation -> its history."""
     incarnation: int = 0
     """The present incarnation."""
@@ -81,17 +81,17 @@ class JournalRecord:
     """Sequence numbers of entries that cannot be read."""
 
     @property
-    def history(self) -> History:
+    def history(self) -> BatchHistory:
         """The history in force."""
         return self.histories[self.incarnation]
 
-    def enter(self, incarnation: int, version: int) -> History:
+    def enter(self, incarnation: int, version: int) -> BatchHistory:
         """Return the history of an incarnation in which something happens at a version. A higher incarnation
         than the present one begins there. A lower one continues: a kernel went back to it."""
         if incarnation > self.incarnation:
             self.histories[incarnation] = self.history.cut(version)
         self.incarnation = incarnation
-        return self.histories.setdefault(incarnation, History())
+        return self.histories.setdefault(incarnation, BatchHistory())
 
     def add(self, entry: JournalBatch | JournalStep | JournalEvaluation | JournalChange) -> None:
         """Take in the next entry."""
@@ -103,7 +103,7 @@ class JournalRecord:
                     self.rewritten.append(f"version {version} has two batches in incarnation {incarnation}")
                 batches[version] = entry
             case JournalStep(incarnation, version, digest):
-                if version - 1 not in self.histories.get(incarnation, History()).batches:
+                if version - 1 not in self.histories.get(incarnation, BatchHistory()).batches:
                     self.unordered.append(f"the step to version {version} has no earlier batch")
                 self.steps[incarnation, version].append(digest)
             case JournalEvaluation():
