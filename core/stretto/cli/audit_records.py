@@ -28,8 +28,8 @@ from stretto.cli.audit_store import StoreCopy, StoredMessage
 from stretto.errors import RunError
 
 __all__ = [
-    "CheckpointRecord",
     "BatchHistory",
+    "CheckpointRecord",
     "JournalRecord",
     "LogRecord",
     "TrajectoryFacts",
