@@ -115,7 +115,12 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Credentials for `url`: a JSON file with `user` and `password`, or a NATS credentials file
     (`.creds`)."""
     grace_s: PositiveFloat = 10.0
-    """Seconds that workers and the bundled server keep running after the kernel process is gone."""
+    """Seconds that workers and the bundled server keep running after the kernel process is gone. It holds for
+    the workers that see the run's folder on the kernel's machine; the others leave after `outage_s`."""
+    outage_s: PositiveFloat = 300.0
+    """Seconds for which the run waits for a NATS server that is gone or stands still. Afterwards the run
+    ends, and can be resumed. A worker on another machine leaves after this many seconds without the
+    kernel."""
     max_payload_mb: PositiveInt = 8
     """Largest single message of the bundled server, in MiB. Larger messages are sent in parts."""
 

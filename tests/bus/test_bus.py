@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from stretto.array import Array
 from stretto.bus.client import Bus, decoder
+from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     Confirm,
     Generate,
@@ -47,6 +48,7 @@ from stretto.bus.server import NatsServer, lock_run
 from stretto.config import BusConfig
 from stretto.errors import BusError, Malformed, NoAnswer, Refused, RunError
 
+NO_LOCK = KernelLock("", "", "")
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
@@ -118,7 +120,7 @@ async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names
     async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
 
         async def welcome(message: Join) -> Welcome:
-            return Welcome(message.place.encode() * 2, "r", "", 1, 1.0, {})
+            return Welcome(message.place.encode() * 2, "r", "", 1, 1.0, {}, 300.0, NO_LOCK)
 
         await kernel.serve(join, Join, welcome)
         place = "x" * 3_000_000  # the server takes 1 MiB
@@ -155,7 +157,7 @@ async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, n
     async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
 
         async def welcome(message: Join) -> Welcome:
-            return Welcome(b"", message.worker, "", 1, 1.0, {})
+            return Welcome(b"", message.worker, "", 1, 1.0, {}, 300.0, NO_LOCK)
 
         async with anyio.create_task_group() as tasks:
 
@@ -183,7 +185,7 @@ async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subje
             nonlocal served
             served += 1
             await anyio.sleep(4.5)  # the asker repeats itself twice meanwhile
-            return Welcome(b"", message.worker, "", 1, 1.0, {})
+            return Welcome(b"", message.worker, "", 1, 1.0, {}, 300.0, NO_LOCK)
 
         await kernel.serve(join, Join, slow)
         await rollout.request(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 Start = Callable[..., Any]
@@ -239,3 +240,33 @@ def test_resuming_what_cannot_be_resumed_is_refused(start: Start, tmp_path: Path
     second = start("steps=1")
     assert second.end() == 2
     assert "already holds a run" in second.text()
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_guard_a_silent_server_and_a_kernel_that_stood_still(start: Start) -> None:
+    run = start("steps=60")
+    run.until_step(2)
+    psutil.Process(int((run.folder / "bus" / "guard.pid").read_text())).kill()
+    run.until(lambda: "starting it again" in run.text())
+    run.until_step(len(run.metrics()) + 5)
+    server = psutil.Process(int((run.folder / "bus" / "nats.pid").read_text()))
+    for process, seconds in ((server, 20), (psutil.Process(run.process.pid), 8)):  # grace_s is 3 here
+        process.suspend()
+        deadline = time.monotonic() + seconds
+        run.until(lambda deadline=deadline: time.monotonic() > deadline)
+        process.resume()
+        run.until_step(len(run.metrics()) + 5)
+    assert run.assert_completed(60)["restarts"] == 0
+
+
+@pytest.mark.slow
+def test_an_outage_beyond_its_limit_ends_the_run_and_names_the_bus(start: Start) -> None:
+    run = start("steps=40", "bus.outage_s=4", "checkpoint.every=2")
+    run.until_step(4)
+    server = psutil.Process(int((run.folder / "bus" / "nats.pid").read_text()))
+    server.suspend()
+    assert run.end() == 1
+    assert "no connection to nats-server at nats://127.0.0.1:" in run.summary()["reason"]
+    assert "stretto resume" in run.summary()["reason"]
+    run.assert_nothing_is_left()
+    start(resume=run).assert_completed(40)

@@ -19,6 +19,7 @@ import torch
 from stretto import Context
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
+from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     AskSharedRows,
     ChunkBatch,
@@ -157,7 +158,7 @@ def worker_context(bus: Bus, worker: str, nonce: str, **sections: Any) -> Given:
         "inference": {"use": "mock"},
         **sections,
     }
-    welcome = Welcome(msgspec.msgpack.encode(run), "test-run", "", 0, 10.0, {})
+    welcome = Welcome(msgspec.msgpack.encode(run), "test-run", "", 0, 10.0, {}, 300.0, KernelLock("", "", ""))
     role: Any = worker.partition("-")[0]
     return Given(bus, Subjects("test-run"), worker, role, nonce, welcome)
 

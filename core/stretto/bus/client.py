@@ -9,8 +9,10 @@ The bus promises:
 - *streams*: a message is stored before `append` returns.
 - The bus refuses bytes that are not the expected message. It counts and logs them, and no handler sees them.
 - The bus sends payloads above the server's limit in parts, and joins the parts before a handler sees them.
-- The client reconnects after a lost connection, until the bus closes. It holds back what is published in
-  the meantime. Every wait for an answer has a deadline; after it, `NoAnswer` names the silent process.
+- The client pings the server, and treats a server that stands still as a lost connection. It reconnects until
+  the bus closes, and holds back what is published in the meantime.
+- Every wait for an answer has a deadline; after it, `NoAnswer` names the silent process. The time without a
+  connection does not count, because the silence of the bus says nothing about the other process.
 - If the handler of a subscription raises, the bus ends: the exception comes out of `async with connect(...)`.
   An exception in the handler of a request goes to the asking process as a refusal.
 """
@@ -66,6 +68,10 @@ _NO_MESSAGE = (10037, 10043, 10057)
 """Error codes of the server for a message that does not exist, or no longer exists."""
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
+_PING_S = 1
+"""Seconds between two pings of the server."""
+_UNANSWERED_PINGS = 5
+"""After more pings than this without an answer, the client gives up the connection and reconnects."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -120,7 +126,7 @@ async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncG
         NoAnswer: if the server cannot be reached, or refuses the credentials.
     """
     client = Client()
-    bus = Bus(client, inbox)
+    bus = Bus(client, inbox, outage_s=bootstrap.outage_s)
     options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # typed as int there
     if bootstrap.credentials_file:
         options["user_credentials"] = bootstrap.credentials_file
@@ -135,6 +141,8 @@ async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncG
                 allow_reconnect=True,
                 max_reconnect_attempts=-1,
                 connect_timeout=5,
+                ping_interval=_PING_S,
+                max_outstanding_pings=_UNANSWERED_PINGS,
                 skip_subject_validation=True,  # subjects are made in one place, from checked names
                 error_cb=bus.on_error,
                 disconnected_cb=bus.on_disconnected,
@@ -160,8 +168,9 @@ async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncG
 class Bus:
     """One process's connection to the bus. `connect` creates it."""
 
-    def __init__(self, client: Client, inbox: str) -> None:
+    def __init__(self, client: Client, inbox: str, *, outage_s: float) -> None:
         self._nats = client
+        self._outage_s = outage_s
         self._jetstream: JetStreamContext = client.jetstream(timeout=10)
         self._prefix = inbox
         self._token = client.new_inbox().rsplit(".", 1)[-1]
@@ -187,6 +196,11 @@ class Bus:
     def connected(self) -> bool:
         """Whether the client is connected at this moment."""
         return self._nats.is_connected
+
+    @property
+    def url(self) -> str:
+        """Address of the server, or addresses of the servers, as the client has them now."""
+        return ",".join(server.geturl() for server in self._nats.servers)
 
     @property
     def limit(self) -> int:
@@ -235,7 +249,7 @@ class Bus:
         arrives; the process serves it once.
 
         Raises:
-            NoAnswer: if no answer arrives within `deadline_s` seconds.
+            NoAnswer: if no answer arrives within `deadline_s` seconds of a connected bus.
             Refused: if the process refuses the request.
         """
         self._requests += 1
@@ -243,21 +257,23 @@ class Bus:
         reply_to = f"{self.inbox(_answerer(subject))}.{token}"
         data = _encode(message)
         decode = decoder(answer | Refusal)
-        start = anyio.current_time()
+        remaining_s = deadline_s
         try:
-            while (remaining_s := start + deadline_s - anyio.current_time()) > 0:
+            while remaining_s > 0:
+                await self._up.wait()
+                began = anyio.current_time()
                 future = self._waiting[token] = asyncio.get_running_loop().create_future()
                 with anyio.move_on_after(min(_RESEND_S, remaining_s)):
                     await self._send(subject, data, reply_to)
                     msg = await future
-                    if _no_responders(msg):
-                        await anyio.sleep(min(0.1, remaining_s))
-                        continue
-                    reply = self._decode_answer(msg, decode, answer)
+                    reply = None if _no_responders(msg) else self._decode_answer(msg, decode, answer)
                     if isinstance(reply, Refusal):
                         raise Refused(who, reply.reason)
                     if reply is not None:
                         return reply
+                    if _no_responders(msg):
+                        await anyio.sleep(0.1)
+                remaining_s -= anyio.current_time() - began
         finally:
             self._waiting.pop(token, None)
         raise NoAnswer(who, subject, deadline_s)
@@ -565,21 +581,24 @@ class Bus:
         return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
 
     async def _storing(self, operation: Callable[[], Awaitable[T]], action: str) -> T:
-        """Run a JetStream operation, and repeat it for up to 30 s while the server does not answer. All these
-        operations are idempotent."""
-        start = anyio.current_time()
+        """Run a JetStream operation, and repeat it for up to `outage_s` while the server does not answer. The
+        time without a connection does not count. All these operations are idempotent."""
+        remaining_s = self._outage_s
         while True:
+            await self._up.wait()
+            began = anyio.current_time()
             try:
                 return await operation()
             except (NotFoundError, KeyNotFoundError):
                 raise
             except APIError as error:
-                if not _temporary(error) or anyio.current_time() - start > 30:
+                if not _temporary(error) or remaining_s <= 0:
                     raise BusError(f"nats-server refuses {action!r}: {error.description}") from error
             except (TimeoutError, nats.errors.Error) as error:
-                if anyio.current_time() - start > 30:
-                    raise NoAnswer("nats-server", action, 30.0) from error
+                if remaining_s <= 0:
+                    raise NoAnswer("nats-server", action, self._outage_s) from error
             await anyio.sleep(0.2)
+            remaining_s -= anyio.current_time() - began
 
     async def _store(self, subject: str, data: bytes, id: str) -> int:
         headers = {"Nats-Msg-Id": id}

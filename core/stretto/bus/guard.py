@@ -1,14 +1,17 @@
 """A small process between the kernel and the nats-server. It stops the server when the kernel is gone.
 
-It runs as a file and uses only the standard library: `guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S`.
+It runs as a file and uses only the standard library:
+`guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S CLEANER ...`.
 The kernel holds a lock on the file LOCK during its whole life, and the system releases the lock however the
-kernel ends. When nobody has held the lock for GRACE_S seconds, the guard stops the server. If a kernel takes
-the lock within that time, the server keeps running. The guard restarts a server that ends unexpectedly, with
-the same store.
+kernel ends. When nobody has held the lock for GRACE_S seconds, the guard stops the server, and then runs the
+command CLEANER, which removes what a killed kernel and killed workers could not remove. If a kernel takes the
+lock within that time, the server keeps running. The guard restarts a server that ends unexpectedly, with the
+same store. The kernel restarts a guard that ends unexpectedly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -20,12 +23,17 @@ from pathlib import Path
 from types import FrameType
 
 _POLL_S = 0.25
+_CLEANER_S = 120.0
 _PR_SET_PDEATHSIG = 1
 
 
-def _is_locked(lock: Path) -> bool:
-    """Whether some kernel holds the lock. The guard takes the lock for an instant; kernels retry."""
-    with lock.open("a") as file:
+def is_locked(lock: Path) -> bool:
+    """Whether some kernel holds the lock. The caller takes the lock for an instant; kernels retry."""
+    try:
+        file = lock.open()
+    except FileNotFoundError:  # the run's folder was removed
+        return False
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -50,9 +58,22 @@ def _end(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
+def _end_former(pid_file: Path, configuration: str) -> None:
+    """End the server of a guard that was killed. On Linux it has died with that guard; elsewhere it still has
+    the port and the store."""
+    try:
+        pid = int(pid_file.read_text())
+    except (OSError, ValueError):  # it has ended in order, or has never written the file
+        return
+    listing = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, check=False)
+    if configuration.encode() in listing.stdout:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def main(binary: str, configuration: str, lock: Path, grace_s: float, cleaner: list[str]) -> None:
     """Run the server until a signal asks the guard to stop, or until the kernel has been gone for
-    `grace_s` seconds."""
+    `grace_s` seconds. In the second case, run `cleaner` afterwards."""
     signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -63,11 +84,12 @@ def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
     signal.signal(signal.SIGINT, stop)
     pid_file = lock.with_name("guard.pid")
     pid_file.write_text(str(os.getpid()))
+    _end_former(lock.with_name("nats.pid"), configuration)
     server = _start(binary, configuration)
     last_locked = time.monotonic()
     while not signals and time.monotonic() - last_locked <= grace_s:
         time.sleep(_POLL_S)
-        if _is_locked(lock):
+        if is_locked(lock):
             last_locked = time.monotonic()
         if server.poll() is not None:
             print(f"nats-server ended with status {server.returncode}; starting it again", flush=True)
@@ -75,7 +97,9 @@ def main(binary: str, configuration: str, lock: Path, grace_s: float) -> None:
             server = _start(binary, configuration)
     _end(server)
     pid_file.unlink(missing_ok=True)
+    if cleaner and not signals:
+        subprocess.run(cleaner, stdin=subprocess.DEVNULL, timeout=_CLEANER_S, check=False)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])

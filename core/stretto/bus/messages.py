@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from stretto.array import Array
+from stretto.bus.lock import KernelLock
 from stretto.engine import Finish, GenerateRequest, Load, SwapReport
 from stretto.environment import Feedback
 from stretto.launcher import Role
@@ -134,7 +135,7 @@ class Join(Message, frozen=True):
     process."""
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, tag="Welcome/2"):
     """What a worker needs to know about the run."""
 
     config: bytes
@@ -143,9 +144,12 @@ class Welcome(Message, frozen=True):
     folder: str
     lease_epoch: int
     grace_s: float
-    """A worker leaves after this many seconds without a beacon."""
+    """A worker that can see the kernel's lock leaves after this many seconds without beacon and lock."""
     fingerprints: dict[str, str]
     """Fingerprint of each dataset, by the key of its section."""
+    outage_s: float
+    """A worker that cannot see the lock leaves after this many seconds without a beacon."""
+    lock: KernelLock
 
 
 class Heartbeat(Message, frozen=True):

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 
 import anyio
 import msgspec
+import structlog
 
 from stretto.bus import guard
 from stretto.bus.messages import Subjects
@@ -33,7 +35,10 @@ from stretto.launcher import ROLES
 
 __all__ = ["Bootstrap", "NatsServer", "binary", "fault_of_server", "foreign_bootstrap", "lock_run"]
 
+log = structlog.get_logger()
+
 _USERS = ("kernel", *ROLES)
+_GUARD_POLL_S = 0.5
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +54,8 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """A NATS `.creds` file, if the run uses a server of the user's own with such a file."""
     logs: str = ""
     """Folder for the worker's log."""
+    outage_s: float = 300.0
+    """Seconds for which the process repeats what a silent nats-server does not answer (`bus.outage_s`)."""
 
     @classmethod
     def read(cls, path: Path) -> Bootstrap:
@@ -84,19 +91,32 @@ def lock_run(folder: Path) -> IO[str]:
                 raise RunError(f"the run in {folder.parent} is owned by {owner}") from None
             time.sleep(0.01)
     file.truncate(0)
-    file.write(f"pid {os.getpid()}\n")
+    file.write(f"pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     return file
 
 
 def _bootstrap_files(
-    folder: Path, run: str, url: str, users: dict[str, tuple[str, str]], logs: Path, creds: str = ""
+    folder: Path,
+    run: str,
+    url: str,
+    users: dict[str, tuple[str, str]],
+    logs: Path,
+    outage_s: float,
+    creds: str = "",
 ) -> None:
     """Write `folder/<role>.json` for every role, mode 0600."""
     for role in _USERS:
         user, password = users[role]
         content = Bootstrap(
-            url=url, run=run, role=role, user=user, password=password, credentials_file=creds, logs=str(logs)
+            url=url,
+            run=run,
+            role=role,
+            user=user,
+            password=password,
+            credentials_file=creds,
+            logs=str(logs),
+            outage_s=outage_s,
         )
         _write_private(folder / f"{role}.json", msgspec.json.encode(content))
 
@@ -121,7 +141,8 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
                 path="bus.credentials",
             ) from error
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _bootstrap_files(folder, run, config.url, dict.fromkeys(_USERS, (user, password)), logs, creds)
+    users: dict[str, tuple[str, str]] = dict.fromkeys(_USERS, (user, password))
+    _bootstrap_files(folder, run, config.url, users, logs, config.outage_s, creds)
 
 
 def fault_of_server(urls: str, timeout_s: float) -> str:
@@ -145,12 +166,21 @@ class NatsServer:
     """A running server under its guard. The kernel owns it, and must hold the run's lock (see guard.py)."""
 
     url: str
+    folder: Path
+    command: list[str]
+    """Starts the guard."""
     process: subprocess.Popen[bytes]
+    """The guard."""
 
     @classmethod
-    async def start(cls, folder: Path, run: str, config: BusConfig, logs: Path) -> NatsServer:
+    async def start(
+        cls, folder: Path, run: str, config: BusConfig, logs: Path, cleaner: Sequence[str] = ()
+    ) -> NatsServer:
         """Start a server on a free port of loopback, with its store in `folder`, and write the bootstrap
         files.
+
+        Args:
+            cleaner: command that the guard runs at its end if the kernel is gone.
 
         Raises:
             BusError: if the server does not start. The message has the end of the server's log.
@@ -162,17 +192,10 @@ class NatsServer:
         configuration = _configuration(folder, run, port, config.max_payload_mb, users)
         _write_private(folder / "nats.conf", configuration.encode())
         url = f"nats://127.0.0.1:{port}"
-        _bootstrap_files(folder, run, url, users, logs)
-        lock, grace_s = str(folder / "kernel.lock"), str(config.grace_s)
-        with (folder / "guard.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, guard.__file__, binary(), str(folder / "nats.conf"), lock, grace_s],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        server = cls(url, process)
+        _bootstrap_files(folder, run, url, users, logs, config.outage_s)
+        command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]
+        command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
+        server = cls(url, folder, command, _start_guard(folder, command))
         try:
             await server._until_ready(port, folder)
         except BaseException:
@@ -180,6 +203,15 @@ class NatsServer:
                 await server.stop()
             raise
         return server
+
+    async def look_after_guard(self) -> None:
+        """Start the guard again when it has ended, until cancelled. Its command is the same, so the server
+        comes back at the same address, with the same store and credentials."""
+        while True:
+            await anyio.sleep(_GUARD_POLL_S)
+            if (status := self.process.poll()) is not None:
+                log.warning("the guard of nats-server ended; starting it again", status=status)
+                self.process = _start_guard(self.folder, self.command)
 
     async def stop(self) -> None:
         """Stop the server and its guard. Stored messages stay in the folder."""
@@ -203,12 +235,23 @@ class NatsServer:
         raise BusError(f"the bundled nats-server did not come up on port {port}: {tail}")
 
 
+def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
+    with (folder / "guard.log").open("ab") as log_file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 async def _end_former(pid_file: Path) -> None:
     """Stop the guard and the server of a former kernel, without waiting for the end of the grace time."""
     if not pid_file.exists():
         return
     pid = pid_file.read_text().strip()
-    listing = await anyio.run_process(["ps", "-o", "args=", "-p", pid], check=False)
+    listing = await anyio.run_process(["ps", "-ww", "-o", "args=", "-p", pid], check=False)
     if guard.__file__.encode() in listing.stdout:
         os.kill(int(pid), signal.SIGTERM)
         with anyio.fail_after(15):

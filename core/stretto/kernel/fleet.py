@@ -81,6 +81,8 @@ class Fleet:
         self.on_lost: Callable[[FleetMember, str, bool], None] = lambda member, how, final: None
         """Called with each lost worker, the way it was lost, and whether the loss is final. The call comes
         before a restart; after a final loss there is no restart."""
+        self.hears: Callable[[], bool] = lambda: True
+        """Whether heartbeats can arrive at present: the kernel has a connection to the bus."""
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
@@ -146,6 +148,8 @@ class Fleet:
                     worker=job.worker,
                 )
             await anyio.sleep(min(5.0, 0.25 * 2**restarts))
+            while not self.hears():  # a worker that cannot connect would only end again
+                await anyio.sleep(0.2)
             async with self._launching:
                 if self._ending:
                     return
@@ -208,12 +212,15 @@ class Fleet:
             self._lose(message.worker, message.reason)
 
     async def watch(self) -> None:
-        """Treat workers without a heartbeat as lost, and stop their processes, so that they are restarted."""
+        """Treat workers without a heartbeat as lost, and stop their processes, so that they are restarted.
+        While the bus is out, no worker counts as silent."""
         while True:
             late = await sleep_and_measure_delay(1)
+            now, hears = time.monotonic(), self.hears()
             for member in list(self.members.values()):
-                member.heard += late  # the kernel's process was delayed, not the workers
-                silent = time.monotonic() - member.heard
+                # The kernel's process was delayed, not the workers.
+                member.heard = member.heard + late if hears else now
+                silent = now - member.heard
                 if silent > _SILENT_S:
                     self._lose(member.worker, f"silent for {silent:.0f} s")
                     if handle := self._handles.get(member.worker):

@@ -18,6 +18,7 @@ import yaml
 from anyio.abc import TaskGroup
 
 from stretto.bus.client import Bus
+from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     Answers,
     Beacon,
@@ -119,6 +120,7 @@ class Kernel:
         self._names = setup.names
         self._bus = bus
         self._lease_epoch = lease_epoch
+        self._lock = KernelLock.of(setup.folder / "bus")
         self._ending = ending
         self._tasks = tasks
         self._trainers = Trainers(bus, setup.names, setup.placement, lease_epoch)
@@ -143,6 +145,7 @@ class Kernel:
         self._started = False
         self._fleet.on_ready = self._on_ready
         self._fleet.on_lost = self._on_lost
+        self._fleet.hears = lambda: bus.connected
 
     async def run(self) -> None:
         """Own the run until it ends, then dismiss the workers. An error also dismisses them."""
@@ -152,6 +155,7 @@ class Kernel:
             return
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
+        self._tasks.start_soon(self._watch_bus)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
         try:
@@ -322,7 +326,24 @@ class Kernel:
         for _ in range(2):
             with anyio.move_on_after(1):
                 await self._beacon("over")
-        await self._fleet.stop(0 if self._ending.hurried else _LEAVE_S)
+        at_once = self._ending.hurried or not self._bus.connected
+        await self._fleet.stop(0 if at_once else _LEAVE_S)
+
+    async def _watch_bus(self) -> None:
+        """End the run when the bus has been out for `bus.outage_s`.
+
+        It counts the seconds in which this process ran, so a machine that slept has not missed anything.
+        """
+        outage_s = self._config.bus.outage_s
+        out_s, poll_s = 0.0, min(1.0, outage_s / 4)
+        while out_s <= outage_s:
+            await anyio.sleep(poll_s)
+            out_s = 0.0 if self._bus.connected else out_s + poll_s
+        self._ending.end(
+            "failed",
+            f"no connection to nats-server at {self._bus.url} for {outage_s:g} s (bus.outage_s); "
+            f"`stretto resume {self._setup.folder}` continues the run",
+        )
 
     # --------------------------------------------------------------------------------- membership
 
@@ -347,6 +368,8 @@ class Kernel:
             lease_epoch=self._lease_epoch,
             grace_s=self._config.bus.grace_s,
             fingerprints={path: dataset.fingerprint for path, dataset in self._setup.datasets.items()},
+            outage_s=self._config.bus.outage_s,
+            lock=self._lock,
         )
 
     def _on_ready(self, member: FleetMember) -> None:

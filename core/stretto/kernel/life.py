@@ -153,11 +153,14 @@ async def _server(setup: RunSetup) -> AsyncGenerator[None]:
     server = None
     try:
         setup.transport.clean()
-        if bus.url is None:
-            server = await NatsServer.start(folder, setup.run, bus, setup.logs)
-        else:
-            foreign_bootstrap(folder, setup.run, bus, setup.logs)
-        yield
+        async with anyio.create_task_group() as tasks:
+            if bus.url is None:
+                server = await NatsServer.start(folder, setup.run, bus, setup.logs)
+                tasks.start_soon(server.look_after_guard)
+            else:
+                foreign_bootstrap(folder, setup.run, bus, setup.logs)
+            yield
+            tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
             if server is not None:

@@ -111,6 +111,8 @@ class View:
     def _state(self) -> tuple[str, str]:
         """Return the view's last row, label and text: what the run is doing now, or its bottleneck."""
         scheduler = self._scheduler
+        if not self._fleet.hears():
+            return "now", "waiting for nats-server"
         if self.note:
             return "now", self.note
         if scheduler.evaluating is not None and scheduler.resting:

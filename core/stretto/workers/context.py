@@ -19,6 +19,7 @@ from stretto.bus.messages import Beacon, Heartbeat, Subjects, Welcome
 from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role
+from stretto.workers.kernel_watch import KernelWatch
 
 __all__ = ["ComputeThread", "RoleWorker", "WorkerContext"]
 
@@ -41,10 +42,11 @@ class WorkerContext:
             self.composed.config, run=welcome.run, folder=welcome.folder, worker=worker
         )
         self.lease_epoch = welcome.lease_epoch
-        self.grace_s = welcome.grace_s
+        self.kernel_epoch = welcome.lease_epoch
+        """Lease epoch of the kernel that this worker joined. Another kernel starts workers of its own."""
+        self.kernel = KernelWatch(welcome.lock, grace_s=welcome.grace_s, outage_s=welcome.outage_s)
         self.fingerprints = welcome.fingerprints
         self.beacon: Beacon | None = None
-        self.beacon_at = time.monotonic()
         self.leave = anyio.Event()
         self.reason = ""
         self._listeners: list[Callable[[Beacon], None]] = []
@@ -81,9 +83,12 @@ class WorkerContext:
         """Store a beacon and call the listeners. Ignore a beacon of a kernel that has been replaced."""
         if beacon.lease_epoch < self.lease_epoch:
             return
-        self.lease_epoch, self.beacon, self.beacon_at = beacon.lease_epoch, beacon, time.monotonic()
+        self.lease_epoch, self.beacon = beacon.lease_epoch, beacon
+        self.kernel.hear()
         if beacon.state == "over":
             self.request_shutdown("the run is over")
+        elif beacon.lease_epoch > self.kernel_epoch:
+            self.request_shutdown("another kernel owns the run now")
         for listener in self._listeners:
             listener(beacon)
 

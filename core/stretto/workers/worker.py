@@ -1,7 +1,7 @@
 """What every worker process does: connect to the bus, join the run, send heartbeats, and leave.
 
 A worker leaves when the kernel's beacon says that the run is over, when it gets SIGTERM or SIGINT, and by
-itself when it got no beacon for the grace time. Between joining and leaving, the code of its role works.
+itself when the kernel is gone. Between joining and leaving, the code of its role works.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import structlog
 
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import resources_of
-from stretto.bus.client import connect, sleep_and_measure_delay
+from stretto.bus.client import connect
 from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Welcome
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, ContractError, StrettoError, leaves
@@ -134,14 +133,7 @@ async def _obey_signals(context: WorkerContext) -> None:
 
 
 async def _watch_kernel(context: WorkerContext) -> None:
-    """Make the worker leave when it got no beacon for the grace time."""
-    interval = min(0.5, context.grace_s / 4)
-    while True:
-        late = await sleep_and_measure_delay(interval)
-        context.beacon_at += late  # this process was suspended, so it could not receive beacons
-        silent = time.monotonic() - context.beacon_at
-        if silent > context.grace_s:
-            context.request_shutdown(f"no beacon from the kernel for {silent:.1f} s")
+    context.request_shutdown(await context.kernel.until_gone())
 
 
 async def _send_heartbeats(context: WorkerContext, work: RoleWorker, ready: anyio.Event) -> None:

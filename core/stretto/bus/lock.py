@@ -1,0 +1,55 @@
+"""The run's lock as other processes see it. The lock tells a dead kernel from a dead or silent bus.
+
+`server.lock_run` takes the lock for the kernel's whole life. The system releases it however the kernel ends,
+and a kernel that stands still keeps it.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import msgspec
+
+from stretto.bus.guard import is_locked
+
+__all__ = ["KernelLock"]
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class KernelLock(msgspec.Struct, frozen=True, array_like=True):
+    """The lock of one kernel."""
+
+    path: str
+    """The lock file."""
+    owner: str
+    """The text that the kernel wrote into the lock file. A later kernel of the run writes another one."""
+    machine: str
+    """The machine of the kernel. Locks of other machines do not always show on a shared folder."""
+
+    @classmethod
+    def of(cls, folder: Path) -> KernelLock:
+        """Return the lock of the run whose bus folder is `folder`, which this process holds."""
+        path = folder / "kernel.lock"
+        return cls(str(path), path.read_text(), _machine())
+
+    @property
+    def visible(self) -> bool:
+        """Whether this process can see who holds the lock: it runs on the kernel's machine, with its
+        files."""
+        return self.machine == _machine() and Path(self.path).exists()
+
+    def is_held(self) -> bool:
+        """Whether this kernel still holds the lock. A lock that is not visible counts as free."""
+        path = Path(self.path)
+        try:
+            return path.read_text() == self.owner and is_locked(path)
+        except FileNotFoundError:
+            return False
+
+
+def _machine() -> str:
+    """Return a text that differs between machines, and between two starts of one machine where the system
+    says so."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()

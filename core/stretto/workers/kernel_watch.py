@@ -1,0 +1,47 @@
+"""A worker's view of its kernel: alive, standing still, or gone."""
+
+from __future__ import annotations
+
+import time
+
+from stretto.bus.client import sleep_and_measure_delay
+from stretto.bus.lock import KernelLock
+
+__all__ = ["KernelWatch"]
+
+_SILENT_S = 2.0
+"""Beacons come every second. After this many seconds without one, the watch looks at the lock."""
+
+
+class KernelWatch:
+    """Notices that the kernel is gone. One for each worker.
+
+    Args:
+        lock: the kernel's lock.
+        grace_s: seconds without beacon and lock after which the kernel is gone, for a worker that can see the
+            lock. Such a worker waits for a kernel that stands still, and for a bus that is out.
+        outage_s: seconds without a beacon after which the kernel is gone, for any other worker.
+    """
+
+    def __init__(self, lock: KernelLock, *, grace_s: float, outage_s: float) -> None:
+        self._lock = lock
+        self._sees_lock = lock.visible
+        self._limit_s = grace_s if self._sees_lock else outage_s
+        self._heard_at = time.monotonic()
+
+    def hear(self) -> None:
+        """A beacon has arrived."""
+        self._heard_at = time.monotonic()
+
+    async def until_gone(self) -> str:
+        """Wait until the kernel is gone, and return how it was noticed."""
+        interval_s = min(0.5, self._limit_s / 4)
+        while True:
+            # Suspended processes receive no beacons, so the time of a suspension does not count.
+            self._heard_at += await sleep_and_measure_delay(interval_s)
+            silent_s = time.monotonic() - self._heard_at
+            if silent_s > min(_SILENT_S, self._limit_s / 2) and self._sees_lock and self._lock.is_held():
+                self.hear()
+            elif silent_s > self._limit_s:
+                lock = " and its lock is free" if self._sees_lock else ""
+                return f"no beacon from the kernel for {silent_s:.1f} s{lock}"

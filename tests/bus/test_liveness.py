@@ -1,0 +1,221 @@
+"""What tells a silent bus from a silent process: a real server that is out, its guard, the kernel's lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+import pytest
+
+from stretto.bus import client
+from stretto.bus.client import Bus
+from stretto.bus.lock import KernelLock
+from stretto.bus.messages import AskLoad, Join, KernelLease, LoadReport, Message, Subjects
+from stretto.bus.server import NatsServer
+from stretto.engine import Load
+from stretto.errors import NoAnswer
+from stretto.kernel import fleet
+from stretto.kernel.fleet import Fleet
+from stretto.workers.kernel_watch import KernelWatch
+
+OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 30) -> None:
+    with anyio.fail_after(deadline_s):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+@contextmanager
+def standing_still(pid: int) -> Generator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def server_pid(folder: Path) -> int:
+    return int((folder / "bus" / "nats.pid").read_text())
+
+
+# --------------------------------------------------------------------------- a bus that is out
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients give up a connection after a second without an answer to their pings."""
+    monkeypatch.setattr(client, "_PING_S", 0.2)
+    monkeypatch.setattr(client, "_UNANSWERED_PINGS", 5)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_outage_does_not_count_as_the_silence_of_a_process(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    subject = names.worker("inference", "inference-0", "load")
+    asked = anyio.Event()
+
+    async def answer(message: Message) -> LoadReport:
+        del message
+        asked.set()
+        await anyio.sleep(1.5)  # the server stands still meanwhile
+        return LoadReport(Load(0, 0, 0, 1, 0, 0.0, 0, 0.0, 0.0))
+
+    async with open_bus("kernel") as kernel, open_bus("inference") as inference:
+        await kernel.make_state(names.state_bucket)
+        await inference.serve(subject, AskLoad, answer)
+        async with anyio.create_task_group() as tasks:
+            answers: list[LoadReport] = []
+            revisions: list[int] = []
+
+            async def ask() -> None:
+                report = await kernel.request(
+                    subject, AskLoad(), LoadReport, who="inference-0", deadline_s=3
+                )
+                answers.append(report)
+
+            async def store() -> None:
+                revisions.append(await kernel.put_state(names.state_bucket, "kernel", KernelLease("here")))
+
+            tasks.start_soon(ask)
+            await asked.wait()
+            with standing_still(server_pid(tmp_path)):
+                await until(lambda: not kernel.connected and not inference.connected)
+                tasks.start_soon(store)
+                await anyio.sleep(3)  # with the time before, longer than the request's deadline
+                assert not answers
+            await until(lambda: bool(answers) and bool(revisions))
+        with pytest.raises(NoAnswer, match="rollout-9"):
+            await kernel.request(
+                names.worker("rollout", "rollout-9", "x"),
+                AskLoad(),
+                LoadReport,
+                who="rollout-9",
+                deadline_s=0.5,
+            )
+
+
+async def test_a_killed_guard_is_started_again_with_the_same_server(
+    open_bus: OpenBus, names: Subjects, server: NatsServer, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "bus" / "guard.pid"
+    async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
+        await kernel.make_state(names.state_bucket)
+        before = await kernel.put_state(names.state_bucket, "kernel", KernelLease("before"))
+        tasks.start_soon(server.look_after_guard)
+        former = psutil.Process(int(pid_file.read_text()))
+        former.kill()
+        await until(lambda: not kernel.connected)
+        await until(lambda: kernel.connected)
+        after = await kernel.put_state(names.state_bucket, "kernel", KernelLease("after"))
+        assert after > before  # the same store, and the same credentials
+        assert int(pid_file.read_text()) == server.process.pid != former.pid
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_guard_ends_a_server_that_outlived_the_former_guard(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    """As on systems where a server does not die with its guard: it still has the port."""
+    former = psutil.Process(server_pid(tmp_path))
+    server.process.kill()
+    psutil.wait_procs([former])
+    with (tmp_path / "orphan.log").open("wb") as log:
+        orphan = subprocess.Popen([server.command[2], "-c", server.command[3]], stdout=log, stderr=log)
+    await until(lambda: server_pid(tmp_path) == orphan.pid)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.look_after_guard)
+        await until(lambda: orphan.poll() == -signal.SIGKILL)
+        await until(lambda: server_pid(tmp_path) != orphan.pid)
+        tasks.cancel_scope.cancel()
+
+
+# ------------------------------------------------------------------- the fleet while the bus is out
+
+
+async def test_no_worker_counts_as_silent_while_the_bus_is_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_SILENT_S", 2.0)
+    lost: list[str] = []
+    out = True
+    workers = Fleet(launcher=None, bootstraps=tmp_path, logs=tmp_path, max_restarts=0)  # pyright: ignore[reportArgumentType]
+    workers.hears = lambda: not out
+    workers.on_lost = lambda member, how, final: lost.append(f"{member.worker} {how}")
+    workers.join(Join("rollout-0", "rollout", "here", "n"))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(workers.watch)
+        await anyio.sleep(4)
+        assert not lost
+        out = False  # from now on it is silent by itself
+        await until(lambda: bool(lost))
+        tasks.cancel_scope.cancel()
+    assert lost[0].startswith("rollout-0 silent for")
+
+
+# ---------------------------------------------------------------------- workers and the kernel's lock
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from stretto.bus.server import lock_run
+lock = lock_run(Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of a run, as its kernel does."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=-1, stdout=-1, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+async def test_a_worker_waits_for_a_kernel_that_stands_still_and_leaves_a_dead_one(
+    kernel: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    watch = KernelWatch(KernelLock.of(tmp_path), grace_s=1, outage_s=1)
+    with standing_still(kernel.pid), anyio.move_on_after(3) as waiting:
+        await watch.until_gone()
+    assert waiting.cancelled_caught
+    kernel.kill()
+    with anyio.fail_after(30):
+        assert "its lock is free" in await watch.until_gone()
+
+
+async def test_a_worker_leaves_when_another_kernel_has_taken_the_lock(
+    kernel: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    del kernel
+    former = msgspec.structs.replace(KernelLock.of(tmp_path), owner="pid 1, since the day before")
+    assert former.visible
+    assert not former.is_held()
+
+
+async def test_a_worker_on_another_machine_leaves_after_the_outage_time(
+    kernel: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    del kernel
+    elsewhere = msgspec.structs.replace(KernelLock.of(tmp_path), machine="another")
+    watch = KernelWatch(elsewhere, grace_s=0.1, outage_s=1.5)
+    began = time.monotonic()
+    with anyio.fail_after(30):
+        assert "no beacon" in await watch.until_gone()
+    assert time.monotonic() - began > 1.5
