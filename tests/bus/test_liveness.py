@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -19,12 +20,13 @@ import pytest
 from stretto.bus import client
 from stretto.bus.client import Bus
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages import AskLoad, Join, KernelLease, LoadReport, Message, Subjects
+from stretto.bus.messages import AskLoad, Beacon, Join, KernelLease, LoadReport, Message, Subjects, Welcome
 from stretto.bus.server import NatsServer
 from stretto.engine import Load
 from stretto.errors import NoAnswer
 from stretto.kernel import fleet
 from stretto.kernel.fleet import Fleet
+from stretto.workers.context import WorkerContext
 from stretto.workers.kernel_watch import KernelWatch
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -80,9 +82,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
             revisions: list[int] = []
 
             async def ask() -> None:
-                report = await kernel.request(
-                    subject, AskLoad(), LoadReport, who="inference-0", deadline_s=3
-                )
+                report = await kernel.request(subject, AskLoad(), LoadReport, who="inference-0", deadline_s=3)
                 answers.append(report)
 
             async def store() -> None:
@@ -170,6 +170,7 @@ async def test_no_worker_counts_as_silent_while_the_bus_is_out(
 HOLDER = """
 import sys
 from pathlib import Path
+from typing import Any
 from stretto.bus.server import lock_run
 lock = lock_run(Path(sys.argv[1]))
 print("locked", flush=True)
@@ -219,3 +220,23 @@ async def test_a_worker_on_another_machine_leaves_after_the_outage_time(
     with anyio.fail_after(30):
         assert "no beacon" in await watch.until_gone()
     assert time.monotonic() - began > 1.5
+
+
+def test_a_worker_leaves_when_a_later_kernel_owns_the_run() -> None:
+    run = {
+        "name": "test",
+        "steps": 1,
+        "algorithm": {"use": "grpo"},
+        "dataset": {"use": "jsonl", "path": __file__},
+        "training": {"use": "mock"},
+        "inference": {"use": "mock"},
+    }
+    lock = KernelLock("", "", "")
+    welcome = Welcome(msgspec.msgpack.encode(run), "r", "", 1, 10.0, {}, outage_s=300.0, lock=lock)
+    no_bus: Any = None
+    context = WorkerContext(no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome)
+    context.receive_beacon(Beacon(1, 0, "running", ()))
+    assert not context.leave.is_set()
+    context.receive_beacon(Beacon(2, 0, "running", ()))  # that kernel has workers of its own
+    assert context.leave.is_set()
+    assert context.reason == "another kernel owns the run now"
