@@ -29,6 +29,7 @@ in stretto is an `AssertionError`. The command line exits with status 2 for `Con
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Generator, Mapping
@@ -60,7 +61,13 @@ __all__ = [
     "nearest",
     "offer",
     "place_of",
+    "printable",
 ]
+
+
+# Control characters except tab and newline, line separators, marks that change the direction of text, and
+# surrogates, which no file or terminal can encode.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class StrettoError(Exception):
@@ -185,7 +192,7 @@ def place_of(error: BaseException, files: str = "") -> str:
     """Return the error and its place, such as `"ZeroDivisionError: … (rewards.py:12)"`.
 
     The place is the last line of the user's own code in the traceback, or of a library if the traceback has
-    no code of the user.
+    no code of the user. The text is `printable`.
 
     Args:
         files: a file or a folder that counts as the user's own code, such as that of an installed plugin.
@@ -198,7 +205,13 @@ def place_of(error: BaseException, files: str = "") -> str:
         if (files and frame.filename.startswith(files)) or not frame.filename.startswith(libraries)
     ]
     location = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or foreign)[-1:])
-    return f"{type(error).__name__}: {error}{location}"
+    return printable(f"{type(error).__name__}: {error}{location}")
+
+
+def printable(text: str) -> str:
+    r"""Return text with control characters written as escapes, such as `\x1b`. Models, rewards and agents
+    write texts that people later read in a terminal."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def foreign_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -266,6 +266,7 @@ async def test_malformed_messages_are_counted_and_do_no_harm(
 
 @given(st.binary(max_size=200))
 @example(b"\x92\xa2\x00\x80")  # a string that is not UTF-8
+@example(b"\x9a\xabGroupDone/1\xa5train\x01\x01\xa1w\x90\x00\x00\x00" + b"\x91" * 3000)  # nested deeply
 def test_no_bytes_decode_to_anything_but_a_message_or_an_error(data: bytes) -> None:
     for kind in (Ticket, GroupDone, Generate, TrajectoryBundle, Confirm):
         with suppress(msgspec.DecodeError):

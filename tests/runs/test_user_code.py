@@ -161,14 +161,21 @@ def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(start: Start, t
 
 
 def test_malformed_messages_in_mid_run_are_refused_and_counted(start: Start) -> None:
-    run = start("steps=25")
+    """And an outcome that no step could use fails its ticket."""
+    run = start("steps=25", "queue.max_failures=1000")
     run.until_step(2)
     code = """
-import asyncio, json, sys, nats
+import asyncio, json, sys, msgspec, nats
+from stretto.bus.messages import GroupDone
 login = json.load(open(sys.argv[1]))
 async def main():
     client = await nats.connect(login["url"], user=login["user"], password=login["password"])
     root = "st." + login["run"]
+    for ticket in range(100):  # the kernel fails those that are in flight
+        nobody = msgspec.msgpack.encode(GroupDone("train", ticket, 1, "rollout-0", (), 0.0))
+        await client.publish(f"{root}.log.groups", nobody)
+    nested = bytes([nobody[0] + 1]) + nobody[1:] + b"\\x91" * 10000
+    await client.publish(f"{root}.log.groups", nested)
     for subject in ("kernel.heartbeat", "kernel.progress", "kernel.join", "log.groups", "beacon",
                     "worker.inference.inference-0.generate", "worker.trainer.trainer-0.call",
                     "worker.verifier.verifier-0.score", "abort"):
@@ -181,4 +188,8 @@ asyncio.run(main())
     subprocess.run([sys.executable, "-c", code, str(run.folder / "bus" / "kernel.json")], check=True)
     summary = run.assert_completed(25)
     assert summary["refused_messages"] > 0
+    assert summary["ledger"]["failed"] == summary["reasons"].pop(
+        "failed: rollout-0 wrote a faulty group: it has no member"
+    )
+    assert summary["reasons"] == {}
     assert "message refused" in (run.folder / "logs" / "kernel.jsonl").read_text()

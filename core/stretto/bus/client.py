@@ -92,6 +92,8 @@ def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
             return decode(data)
         except UnicodeDecodeError as error:  # msgspec raises it for some strings
             raise msgspec.DecodeError(f"a string is not UTF-8: {error}") from error
+        except RecursionError as error:  # msgspec also reads the fields that it ignores
+            raise msgspec.DecodeError("nested too deeply") from error
 
     return decode_checked
 

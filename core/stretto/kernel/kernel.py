@@ -23,7 +23,6 @@ from stretto.bus.messages import (
     Answers,
     Beacon,
     GroupDone,
-    GroupFailed,
     Heartbeat,
     Join,
     JournalBatch,
@@ -48,6 +47,7 @@ from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import FleetMember
 from stretto.kernel.journal import JournalWriter
 from stretto.kernel.lending import Wish
+from stretto.kernel.outcomes import Outcome
 from stretto.kernel.recovery import read_journal, repeat_journal
 from stretto.kernel.scheduler import (
     Command,
@@ -226,6 +226,7 @@ class Kernel:
             self._setup.resumed,
             values=self._setup.values,
             attempts_from=self._lease_epoch * _ATTEMPTS_PER_KERNEL,
+            samples=self._setup.graph.samples,
             on_change=self._change_values,
             on_repeated=self._report_step,
         )
@@ -427,7 +428,7 @@ class Kernel:
             self._scheduler.first_token(ticket, attempt, version)
         self._wake_carry_out()
 
-    def _take_in(self, outcome: GroupDone | GroupFailed) -> None:
+    def _take_in(self, outcome: Outcome) -> None:
         if isinstance(outcome, GroupDone):
             self._scheduler.group_done(outcome)
         else:

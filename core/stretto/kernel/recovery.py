@@ -17,7 +17,6 @@ from stretto.bus.client import Bus
 from stretto.bus.messages import (
     Evaluation,
     GroupDone,
-    GroupFailed,
     JournalBatch,
     JournalChange,
     JournalEvaluation,
@@ -27,6 +26,7 @@ from stretto.bus.messages import (
 )
 from stretto.errors import RunError
 from stretto.kernel.checkpoint import KernelState
+from stretto.kernel.outcomes import Outcome, follow_outcomes
 from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
 from stretto.weights import WeightsNote
@@ -88,6 +88,7 @@ async def repeat_journal(
     *,
     values: int,
     attempts_from: int,
+    samples: bool,
     on_change: Callable[[tuple[WeightsNote, ...], int, JournalChange | None], Awaitable[object]],
     on_repeated: Callable[[StartBatch, StepResult, float | None], object],
 ) -> Recovered:
@@ -105,6 +106,7 @@ async def repeat_journal(
     Args:
         values: number of the values of the scheduler and the trainers. If the checkpoint has former values,
             the change is made at the checkpoint.
+        samples: whether the policy samples the sequences that the run trains.
         on_change: called when the ledger is in the state of the change, with three arguments: the notes as in
             `Recovered.notes`, the sequence number of the last log message in the ledger, and the journal's
             record of the change, if there is one.
@@ -120,8 +122,12 @@ async def repeat_journal(
     if folder is not None and note.digest != state.digest:
         raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
     scheduler.restore(state.snapshot, attempts_from=attempts_from)
-    outcomes = await _outcomes(bus, names, state.log_sequence)
-    done = {(group.ticket, group.attempt): group for _, group in outcomes if isinstance(group, GroupDone)}
+    outcomes = await _outcomes(bus, names, state.log_sequence, samples=samples)
+    done = {
+        (group.ticket, group.attempt): group
+        for _, group in reversed(outcomes)  # the first one counts
+        if isinstance(group, GroupDone) and group.purpose == "train"
+    }
     done |= {(ticket.id, ticket.done.attempt): ticket.done for ticket in state.snapshot.open if ticket.done}
     journal = await read_journal(bus, names, state, values)
     last = outcomes[-1][0] if outcomes else state.log_sequence
@@ -169,7 +175,7 @@ async def repeat_journal(
     )
 
 
-def _take_in(scheduler: Scheduler, outcomes: Iterable[GroupDone | GroupFailed]) -> None:
+def _take_in(scheduler: Scheduler, outcomes: Iterable[Outcome]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, GroupDone):
             scheduler.group_done(outcome)
@@ -177,13 +183,12 @@ def _take_in(scheduler: Scheduler, outcomes: Iterable[GroupDone | GroupFailed]) 
             scheduler.group_failed(outcome)
 
 
-async def _outcomes(bus: Bus, names: Subjects, after: int) -> list[tuple[int, GroupDone | GroupFailed]]:
+async def _outcomes(bus: Bus, names: Subjects, after: int, *, samples: bool) -> list[tuple[int, Outcome]]:
     """Return the outcomes of tickets in the log after a sequence number, in order."""
     last = await bus.last_sequence(names.log_stream, names.groups)
-    outcomes: list[tuple[int, GroupDone | GroupFailed]] = []
+    outcomes: list[tuple[int, Outcome]] = []
     if last > after:
-        kinds = GroupDone | GroupFailed
-        async for sequence, outcome in bus.follow(names.log_stream, names.groups, kinds, start=after + 1):
+        async for sequence, outcome in follow_outcomes(bus, names, start=after + 1, samples=samples):
             outcomes.append((sequence, outcome))
             if sequence >= last:
                 break

@@ -9,6 +9,7 @@ import structlog
 from stretto.bus import messages
 from stretto.bus.client import Bus
 from stretto.bus.messages import AbortTicket, GroupDone, GroupFailed, Purpose, Subjects, Ticket
+from stretto.kernel.outcomes import Outcome, follow_outcomes
 from stretto.kernel.scheduler import Snapshot
 
 __all__ = ["TicketQueue"]
@@ -63,11 +64,11 @@ class TicketQueue:
         """Remove the tickets that a former kernel left in the queue."""
         await self._bus.purge(self._names.tickets_stream)
 
-    async def follow(self, take_in: Callable[[GroupDone | GroupFailed], None]) -> None:
+    async def follow(self, take_in: Callable[[Outcome], None]) -> None:
         """Call `take_in` with every later outcome of a ticket, in the order of the log. It never ends."""
-        kinds = GroupDone | GroupFailed
-        stream, start = self._names.log_stream, self.log_sequence + 1
-        async for sequence, outcome in self._bus.follow(stream, self._names.groups, kinds, start=start):
+        start = self.log_sequence + 1
+        outcomes = follow_outcomes(self._bus, self._names, start=start, samples=self._samples)
+        async for sequence, outcome in outcomes:
             self._queued.pop((outcome.purpose, outcome.ticket, outcome.attempt), None)
             if isinstance(outcome, GroupFailed):
                 write, event = (
