@@ -207,7 +207,13 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
 
 @pytest.mark.slow
 def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) -> None:
-    start("steps=1").assert_completed(1)  # writes the run file
+    """And shows what a reward raises as plain text."""
+    del start  # it writes the run file
+    (tmp_path / "mine.py").write_text(
+        "def score(prompt, completion, n=0):\n"
+        "    if n % 5 == 4: raise ValueError('no [/INST] \\x1b]0;x\\x07')\n"
+        "    return len(completion)\n"
+    )
     parent, child = pty.openpty()
     shown = b""
     with subprocess.Popen(
@@ -220,6 +226,7 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
             f"out={tmp_path}/tty",
             "steps=12",
             "training.seconds_per_step=0.2",
+            *("reward=function", f"reward.function={tmp_path}/mine.py:score", "queue.max_failures=1000"),
         ],
         stdin=subprocess.DEVNULL,
         stdout=child,
@@ -237,6 +244,8 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
     text = shown.decode(errors="replace")
     for word in ("step 12/12", "reward", "staleness", "tokens/s", "tickets", "workers", "4 ready", "folder"):
         assert word in text, word
+    assert "failed: RewardError: reward raised ValueError: no [/INST] \\x1b]0;x\\x07 (" in text
+    assert "\x1b]0;x" not in text
     for word in (f"{tmp_path}/tty", " s left", "bottleneck", "training works ", "stopping the workers"):
         assert word in text, word
     last = text[text.rindex("step 12/12") :]

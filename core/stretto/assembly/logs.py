@@ -15,12 +15,14 @@ from typing import Any, TextIO
 
 import structlog
 
+from stretto.errors import printable
+
 __all__ = ["bound", "log_to"]
 
 
 def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None:
-    """Send this process's log to a file of JSON lines, and to stderr as text if `console`. A traceback goes
-    to the file alone; the text names the file."""
+    """Send this process's log to a file of JSON lines, and to stderr as printable text if `console`. A
+    traceback goes to the file alone; the text names the file."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -61,7 +63,11 @@ class _Tee:
         if self._file is not None:
             self._file.write(f"{self._json(logger, name, dict(event))}\n")
         if self._console:
-            fields = {key: value for key, value in event.items() if key not in ("run", "role")}
+            fields = {
+                key: printable(value) if isinstance(value, str) else value
+                for key, value in event.items()
+                if key not in ("run", "role")
+            }
             if fields.pop("exception", None) and self._file is not None:
                 fields["traceback"] = self._file.name
             try:

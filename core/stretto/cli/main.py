@@ -19,9 +19,11 @@ import msgspec
 import typer
 from typer.core import TyperCommand
 
-from stretto.errors import ConfigError, PluginError, StrettoError
+from stretto.errors import ConfigError, PluginError, StrettoError, printable
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from stretto.assembly.compose import Composed
     from stretto.cli.audit import AuditReport
     from stretto.cli.evaluate import Estimate, Result
@@ -307,7 +309,6 @@ def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> C
 
 
 def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -323,25 +324,23 @@ def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> No
     table.add_row("model", result.source)
     table.add_row("answers", str(folder / "answers" / "step-000000.jsonl"))
     for reason, count in reasons.items():
-        table.add_row(f"{count} x", reason)
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+        table.add_row(f"{count} x", printable(reason))
+    _print_table(table)
 
 
 def _show_audit(report: AuditReport) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for column in ("check", "result", "checked", "not checked"):
         table.add_column(column, overflow="fold")
     for check in report.checks:
         result = f"{len(check.violations)} violations" if check.violations else "ok"
-        table.add_row(*map(Text, (check.name, result, check.checked, check.unchecked)))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        table.add_row(*map(printable, (check.name, result, check.checked, check.unchecked)))
+    _print_table(table)
     for check in report.checks:
         for violation in check.violations[:_MOST_VIOLATIONS]:
-            typer.echo(f"{check.name}: {violation}")
+            typer.echo(printable(f"{check.name}: {violation}"))
         if len(check.violations) > _MOST_VIOLATIONS:
             typer.echo(
                 f"{check.name}: {len(check.violations) - _MOST_VIOLATIONS} more; --json lists them all"
@@ -357,8 +356,8 @@ def _interval(estimated: Estimate) -> str:
 
 
 def _list_components(installed: Any, kind: str | None) -> None:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     lines = [line for line in installed.listing() if kind in (None, line.kind)]
     if not lines:
@@ -368,9 +367,18 @@ def _list_components(installed: Any, kind: str | None) -> None:
     for column in ("kind", "name", "distribution", "version", "summary"):
         table.add_column(column, overflow="fold", no_wrap=column in ("kind", "name"))
     for line in lines:
-        summary = f"[red]unusable: {line.error}[/red]" if line.error else line.summary
+        error = printable(f"unusable: {line.error}")
+        summary = Text(error, style="red") if line.error else line.summary
         table.add_row(line.kind, line.name, line.distribution, line.version, summary)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    """Print a table. Text in its cells is no markup: a model or a plugin may have written it."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
 
 
 def _show_component(installed: Any, kind: Kind, name: str) -> None:
@@ -385,7 +393,7 @@ def _show_component(installed: Any, kind: Kind, name: str) -> None:
 
 
 def _fail(error: Exception, status: int) -> NoReturn:
-    lines = str(error).splitlines() or [type(error).__name__]
+    lines = printable(str(error)).splitlines() or [type(error).__name__]
     for line in lines:
         typer.echo(f"error: {line}", err=True)
     sys.exit(status)

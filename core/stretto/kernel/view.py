@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stretto.errors import printable
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.report import Report
 from stretto.kernel.scheduler import Scheduler
@@ -58,8 +59,7 @@ class View:
                 self._live.stop()
 
     def _draw(self) -> RenderableType:
-        scheduler, last = self._scheduler, self._report.last
-        ledger = scheduler.ledger
+        scheduler = self._scheduler
         bar = Table.grid(padding=(0, 1))
         left_s = None if self._stopped else self._report.left_s()
         left = "" if left_s is None else f"   {_duration(left_s)} left"
@@ -73,40 +73,43 @@ class View:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
         table.add_column(overflow="fold")
-        table.add_row("folder", _short_path(self._report.folder))
+        for label, text in self._rows():
+            table.add_row(label, Text(printable(text)))  # text of models and rewards is no markup
+        return Group(bar, table)
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the rows below the progress bar: label and text."""
+        scheduler, last = self._scheduler, self._report.last
+        yield "folder", _short_path(self._report.folder)
         if last:
             if self._report.sampled:
-                table.add_row("reward", f"{last['reward']:.3f}   length {last['length']:.1f}")
+                yield "reward", f"{last['reward']:.3f}   length {last['length']:.1f}"
                 limit = f"   limit {last['staleness_limit']}" if "staleness_limit" in last else ""
-                table.add_row(
-                    "staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}{limit}"
-                )
+                yield ("staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}{limit}")
             else:
-                table.add_row("loss", f"{last['loss']:.4f}")
-            table.add_row("step", f"{last['step_s']:.2f} s, of which training {last['train_s']:.2f} s")
+                yield "loss", f"{last['loss']:.4f}"
+            yield "step", f"{last['step_s']:.2f} s, of which training {last['train_s']:.2f} s"
         if scheduler.evaluating is not None:
-            table.add_row("evaluating", self._evaluating())
+            yield "evaluating", self._evaluating()
         for evaluation in scheduler.evaluations[-3:]:
-            table.add_row(
-                "held out", f"version {evaluation.version}: accuracy {_accuracy(evaluation.accuracy)}"
-            )
+            yield ("held out", f"version {evaluation.version}: accuracy {_accuracy(evaluation.accuracy)}")
+        ledger = scheduler.ledger
         train_speed = f"{last['train_tokens_per_s']:,}" if last else "-"
-        table.add_row("tokens/s", f"generating {self._generation_speed():,}   training {train_speed}")
-        table.add_row(
+        yield "tokens/s", f"generating {self._generation_speed():,}   training {train_speed}"
+        yield (
             "tickets",
             f"issued {ledger.issued} = trained {ledger.trained} + filtered {ledger.filtered} + expired "
             f"{ledger.expired} + failed {ledger.failed} + in flight {ledger.in_flight} "
             f"({len(scheduler.done_groups)} finished)",
         )
         if reasons := _most_frequent(scheduler.reasons, 1):
-            table.add_row("main cause", reasons[0])
+            yield "main cause", reasons[0]
         if not self._stopped:
-            table.add_row("workers", self._workers())
+            yield "workers", self._workers()
         for advice in self._report.adviser.open:
-            table.add_row("advice", f"since step {advice.since}: {advice.message}")
+            yield "advice", f"since step {advice.since}: {advice.message}"
         if not self._stopped:
-            table.add_row(*self._state())
-        return Group(bar, table)
+            yield self._state()
 
     def _state(self) -> tuple[str, str]:
         """Return the view's last row, label and text: what the run is doing now, or its bottleneck."""
@@ -144,7 +147,7 @@ class View:
 
 
 def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
-    """Return the lines that the terminal shows at the end of a run."""
+    """Return the lines that the terminal shows at the end of a run, as printable text."""
     lines = [f"{summary['status']} at step {summary['steps']} after {summary['wall_s']:.1f} s"]
     if summary["reason"]:
         lines[0] += f": {summary['reason']}"
@@ -170,7 +173,7 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
         if advice["until"] is None
     )
     lines.append(f"see {folder}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _most_frequent(reasons: Mapping[str, int], count: int) -> list[str]:
