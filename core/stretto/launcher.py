@@ -83,6 +83,11 @@ class Handle(Protocol):
         seconds. Return when the process is gone."""
         ...
 
+    async def dump_stacks(self) -> None:
+        """Ask the process to write the stacks of its threads to its output: send it SIGUSR1. Do nothing if
+        the process has ended. Return without waiting for the stacks."""
+        ...
+
     def tail(self, lines: int) -> str:
         """Return the last lines of its output, for an error message."""
         ...

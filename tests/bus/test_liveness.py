@@ -16,18 +16,32 @@ import anyio
 import msgspec
 import psutil
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from stretto.bus import client
 from stretto.bus.client import Bus
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages import AskLoad, Beacon, Join, KernelLease, LoadReport, Message, Subjects, Welcome
-from stretto.bus.server import NatsServer
+from stretto.bus.messages import (
+    AskLoad,
+    Beacon,
+    Heartbeat,
+    Join,
+    KernelLease,
+    LoadReport,
+    Message,
+    Subjects,
+    Welcome,
+)
+from stretto.bus.server import Bootstrap, NatsServer
 from stretto.engine import Load
 from stretto.errors import NoAnswer
 from stretto.kernel import fleet
 from stretto.kernel.fleet import Fleet
+from stretto.launcher import Job, Resources
 from stretto.workers.context import WorkerContext
+from stretto.workers.heartbeats import heartbeats
 from stretto.workers.kernel_watch import KernelWatch
+from stretto_local import LocalLauncher
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
@@ -162,6 +176,89 @@ async def test_no_worker_counts_as_silent_while_the_bus_is_out(
         await until(lambda: bool(lost))
         tasks.cancel_scope.cancel()
     assert lost[0].startswith("rollout-0 silent for")
+
+
+# ----------------------------------------------------------------------- processes and event loops
+
+
+@pytest.mark.parametrize("work", ["sleep", "spin"])
+async def test_heartbeats_come_while_the_event_loop_stands_still(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path, work: str
+) -> None:
+    arrivals: list[tuple[float, Heartbeat]] = []
+    bootstrap = Bootstrap.read(tmp_path / "bus" / "rollout.json")
+    first = Heartbeat("rollout-0", "n", ready=False)
+
+    async def receive() -> None:
+        async with open_bus("kernel") as kernel:
+            await kernel.subscribe(
+                names.kernel("rollout", "heartbeat"),
+                Heartbeat,
+                lambda beat: arrivals.append((time.monotonic(), beat)),
+            )
+            await anyio.sleep_forever()
+
+    with start_blocking_portal() as portal:  # the kernel has a loop of its own here
+        receiving = portal.start_task_soon(receive)
+        with heartbeats(bootstrap, "rollout", first) as beats:
+            await until(lambda: bool(arrivals))
+            beats.update(first)
+            stopped = time.monotonic()
+            while time.monotonic() < stopped + 5:  # as imports and loading do
+                if work == "sleep":
+                    time.sleep(1)
+            during = [beat for at, beat in arrivals if stopped < at < stopped + 5]
+        receiving.cancel()
+    assert len(during) >= 3
+    assert during[0].blocked_s == 0
+    assert 2 <= during[-1].blocked_s <= 5
+
+
+def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_HUNG_S", 5.0)
+    monkeypatch.setattr(fleet, "_STACKS_S", 2.0)
+    script = (
+        "import faulthandler, signal, time\n"
+        "faulthandler.register(signal.SIGUSR1)\n"
+        "def hang_here():\n"
+        "    print('up', flush=True)\n"
+        "    while True: pass\n"
+        "hang_here()"
+    )
+    job = Job(
+        worker="rollout-0",
+        role="rollout",
+        command=(sys.executable, "-c", script),
+        env={},
+        resources=Resources(),
+        log=str(tmp_path / "rollout-0.out"),
+    )
+
+    async def run() -> None:
+        config: Any = None
+        launcher = LocalLauncher(config, config)
+        [handle] = await launcher.launch([job])
+        await until(lambda: handle.tail(1) == "up")
+        workers = Fleet(launcher, tmp_path, tmp_path, max_restarts=0)
+        workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
+        lost: list[str] = []
+        workers.on_lost = lambda member, how, final: lost.append(how)
+        workers.join(Join("rollout-0", "rollout", "here", "n"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(workers.watch)
+            workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=4.0))
+            await anyio.sleep(1.5)
+            assert not lost
+            workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=6.0))
+            with anyio.fail_after(30):
+                assert await handle.wait() < 0
+            tasks.cancel_scope.cancel()
+        assert lost == ["its event loop stood still for 6 s"]
+        assert "in hang_here" in handle.tail(20)
+
+    anyio.run(run)
 
 
 # ---------------------------------------------------------------------- workers and the kernel's lock

@@ -270,3 +270,24 @@ def test_an_outage_beyond_its_limit_ends_the_run_and_names_the_bus(start: Start)
     assert "stretto resume" in run.summary()["reason"]
     run.assert_nothing_is_left()
     start(resume=run).assert_completed(40)
+
+
+@pytest.mark.slow
+def test_a_worker_that_loads_for_long_on_its_event_loop_is_not_lost(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "heavy.py").write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            from stretto import hookimpl
+
+            if "rollout-0" in sys.argv:
+                end = time.monotonic() + 20  # longer than a silent worker may take
+                while time.monotonic() < end: pass
+
+            @hookimpl
+            def stretto_run_started(config): pass
+            """
+        )
+    )
+    summary = start(f"plugins=[{tmp_path}/heavy.py]", "steps=3").assert_completed(3)
+    assert summary["restarts"] == 0

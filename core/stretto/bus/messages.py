@@ -153,7 +153,7 @@ class Welcome(Message, frozen=True, tag="Welcome/2"):
 
 
 class Heartbeat(Message, frozen=True):
-    """Worker to kernel, every second: the worker is alive."""
+    """Worker to kernel, every second, from a thread of the worker: the process is alive."""
 
     worker: str
     nonce: str
@@ -167,6 +167,8 @@ class Heartbeat(Message, frozen=True):
     """Tickets that a rollout worker is working on."""
     refused: int = 0
     """Number of malformed messages that the worker has refused."""
+    blocked_s: float = 0.0
+    """Seconds for which the worker's event loop has stood still; 0 while it runs."""
 
 
 class Leaving(Message, frozen=True):

@@ -27,6 +27,10 @@ log = structlog.get_logger()
 
 _SILENT_S = 15.0
 """The fleet treats a worker as lost after this many seconds without a heartbeat."""
+_HUNG_S = 600.0
+"""The fleet treats a ready worker as lost after its event loop has stood still for this many seconds."""
+_STACKS_S = 1.0
+"""A worker that is stopped because it hangs has this many seconds to write the stacks of its threads."""
 _LONG_LIFE_S = 600.0
 """If a worker ran longer than this many seconds, the count of its restarts begins again at 1."""
 _TAIL_LINES = 15
@@ -49,6 +53,8 @@ class FleetMember:
     busy_s: float = 0.0
     load: Load | None = None
     refused: int = 0
+    blocked_s: float = 0.0
+    """Seconds for which its event loop has stood still."""
 
 
 class Fleet:
@@ -190,6 +196,7 @@ class Fleet:
             return
         member.heard = time.monotonic()
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
+        member.blocked_s = message.blocked_s
         if message.load is not None:
             self._loads.append(message.load)
         if message.ready and not member.ready:
@@ -222,9 +229,18 @@ class Fleet:
                 member.heard = member.heard + late if hears else now
                 silent = now - member.heard
                 if silent > _SILENT_S:
-                    self._lose(member.worker, f"silent for {silent:.0f} s")
-                    if handle := self._handles.get(member.worker):
-                        await handle.stop(0)
+                    await self._end_hanging(member, f"silent for {silent:.0f} s")
+                elif member.ready and member.blocked_s > _HUNG_S:
+                    how = f"its event loop stood still for {member.blocked_s:.0f} s"
+                    await self._end_hanging(member, how)
+
+    async def _end_hanging(self, member: FleetMember, how: str) -> None:
+        """Treat a worker as lost. Stop its process after it has written the stacks of its threads."""
+        self._lose(member.worker, how)
+        if handle := self._handles.get(member.worker):
+            await handle.dump_stacks()
+            await anyio.sleep(_STACKS_S)
+            await handle.stop(0)
 
     def _lose(self, worker: str, how: str) -> None:
         member = self.members.pop(worker, None)

@@ -6,6 +6,7 @@ itself when the kernel is gone. Between joining and leaving, the code of its rol
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import secrets
@@ -26,6 +27,7 @@ from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, ContractError, StrettoError, leaves
 from stretto.launcher import Role, thread_variables
 from stretto.workers.context import RoleWorker, WorkerContext
+from stretto.workers.heartbeats import BEAT_S, Heartbeats, heartbeats
 from stretto.workers.inference import InferenceWorker
 from stretto.workers.rollout import RolloutWorker
 from stretto.workers.trainer import TrainerWorker
@@ -43,7 +45,7 @@ _WORKERS: dict[Role, Callable[[WorkerContext], RoleWorker]] = {
 }
 _FINAL = (ConfigError, ContractError)
 """Errors that a restarted worker would raise again."""
-BEAT_S = 1.0
+_JOIN_S = 60.0
 _LEAVE_S = 4.0
 _COLLECT_WHILE_LOADING = 1_000_000
 """New objects between two garbage collections while the role loads. Imports make hundreds of thousands of
@@ -52,6 +54,9 @@ objects that stay; with Python's default the collector takes a fifth of the time
 
 def main(bootstrap_file: Path, worker: str) -> int:
     """Run a worker process, and return its exit status."""
+    faulthandler.register(
+        signal.SIGUSR1
+    )  # writes the stacks of all threads to stderr, even of a hanging loop
     bootstrap = Bootstrap.read(bootstrap_file)
     file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
     log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
@@ -72,23 +77,32 @@ def main(bootstrap_file: Path, worker: str) -> int:
 async def _work(bootstrap: Bootstrap, worker: str) -> None:
     names = Subjects(bootstrap.run)
     role: Role = bootstrap.role  # pyright: ignore[reportAssignmentType] - the kernel's bootstrap is not a worker's
+    nonce = secrets.token_hex(4)
+    first = Heartbeat(worker, nonce, ready=False)
     async with connect(bootstrap, names.inbox(role), name=worker) as bus:
-        nonce = secrets.token_hex(4)
-        place = f"{socket.gethostname()} pid {os.getpid()}"
-        join = Join(worker, role, place, nonce)
-        welcome = await bus.request(names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=60)
-        context = WorkerContext(bus, names, worker, role, nonce, welcome)
-        bus.explain = context.explain
-        try:
-            await _work_in(context)
-        except Exception as error:
-            first = leaves(error)[0]
-            await _announce_leaving(context, context.explain(first), final=isinstance(first, _FINAL))
-            raise
-        await _announce_leaving(context, context.reason)
+        with heartbeats(bootstrap, role, first) as beats:
+            place = f"{socket.gethostname()} pid {os.getpid()}"
+            join = Join(worker, role, place, nonce)
+            welcome = await bus.request(
+                names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=_JOIN_S
+            )
+            context = WorkerContext(bus, names, worker, role, nonce, welcome)
+            bus.explain = context.explain
+            await _work_and_leave(context, beats)
 
 
-async def _work_in(context: WorkerContext) -> None:
+async def _work_and_leave(context: WorkerContext, beats: Heartbeats) -> None:
+    """Work, and tell the kernel why the worker leaves."""
+    try:
+        await _work_in(context, beats)
+    except Exception as error:
+        first = leaves(error)[0]
+        await _announce_leaving(context, context.explain(first), final=isinstance(first, _FINAL))
+        raise
+    await _announce_leaving(context, context.reason)
+
+
+async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
     """Do the role's work until the worker leaves."""
     # Set these before any library reads them, so that they also hold for a worker started by hand.
     os.environ |= thread_variables(resources_of(context.composed.config, context.worker))
@@ -105,7 +119,7 @@ async def _work_in(context: WorkerContext) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_obey_signals, context)
         tasks.start_soon(_watch_kernel, context)
-        tasks.start_soon(_send_heartbeats, context, work, ready)
+        tasks.start_soon(_update_heartbeats, context, work, ready, beats)
         tasks.start_soon(work.run, loaded)
         await context.leave.wait()
         log.info("leaving", reason=context.reason)
@@ -136,10 +150,17 @@ async def _watch_kernel(context: WorkerContext) -> None:
     context.request_shutdown(await context.kernel.until_gone())
 
 
-async def _send_heartbeats(context: WorkerContext, work: RoleWorker, ready: anyio.Event) -> None:
-    """Send a heartbeat every second, and one at once when the role is ready."""
+async def _update_heartbeats(
+    context: WorkerContext, work: RoleWorker, ready: anyio.Event, beats: Heartbeats
+) -> None:
+    """Renew the heartbeat every second. Send it at once when the role is ready."""
+    is_ready = False
     while True:
-        plain = Heartbeat(context.worker, context.nonce, ready=ready.is_set(), refused=context.bus.refused)
-        await context.bus.publish(context.names.kernel(context.role, "heartbeat"), work.heartbeat(plain))
+        was_ready, is_ready = is_ready, ready.is_set()
+        plain = Heartbeat(context.worker, context.nonce, ready=is_ready, refused=context.bus.refused)
+        heartbeat = work.heartbeat(plain)
+        beats.update(heartbeat)
+        if is_ready and not was_ready:
+            await context.bus.publish(context.names.kernel(context.role, "heartbeat"), heartbeat)
         with anyio.move_on_after(BEAT_S):
-            await (anyio.sleep(BEAT_S) if ready.is_set() else ready.wait())
+            await (anyio.sleep(BEAT_S) if is_ready else ready.wait())

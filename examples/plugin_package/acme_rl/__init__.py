@@ -6,6 +6,7 @@ It imports only public names of stretto, and torch only in the functions that co
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,6 +135,11 @@ class PlainHandle:
                 return
             self._process.kill()
         await self._process.wait()
+
+    async def dump_stacks(self) -> None:
+        """Send SIGUSR1, at which a worker writes the stacks of its threads."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGUSR1)
 
     def tail(self, lines: int) -> str:
         """The last lines of the process's log."""

@@ -56,6 +56,11 @@ class LocalHandle:
             os.killpg(self._process.pid, signal.SIGKILL)
         await self.wait()
 
+    async def dump_stacks(self) -> None:
+        """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
     def tail(self, lines: int) -> str:
         """Return the last lines of the worker's stdout and stderr."""
         path = Path(self._job.log)

@@ -1,0 +1,91 @@
+"""A worker's heartbeats. A thread with a connection of its own sends them.
+
+So they come even while the worker's event loop stands still, for example because a library is imported or a
+model is loaded on it. Each heartbeat says for how long the loop has stood still.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import msgspec
+import structlog
+from anyio.from_thread import start_blocking_portal
+
+from stretto.bus.client import connect, sleep_and_measure_delay
+from stretto.bus.messages import Heartbeat, Subjects
+from stretto.bus.server import Bootstrap
+from stretto.errors import BusError
+from stretto.launcher import Role
+
+__all__ = ["BEAT_S", "Heartbeats", "heartbeats"]
+
+log = structlog.get_logger()
+
+BEAT_S = 1.0
+_STACKS_S = 60.0
+"""After the event loop has stood still for this many seconds, the thread writes the stacks of all threads to
+stderr, once."""
+
+
+@contextmanager
+def heartbeats(bootstrap: Bootstrap, role: Role, first: Heartbeat) -> Generator[Heartbeats]:
+    """Send a heartbeat every second for the duration of the block, from a thread.
+
+    Args:
+        first: the heartbeat to send until the first `update`.
+    """
+    beats = Heartbeats(bootstrap, role, first)
+    with start_blocking_portal(name="heartbeats") as portal:
+        sending = portal.start_task_soon(beats.send)
+        try:
+            yield beats
+        finally:
+            sending.cancel()
+
+
+class Heartbeats:
+    """The newest heartbeat of a worker, and the thread's loop that sends it."""
+
+    def __init__(self, bootstrap: Bootstrap, role: Role, first: Heartbeat) -> None:
+        self._bootstrap = bootstrap
+        names = Subjects(bootstrap.run)
+        self._subject, self._inbox = names.kernel(role, "heartbeat"), names.inbox(role)
+        self._newest = first
+        self._updated_at = time.monotonic()
+        self._wrote_stacks = False
+
+    def update(self, heartbeat: Heartbeat) -> None:
+        """Set the heartbeat to send from now on. The worker's event loop calls it every `BEAT_S`, so the time
+        of the latest call shows whether the loop runs."""
+        self._newest, self._updated_at = heartbeat, time.monotonic()
+        self._wrote_stacks = False
+
+    async def send(self) -> None:
+        """Send heartbeats until cancelled. The thread runs it."""
+        while True:
+            try:
+                async with connect(self._bootstrap, self._inbox, name=self._newest.worker) as bus:
+                    while True:
+                        await bus.publish(self._subject, self._stamped())
+                        # The whole process was suspended for that time, not its event loop alone.
+                        self._updated_at += await sleep_and_measure_delay(BEAT_S)
+            except BusError as error:
+                log.warning("no connection for heartbeats", error=str(error))
+
+    def _stamped(self) -> Heartbeat:
+        """Return the newest heartbeat with the time for which the event loop has stood still."""
+        blocked_s = time.monotonic() - self._updated_at
+        if blocked_s > _STACKS_S and not self._wrote_stacks:
+            self._wrote_stacks = True
+            log.warning(
+                "the event loop stands still; the stacks are in the worker's output", seconds=blocked_s
+            )
+            faulthandler.dump_traceback(sys.stderr)
+        if blocked_s < 2 * BEAT_S:
+            return self._newest
+        return msgspec.structs.replace(self._newest, blocked_s=blocked_s)
