@@ -19,6 +19,7 @@ import pytest
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
+from stretto.cli.audit import audit_run
 from stretto.config import BusConfig
 
 RUN = "test-run"
@@ -228,6 +229,11 @@ class Run:
         ledger = summary["ledger"]
         assert ledger["issued"] == sum(count for name, count in ledger.items() if name != "issued")
         return summary
+
+    def assert_audit_is_clean(self) -> None:
+        """`stretto audit` finds nothing wrong."""
+        report = audit_run(self.folder)
+        assert report.status == "clean", [check for check in report.checks if check.violations]
 
     def assert_completed(self, steps: int, batch_size: int = 4, bound: int = 2) -> dict[str, Any]:
         """It ends by itself with all that a finished run must have; its summary."""

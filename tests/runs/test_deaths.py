@@ -128,6 +128,7 @@ def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(s
     assert "step repeated" in text
     assert summary["ledger"]["trained"] == 80
     assert summary["ledger"]["expired"] == summary["ledger"]["failed"] == 0
+    resumed.assert_audit_is_clean()
     # What had been trained stands as it was, and the weights count every step once.
     assert [line["reward"] for line in run.metrics()[:6]] == [line["reward"] for line in before[:6]]
     steps = json.loads((run.folder / "checkpoints" / "step-000020" / "mock.json").read_text())

@@ -87,6 +87,7 @@ def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> No
     expired = sum(count for reason, count in summary["reasons"].items() if "does not fit" in reason)
     assert expired == summary["ledger"]["expired"] > 0
     assert_each_ticket_trained_once(entries)
+    run.assert_audit_is_clean()
     assert "batch_size: 2" in (run.folder / "config.yaml").read_text()
     assert "batch_size: 4" in (run.folder / "config-1.yaml").read_text()
 
@@ -98,6 +99,7 @@ def test_a_completed_run_is_extended_by_steps_and_what_refers_to_them(start: Sta
     assert same.end() == 2
     assert "steps: is 3, and the run is complete: give it more" in same.text()
     start("steps=6", resume=run).assert_completed(6)
+    run.assert_audit_is_clean()
     config = (run.folder / "config.yaml").read_text()
     assert "steps: 6" in config
     assert "max_failures: 6" in config  # a reference follows
@@ -179,6 +181,7 @@ def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> No
         if entry["kind"] == "JournalBatch"
     )
     assert_each_ticket_trained_once(entries)
+    run.assert_audit_is_clean()
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert all(line["staleness_max"] <= 1 for line in lines[at:])

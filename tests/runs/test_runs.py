@@ -41,6 +41,7 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
     assert 0 < summary["overlap"] <= 1.05
     assert summary["restarts"] == 0
     assert summary["problems"] == []
+    run.assert_audit_is_clean()
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000008"]
     for name in (*names, "kernel"):
         lines = (run.folder / "logs" / f"{name}.jsonl").read_text().splitlines()
