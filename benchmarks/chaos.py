@@ -283,18 +283,18 @@ class AttackedRun:
         if process.pid == self._process.pid:
             return "kernel"
         with suppress(psutil.Error):
-            arguments = process.cmdline()
+            arguments = process.cmdline() or [""]  # empty while a process ends
             return next((kind for kind, is_kind in KIND_TESTS.items() if is_kind(arguments)), "other")
         return "other"
 
-    def leftovers(self) -> list[str]:
-        """What is still there of the run: processes, and folders in shared memory."""
-        processes = [f"{process.pid} {self._kind_of(process)}" for process in self.living()]
-        bootstrap = self.folder / "bus" / "kernel.json"
-        if not bootstrap.exists():
-            return processes
-        run = json.loads(bootstrap.read_bytes())["run"]
-        return processes + [str(path) for path in Path("/dev/shm").glob(f"stretto-{run}-*")]
+    def processes(self) -> list[str]:
+        """The processes that are still there, in words."""
+        return [f"{process.pid} {self._kind_of(process)}" for process in self.living()]
+
+    def shared_memory(self) -> list[str]:
+        """The run's folders in shared memory."""
+        run = json.loads((self.folder / "bus" / "kernel.json").read_bytes())["run"]
+        return [str(path) for path in Path("/dev/shm").glob(f"stretto-{run}-*")]
 
     def text(self) -> str:
         """The end of what the run printed."""
@@ -389,7 +389,7 @@ def _carry_out(run: AttackedRun, kills: Sequence[Kill], draw: random.Random, res
         if following is not None and not following.steps:
             _resume_if_ended(run)
             continue  # the next kill does not wait for the recovery
-        _until_step(run, newest + 1, result, late_resume=kill.late_resume)
+        _until_step(run, newest + 1, result, kill)
         result.recovery_s.setdefault(kill.label, []).append(time.monotonic() - killed_at)
 
 
@@ -401,8 +401,11 @@ def _resume_if_ended(run: AttackedRun) -> None:
             run.resume()
 
 
-def _until_step(run: AttackedRun, step: float, result: Round, *, late_resume: bool = False) -> None:
+def _until_step(run: AttackedRun, step: float, result: Round, kill: Kill | None = None) -> None:
     """Wait until the run has completed a step, or all steps. Resume it where it ends before.
+
+    Args:
+        kill: the kill from which the run recovers.
 
     Raises:
         Hopeless: if it hangs, or ends again and again.
@@ -414,8 +417,9 @@ def _until_step(run: AttackedRun, step: float, result: Round, *, late_resume: bo
         if run.ended:
             if resumes == MOST_RESUMES:
                 raise Hopeless(f"ended {resumes} times after step {newest}")
-            if late_resume:
-                _check_nothing_is_left(run, result)
+            if kill is not None and kill.late_resume:
+                # After a kill of all processes nobody is there to clean shared memory: `resume` does it.
+                _check_nothing_is_left(run, result, memory=bool(kill.kinds))
             run.resume()
             since, resumes = time.monotonic(), resumes + 1
         if time.monotonic() > since + HANG_S:
@@ -428,10 +432,10 @@ def _steps_of(run: AttackedRun) -> int:
     return int(re.findall(r"^steps: (\d+)$", text, re.MULTILINE)[0])
 
 
-def _check_nothing_is_left(run: AttackedRun, result: Round) -> None:
-    """Wait, for the grace time at most, until no process of the run and nothing in shared memory is left."""
+def _check_nothing_is_left(run: AttackedRun, result: Round, *, memory: bool = True) -> None:
+    """Wait, for the grace time at most, until no process of the run is left, and nothing in shared memory."""
     deadline = time.monotonic() + GRACE_S + END_S
-    while left := run.leftovers():
+    while left := [*run.processes(), *(run.shared_memory() if memory else [])]:
         if time.monotonic() > deadline:
             result.failures.append(f"left behind: {', '.join(left)}")
             return

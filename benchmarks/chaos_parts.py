@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from stretto import Component, Context, hookimpl
+from stretto.errors import WeightsError
 from stretto.serving.config import ServerEngineConfig
 from stretto.serving.engine import ServerEngine
 from stretto.serving.server import Server, ServerCommand, ServerRefused
@@ -94,7 +95,7 @@ class StandInEngine(ServerEngine):
         try:
             await server.post("/load", body, deadline_s=5)
         except ServerRefused as error:
-            raise RuntimeError(error.reason) from error
+            raise WeightsError(error.reason, version=update.note.version) from error
         return update.hashes()
 
     async def score(self, server: Server, tokens: list[int]) -> list[float]:

@@ -435,6 +435,18 @@ def test_a_checkpoint_that_is_not_what_its_manifest_says_is_found(tmp_path: Path
     ]
 
 
+def test_false_messages_in_the_log_that_no_batch_uses_are_no_violation(tmp_path: Path) -> None:
+    books = Books()
+    no_dtype = msgspec.structs.replace(
+        trajectory(9, 0, 0), versions=Array("what", (TOKENS,), memoryview(b""))
+    )
+    books.log.append(TrajectoryBundle(9, 1, 0, (no_dtype,)))
+    books.log.append(GroupDone("eval", 0, 2, "rollout-0", (), 0.0))
+    report = audit_run(books.write(tmp_path / "run"))
+    assert violations(report) == []
+    assert "1 malformed messages are no part of a batch" in report.checks[5].checked
+
+
 def test_versions_outside_the_loss_mask_do_not_count(tmp_path: Path) -> None:
     books = Books()
     age_a_prompt(books)

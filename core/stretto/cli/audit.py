@@ -501,6 +501,8 @@ class _Checker:
         groups: defaultdict[int, list[GroupDone]] = defaultdict(list)
         for group in self._log.evaluation_groups:
             versions = {each for member in group.members for each in (member.oldest, member.newest)}
+            if not versions:
+                continue  # a worker has sent it; it is no result
             groups[min(versions)].append(group)
             if len(versions) > 1:
                 name = f"{group.ticket}/{group.attempt}"

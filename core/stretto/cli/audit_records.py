@@ -148,7 +148,7 @@ class LogRecord:
             case TrajectoryBundle(trajectories=trajectories):
                 try:
                     facts = [_facts(each) for each in trajectories]
-                except ValueError:
+                except (TypeError, ValueError):
                     self.unreadable.append(message.sequence)
                     return
                 self.trajectories |= {(message.sequence, index): each for index, each in enumerate(facts)}
@@ -166,6 +166,7 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
     """Compute the facts of a trajectory.
 
     Raises:
+        TypeError: if an array names no dtype.
         ValueError: if its arrays do not fit each other, or if no token is trained.
     """
     mask, versions = trajectory.loss_mask.numpy().astype(bool), trajectory.versions.numpy()
