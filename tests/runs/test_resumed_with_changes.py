@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,6 +182,9 @@ def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> No
         if entry["kind"] == "JournalBatch"
     )
     assert_each_ticket_trained_once(entries)
+    for folder in (run.folder / "checkpoints").glob("step-*"):
+        if "9999" in (folder / "mock.json").read_text():  # damaged above, and later than what was resumed
+            shutil.rmtree(folder)
     run.assert_audit_is_clean()
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, 31))
