@@ -56,12 +56,16 @@ def test_a_lost_trainer_ends_the_run_which_can_be_resumed(start: Start) -> None:
     start(resume=run).assert_completed(12)
 
 
-def test_a_killed_kernel_leaves_no_process(start: Start) -> None:
+def test_a_kernel_and_a_trainer_that_are_killed_leave_neither_processes_nor_weights(start: Start) -> None:
     run = start("steps=500")
     run.until_step(2)
     assert len(run.look()) >= 7  # four workers, a scoring process, guard and server
+    trainer = run.worker("trainer-0")
+    id = json.loads((run.folder / "bus" / "kernel.json").read_text())["run"]
+    assert list(Path("/dev/shm").glob(f"stretto-{id}-*"))
     run.process.kill()
-    run.assert_nothing_is_left(within_s=3 + 5)  # grace_s is 3 here
+    trainer.kill()  # so nobody but the guard can remove the weights
+    run.assert_nothing_is_left(within_s=3 + 12)  # grace_s is 3 here
 
 
 @pytest.mark.slow

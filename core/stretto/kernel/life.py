@@ -25,6 +25,7 @@ from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_ru
 from stretto.errors import ConfigError, RunError, leaves
 from stretto.kernel.changes import is_complete, newest_values, values_file, write_values
 from stretto.kernel.checkpoint import KernelState, newest_intact
+from stretto.kernel.clean import cleaner_of
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
 from stretto.kernel.setup import RunSetup
@@ -155,7 +156,7 @@ async def _server(setup: RunSetup) -> AsyncGenerator[None]:
         setup.transport.clean()
         async with anyio.create_task_group() as tasks:
             if bus.url is None:
-                server = await NatsServer.start(folder, setup.run, bus, setup.logs)
+                server = await NatsServer.start(folder, setup.run, bus, setup.logs, cleaner_of(setup.folder))
                 tasks.start_soon(server.look_after_guard)
             else:
                 foreign_bootstrap(folder, setup.run, bus, setup.logs)
