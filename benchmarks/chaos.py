@@ -381,10 +381,10 @@ def _carry_out(run: AttackedRun, kills: Sequence[Kill], draw: random.Random, res
         time.sleep(kill.delay_s)
         if run.completed:
             return
-        newest = max(newest, run.step)  # a resumed run goes back to its checkpoint first
         if not run.kill(kill.kinds, draw):
             continue  # none of this kind is there now
         killed_at = time.monotonic()
+        newest = max(newest, run.step)  # a resumed run goes back to its checkpoint first
         result.kills += 1
         if following is not None and not following.steps:
             _resume_if_ended(run)
