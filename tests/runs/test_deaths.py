@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -68,11 +70,20 @@ def test_a_kernel_and_a_trainer_that_are_killed_leave_neither_processes_nor_weig
     run.assert_nothing_is_left(within_s=3 + 12)  # grace_s is 3 here
 
 
+def status(run: Any) -> str:
+    command = [sys.executable, "-m", "stretto", "status", str(run.folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
 @pytest.mark.slow
 def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(start: Start) -> None:
     run = start("training.seconds_per_step=60", "queue.max_staleness=0")
     run.until_a_call()
+    run.until(lambda: "kernel waits for trainer-0 (call) since" in status(run))
+    assert "trainer-0: ready, heard" in status(run)
     run.process.kill()
+    run.process.wait()
+    assert "no kernel owns the run" in status(run)
     run.assert_nothing_is_left(within_s=3 + 8)
 
 

@@ -43,7 +43,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RetentionPolic
 from nats.js.errors import APIError, KeyNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
-from stretto.bus.messages import Message, Refusal
+from stretto.bus.messages import Message, Refusal, Wait
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, NoAnswer, Refused, StrettoError
 
@@ -178,6 +178,8 @@ class Bus:
         self._token = client.new_inbox().rsplit(".", 1)[-1]
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._requests = 0
+        self._unanswered: dict[str, tuple[str, str, float]] = {}
+        """Process, verb and time of each request without an answer, oldest first."""
         self._parts = _Parts()
         self._tasks: TaskGroup | None = None
         self._complaint = ""
@@ -260,6 +262,7 @@ class Bus:
         data = _encode(message)
         decode = decoder(answer | Refusal)
         remaining_s = deadline_s
+        self._unanswered[token] = (who, subject.rsplit(".", 1)[-1], anyio.current_time())
         try:
             while remaining_s > 0:
                 await self._up.wait()
@@ -278,7 +281,16 @@ class Bus:
                 remaining_s -= anyio.current_time() - began
         finally:
             self._waiting.pop(token, None)
+            del self._unanswered[token]
         raise NoAnswer(who, subject, deadline_s)
+
+    def longest_wait(self) -> Wait | None:
+        """Return the oldest request of this process that is not answered yet, if it is older than a
+        second."""
+        for who, verb, since in self._unanswered.values():
+            seconds = anyio.current_time() - since
+            return Wait(who, verb, seconds) if seconds > 1 else None
+        return None
 
     async def serve(
         self,

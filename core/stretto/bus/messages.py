@@ -78,6 +78,7 @@ __all__ = [
     "ToolDone",
     "ToolList",
     "TrajectoryBundle",
+    "Wait",
     "WeightsAnswer",
     "Welcome",
     "WireTrajectory",
@@ -152,6 +153,15 @@ class Welcome(Message, frozen=True, tag="Welcome/2"):
     lock: KernelLock
 
 
+class Wait(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that a process has sent and that is not answered yet."""
+
+    who: str
+    """The process that has to answer."""
+    verb: str
+    seconds: float
+
+
 class Heartbeat(Message, frozen=True):
     """Worker to kernel, every second, from a thread of the worker: the process is alive."""
 
@@ -169,6 +179,8 @@ class Heartbeat(Message, frozen=True):
     """Number of malformed messages that the worker has refused."""
     blocked_s: float = 0.0
     """Seconds for which the worker's event loop has stood still; 0 while it runs."""
+    wait: Wait | None = None
+    """The worker's oldest request without an answer."""
 
 
 class Leaving(Message, frozen=True):

@@ -1,4 +1,5 @@
-"""The command line: `stretto quickstart | run | resume | evaluate | audit | check | plugins | schema`.
+"""The command line: `stretto COMMAND`, with the commands `quickstart`, `run`, `resume`, `evaluate`, `status`,
+`audit`, `check`, `plugins` and `schema`.
 
 Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
 before the run started a worker, or a run cannot be audited; 130 interrupted.
@@ -202,6 +203,16 @@ def evaluate(
     if json_file is not None:
         json_file.write_text(json.dumps(summary["result"], indent=1) + "\n")
     _show_result(result, summary["reasons"], folder)
+
+
+@app.command()
+def status(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+) -> None:
+    """Show what a run does now: its step, its workers, and who waits for whom since when."""
+    from stretto.cli.status import status_lines
+
+    typer.echo("\n".join(status_lines(folder)))
 
 
 @app.command()

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.plan import Worker
 from stretto.bus.client import sleep_and_measure_delay
-from stretto.bus.messages import Heartbeat, Join, Leaving, Peer
+from stretto.bus.messages import Heartbeat, Join, Leaving, Peer, Wait
 from stretto.engine import Load
 from stretto.errors import LaunchError
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
@@ -55,6 +55,8 @@ class FleetMember:
     refused: int = 0
     blocked_s: float = 0.0
     """Seconds for which its event loop has stood still."""
+    wait: Wait | None = None
+    """Its oldest request without an answer."""
 
 
 class Fleet:
@@ -196,7 +198,7 @@ class Fleet:
             return
         member.heard = time.monotonic()
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
-        member.blocked_s = message.blocked_s
+        member.blocked_s, member.wait = message.blocked_s, message.wait
         if message.load is not None:
             self._loads.append(message.load)
         if message.ready and not member.ready:

@@ -60,6 +60,7 @@ from stretto.kernel.scheduler import (
     Withdraw,
 )
 from stretto.kernel.setup import RunSetup
+from stretto.kernel.status import keep_status
 from stretto.kernel.tickets import TicketQueue
 from stretto.kernel.trainers import StepResult, Trainers
 from stretto.launcher import ROLES, Role
@@ -156,6 +157,7 @@ class Kernel:
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(self._watch_bus)
+        self._tasks.start_soon(keep_status, self._setup, self._bus)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
         try:

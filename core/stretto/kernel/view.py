@@ -109,9 +109,9 @@ class View:
         for advice in self._report.adviser.open:
             yield "advice", f"since step {advice.since}: {advice.message}"
         if not self._stopped:
-            yield self._state()
+            yield self.state()
 
-    def _state(self) -> tuple[str, str]:
+    def state(self) -> tuple[str, str]:
         """Return the view's last row, label and text: what the run is doing now, or its bottleneck."""
         scheduler = self._scheduler
         if not self._fleet.hears():

@@ -157,7 +157,13 @@ async def _update_heartbeats(
     is_ready = False
     while True:
         was_ready, is_ready = is_ready, ready.is_set()
-        plain = Heartbeat(context.worker, context.nonce, ready=is_ready, refused=context.bus.refused)
+        plain = Heartbeat(
+            context.worker,
+            context.nonce,
+            ready=is_ready,
+            refused=context.bus.refused,
+            wait=context.bus.longest_wait(),
+        )
         heartbeat = work.heartbeat(plain)
         beats.update(heartbeat)
         if is_ready and not was_ready:

@@ -1,0 +1,48 @@
+"""`stretto status`: what a run does now, from its folder alone, even if its kernel hangs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from stretto.bus.guard import is_locked
+from stretto.errors import ConfigError, printable
+from stretto.kernel.status import FILE, Status
+
+__all__ = ["status_lines"]
+
+_OLD_S = 15.0
+"""A living kernel writes its status every 2 s. After this many seconds without, it hangs or is stopped."""
+
+
+def status_lines(folder: Path) -> list[str]:
+    """Describe the state of the run in `folder`.
+
+    Raises:
+        ConfigError: if the folder holds no status.
+    """
+    file = folder / FILE
+    try:
+        status = msgspec.json.decode(file.read_bytes(), type=Status)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder} has no {FILE}: it holds no run, or the run has not started") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} is not the status of a run: {error}") from error
+    lines = [printable(f"step {status.version} of {status.steps}, {status.now}")]
+    age_s = time.time() - status.written
+    lock = folder / "bus" / "kernel.lock"
+    if not is_locked(lock):
+        return [*lines, f"no kernel owns the run; this was its state {age_s:.0f} s ago"]
+    if not lock.read_text().startswith(f"pid {status.pid},"):
+        return [*lines, f"this was the state of a former kernel, {age_s:.0f} s ago; another one is starting"]
+    if age_s > _OLD_S:
+        lines.append(f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago")
+    if not status.connected:
+        lines.append("the kernel has no connection to nats-server")
+    for worker in status.workers:
+        state = "ready" if worker.ready else status.starting.get(worker.worker, "not ready")
+        blocked = f", its event loop stands still for {worker.blocked_s:.0f} s" if worker.blocked_s else ""
+        lines.append(printable(f"{worker.worker}: {state}, heard {worker.silent_s:.0f} s ago{blocked}"))
+    return [*lines, *(printable(str(stall)) for stall in status.waits)]

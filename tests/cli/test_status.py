@@ -1,0 +1,64 @@
+"""`stretto status`: what it says of kernels that live, hang and are gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.bus.messages import Wait
+from stretto.bus.server import lock_run
+from stretto.cli.status import status_lines
+from stretto.errors import ConfigError
+from stretto.kernel.status import FILE, Stall, Status, WorkerStatus
+
+
+def write(
+    folder: Path,
+    *,
+    pid: int | None = None,
+    age_s: float = 0.0,
+    connected: bool = True,
+    blocked_s: float = 0.0,
+) -> None:
+    status = Status(
+        written=time.time() - age_s,
+        pid=os.getpid() if pid is None else pid,
+        version=3,
+        steps=10,
+        now="now training",
+        connected=connected,
+        workers=[WorkerStatus("rollout-0", ready=True, silent_s=1.0, blocked_s=blocked_s)],
+        starting={},
+        waits=[Stall("rollout-0", Wait("verifier-0", "score", 94.0))],
+    )
+    (folder / FILE).write_bytes(msgspec.json.encode(status))
+
+
+def test_it_says_who_waits_for_whom_and_who_stands_still(tmp_path: Path) -> None:
+    with lock_run(tmp_path / "bus"):
+        write(tmp_path)
+        assert status_lines(tmp_path) == [
+            "step 3 of 10, now training",
+            "rollout-0: ready, heard 1 s ago",
+            "rollout-0 waits for verifier-0 (score) since 94 s",
+        ]
+        write(tmp_path, age_s=40, connected=False, blocked_s=33.0)
+        lines = status_lines(tmp_path)
+        assert lines[1] == f"the kernel (pid {os.getpid()}) stands still: it wrote its status 40 s ago"
+        assert lines[2] == "the kernel has no connection to nats-server"
+        assert lines[3].endswith("its event loop stands still for 33 s")
+        write(tmp_path, pid=1)
+        assert "another one is starting" in status_lines(tmp_path)[-1]
+    assert "no kernel owns the run" in status_lines(tmp_path)[-1]
+
+
+def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        status_lines(tmp_path)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(ConfigError, match="not the status of a run"):
+        status_lines(tmp_path)
