@@ -64,7 +64,7 @@ ModelSource = Annotated[str, msgspec.Meta(extra={"stretto": "model"})]
 Importable = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^.+:\w+$",
+        pattern=r"^.+:\w+$(?!\n)",
         description="`file.py:function` or `module:function`",
         extra={"stretto": "importable"},
     ),

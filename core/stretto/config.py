@@ -169,7 +169,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: Annotated[
         str,
         msgspec.Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$(?!\n)",
             description="letters, digits, `-` and `_`, the first a letter or a digit",
         ),
     ]

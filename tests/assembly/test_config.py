@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from stretto.assembly.compose import Composed, compose, compose_mapping
-from stretto.assembly.plan import placement, resources_of, workers
+from stretto.assembly.plan import context_of, placement, resources_of, workers
 from stretto.assembly.plugins import Plugins
 from stretto.cli.checks import problems
 from stretto.cli.schema import fields_of, json_schema
@@ -177,7 +178,55 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
     assert compose(run_file).config.dataset.path == str(elsewhere / "rows.jsonl")  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("value", ["hunter2", "q7'\\x", "913"])
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("steps=${oc.env:TOK}", "override steps: expected int, got str; found '${oc.env:TOK}'"),
+        ("seed=${oc.env:TOK}", "found '${oc.env:TOK}'"),
+        ("bus.url=x://${oc.env:TOK}@h", "found 'x://${oc.env:TOK}@h'"),
+        ("dataset.path=${oc.env:TOK}/rows", "no such file or folder: '${oc.env:TOK}/rows'"),
+        ("plugins=['${oc.env:TOK}.py']", "no such file or folder: '${oc.env:TOK}.py'"),
+        ("reward=${oc.env:TOK}", "no reward '${oc.env:TOK}'"),
+        ("trackers=[{use: '${oc.env:TOK}'}]", "no tracker '${oc.env:TOK}'"),
+        ("training.dtype=${oc.env:TOK}", "found '${oc.env:TOK}'"),
+        ("training.lr=${oc.decode:${oc.env:TOK}x}", "training.lr"),
+    ],
+)
+def test_no_refusal_shows_a_value_of_the_environment(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, value: str, override: str, found: str
+) -> None:
+    monkeypatch.setenv("TOK", value)
+    message = refused(run_file, override).replace('"', "'")
+    assert found in message
+    assert value not in message
+    assert repr(value)[1:-1] not in message
+
+
+def test_a_component_that_refuses_shows_no_value_of_the_environment(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOK", "hunter2")
+    (run_file.parent / "hunter2.jsonl").write_text("no json\n")
+    composed = compose(run_file, ["dataset.path=${oc.env:TOK}.jsonl"])
+    with pytest.raises(ConfigError, match=r"\$\{oc.env:TOK\}.jsonl") as caught:
+        composed.make("dataset", context_of(composed.config))
+    assert "hunter2" not in str(caught.value)
+    assert composed.explain(ValueError("hunter2 is wrong"), Path("log")).startswith(
+        "ValueError: ${oc.env:TOK} is wrong"
+    )
+
+
 # --------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("depth", [300, 3000])
+def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: int) -> None:
+    for nested in ("[" * depth + "]" * depth, "{a: " * depth + "1" + "}" * depth):
+        run_file.write_text(f"{RUN}out: {nested}\n")
+        assert re.match(r".*(nested too deeply|expected str)", refused(run_file))
+        run_file.write_text(RUN)
+        assert re.match(r".*(nested too deeply|expected str)", refused(run_file, f"out={nested}"))
 
 
 @pytest.mark.parametrize(
@@ -187,6 +236,8 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
         ("queue.max_staleness=-1", ["queue.max_staleness", "int >= 0", "found -1"]),
         ("seed=abc", ["override seed", "expected int, got str", "found 'abc'"]),
         ("steps=null", ["steps", "expected int", "found None"]),
+        ('name="x\\n"', ["override name: expected letters, digits, `-` and `_`"]),
+        ('reward={use: function, function: "r.py:f\\n"}', ["reward.function: expected `file.py:function`"]),
         ("name='a b'", ["override name: expected letters, digits, `-` and `_`", "found 'a b'"]),
         ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, d"]),
         ("launcher=slrum", ["did you mean 'slurm'? (not in this version)", "installed: local"]),

@@ -572,8 +572,10 @@ def _read(body: bytes, kind: type[T]) -> T:
         param = path.strip("`").removeprefix("$").removeprefix(".") or None
         location = f"{param}: " if param else ""
         raise ApiError(f"{location}{message[:1].lower()}{message[1:]}", param=param) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError("the body is nested too deeply") from error
 
 
 def _plain(message: _ChatMessage, location: str) -> Message:

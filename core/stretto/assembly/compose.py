@@ -7,7 +7,8 @@ YAML and merges the overrides.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ class Composed:
     """Return where a key was written, for messages: `run.yaml:14: training.lr`, or `override training.lr`."""
     references: tuple[tuple[str, str], ...] = ()
     """Dotted keys whose value is a reference to another key, with its text, such as `${steps}`."""
+    redact: Callable[[str], str] = str
+    """Return a text in which interpolations stand for the values that they read from the environment."""
 
     def section(self, path: str) -> Any:
         """Return the struct at a dotted key."""
@@ -74,12 +77,13 @@ class Composed:
             StrettoError: if its factory raised one.
         """
         section = self.section(path) if section is None else section
-        try:
-            component = self.components[path].factory(section, context)
-        except StrettoError:
-            raise
-        except Exception as error:
-            raise PluginError(self.blame(error, path)) from error
+        with _redacted_errors(self.redact):
+            try:
+                component = self.components[path].factory(section, context)
+            except StrettoError:
+                raise
+            except Exception as error:
+                raise PluginError(self.blame(error, path)) from error
         expect_contract(component, CONTRACTS[kind_of(path)], self.origin(path).label)
         return component
 
@@ -111,8 +115,8 @@ class Composed:
             log: the file with the traceback, for an error that is not a `StrettoError`.
         """
         if isinstance(error, StrettoError):
-            return str(error)
-        return f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}"
+            return self.redact(str(error))
+        return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")
 
 
 def compose(
@@ -133,11 +137,15 @@ def compose(
     """
     from stretto.assembly import run_file  # OmegaConf is slow to import, and only this function needs it
 
-    source = run_file.RunFile(file, overrides, document)
-    notices: list[str] = []
-    plain, secret = run_file.read(source)
-    composed = _Composer(source, plugins or Plugins()).run(deepcopy(plain), notices)
-    full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
+    try:
+        source = run_file.RunFile(file, overrides, document)
+        with _redacted_errors(source.redact):
+            plain, secret = run_file.read(source)
+            notices: list[str] = []
+            composed = _Composer(source, plugins or Plugins()).run(deepcopy(plain), notices)
+            full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
+    except RecursionError as error:
+        raise run_file.nested_too_deeply(file) from error
     return Composed(
         composed.config,
         composed.plugins,
@@ -146,7 +154,18 @@ def compose(
         tuple(notices),
         source.place,
         tuple((path, text) for path, text in run_file.references(source.raw) if _at(full, path) is not None),
+        source.redact,
     )
+
+
+@contextmanager
+def _redacted_errors(redact: Callable[[str], str]) -> Generator[None]:
+    """Take the values from the environment out of the text of an error that the block raises."""
+    try:
+        yield
+    except StrettoError as error:
+        error.args = (redact(str(error)),)
+        raise
 
 
 def compose_mapping(mapping: Mapping[str, Any]) -> Composed:

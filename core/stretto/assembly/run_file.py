@@ -5,6 +5,8 @@ OmegaConf reads, merges and interpolates; no OmegaConf object leaves this module
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,16 +19,22 @@ from omegaconf.errors import OmegaConfBaseException
 from stretto.assembly.sections import GROUP_NAME, NAMED_SECTIONS, SECTIONS, KeySource
 from stretto.errors import ConfigError
 
-__all__ = ["RunFile", "overlay", "read", "references"]
+__all__ = ["RunFile", "nested_too_deeply", "overlay", "read", "references"]
+
+
+_LONG_VALUE = 6
+"""`RunFile.redact` replaces values of this many characters also inside longer words."""
 
 
 class RunFile(KeySource):
-    """A run file with its overrides. `read` sets `raw`."""
+    """A run file with its overrides. `read` sets `raw` and `plain`."""
 
     def __init__(
         self, file: Path, overrides: Sequence[str], document: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(file)
+        self.plain: Mapping[str, Any] = {}
+        """The same as `raw`, with all interpolations resolved."""
         self._document = document
         self.items = [self._item(item) for item in overrides]
         self.overrides = _overrides(self.items)
@@ -55,6 +63,23 @@ class RunFile(KeySource):
             return f"override {path}"
         line = self._line(path)
         return f"{self.file}:{line}: {path}" if line else f"{self.file}: {path}"
+
+    def redact(self, text: str) -> str:
+        """Return a text in which the interpolations stand for the values that they read from the
+        environment."""
+        values = {
+            form: written
+            for value, written in _environment_values(self.raw, self.plain)
+            for form in (value, repr(value)[1:-1], json.dumps(value)[1:-1])
+            if form
+        }
+        if not values:
+            return text
+        forms = [
+            re.escape(form) if len(form) >= _LONG_VALUE else rf"(?<!\w){re.escape(form)}(?!\w)"
+            for form in sorted(values, key=len, reverse=True)
+        ]
+        return re.sub("|".join(forms), lambda found: values[found[0]], text)
 
     def component_in_file(self, path: str) -> str:
         """See `KeySource`."""
@@ -89,13 +114,15 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"no run file {str(source.file)!r}", value=str(source.file)) from None
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{source.file}: cannot be read as YAML: {error}") from error
+    except RecursionError as error:
+        raise nested_too_deeply(source.file) from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{source.file}: expected a mapping of keys, found {type(loaded).__name__}")
     try:
         merged = OmegaConf.merge(_expand_short_sections(loaded, source.overrides), source.overrides)
         merged = _expand_short_sections(cast("DictConfig", merged))  # those that overrides added
         source.raw = _to_plain(merged)
-        plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
+        source.plain = plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
         escaped = OmegaConf.create(_escape_env(source.raw))
         secret = cast("dict[str, Any]", OmegaConf.to_container(escaped, resolve=True))
     except TypeError as error:  # one side has a value where the other side has a mapping
@@ -104,6 +131,11 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
         path = getattr(error, "full_key", "") or ""
         raise source.error(path, str(error).splitlines()[0]) from error
     return plain, secret
+
+
+def nested_too_deeply(file: Path) -> ConfigError:
+    """Return the error for a run file, or an override, that Python cannot read without a stack overflow."""
+    return ConfigError(f"{file}: its mappings and lists are nested too deeply")
 
 
 def _overrides(items: Sequence[str]) -> DictConfig:
@@ -160,6 +192,32 @@ def _expand_short_sections(config: DictConfig, overrides: DictConfig | None = No
         if isinstance(raw, str) and not raw.startswith("${"):
             OmegaConf.update(config, path, {"use": raw}, merge=False)
     return config
+
+
+def _environment_values(raw: Any, plain: Any) -> Iterator[tuple[str, str]]:
+    """Yield each value that a run file reads from the environment, with the interpolation that reads it.
+
+    Args:
+        raw: the tree before interpolations are resolved.
+        plain: the same tree with interpolations resolved; it may lack keys.
+    """
+    if isinstance(raw, dict):
+        resolved = cast("dict[str, Any]", plain) if isinstance(plain, dict) else {}
+        for key, value in cast("dict[str, Any]", raw).items():
+            yield from _environment_values(value, resolved.get(key))
+    elif isinstance(raw, list):
+        items = cast("list[Any]", raw)
+        found = cast("list[Any]", plain) if isinstance(plain, list) else [None] * len(items)
+        for value, item in zip(items, found, strict=True):
+            yield from _environment_values(value, item)
+    elif isinstance(raw, str) and "oc.env" in raw:
+        for path in _leaves(plain):
+            value: Any = plain
+            for key in path:
+                value = value[key]
+            yield str(value) if value is not None else "", raw
+        for name in re.findall(r"oc\.env:\s*(\w+)", raw):
+            yield os.environ.get(name, ""), f"${{oc.env:{name}}}"
 
 
 def _escape_env(node: Any) -> Any:

@@ -39,6 +39,10 @@ app = typer.Typer(
 )
 
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
+TrustPlugins = Annotated[
+    bool,
+    typer.Option("--trust-plugins", help="Import the plugin files of a run that another user owns."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -140,8 +144,12 @@ def quickstart(
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     overrides: Overrides = None,
+    trust_plugins: TrustPlugins = False,
 ) -> None:
     """Resume a run from its newest checkpoint and its journal. Overrides change its values."""
+    from stretto.cli.trust import require_trust
+
+    require_trust(folder.absolute(), trusted=trust_plugins)
     from stretto.kernel.changes import compose_changes, put_into_force
     from stretto.kernel.life import resume_to_end
 
@@ -185,12 +193,16 @@ def evaluate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures to this file.", metavar="FILE")
     ] = None,
+    trust_plugins: TrustPlugins = False,
 ) -> None:
     """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
     from stretto.cli.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
+    from stretto.cli.trust import require_trust
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: no folder {str(json_file.absolute().parent)!r}")
+    if (Path(source) / "config.yaml").is_file():
+        require_trust(Path(source).absolute(), trusted=trust_plugins)
     evaluation = EvaluationOptions(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
     composed = _accepted(compose_evaluation(source, evaluation, overrides or ()), starting=True)
     result, summary, folder = run_evaluation(composed, threshold)
@@ -311,9 +323,10 @@ def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> C
     fatal: list[str] = []
     for problem in problems(composed, starting=starting, resumed=resumed):
         if problem.severity == "error" or (problem.severity == "environment" and starting):
-            fatal.append(f"{composed.place(problem.path)}: {problem.message}")
+            fatal.append(f"{composed.place(problem.path)}: {composed.redact(problem.message)}")
         else:
-            typer.echo(f"warning: {composed.place(problem.path)}: {problem.message}", err=True)
+            message = printable(composed.redact(problem.message))
+            typer.echo(f"warning: {composed.place(problem.path)}: {message}", err=True)
     if fatal:
         raise ConfigError("\n".join(fatal))
     return composed
