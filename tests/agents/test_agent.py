@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -458,6 +459,25 @@ async def test_other_errors_have_their_status(tokenizer: PolicyTokenizer) -> Non
         with pytest.raises(openai.InternalServerError, match="a slot holds 512"):  # not a broken stream
             await stream
     assert not session.asked  # and nothing was tried again
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "the body is not JSON: 'utf-8' codec"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "the body is not JSON"),
+        (b'{"tools": [{"type": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"messages": [{"role": "user", "content": "' + b"x" * 5_000_000 + b'"}]}', "a text of 50000"),
+    ],
+)
+async def test_a_body_that_no_policy_can_read_is_a_bad_request(
+    tokenizer: PolicyTokenizer, body: bytes, message: str
+) -> None:
+    session = FakeSession(tokenizer)
+    async with agent_of(session) as (client, _):
+        with pytest.raises(openai.BadRequestError, match=re.escape(message)):
+            await client.post("/chat/completions", cast_to=object, content=body)
+    assert not session.asked
 
 
 async def test_a_model_without_a_template_completes_texts_only(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from stretto.agents.conversation import Conversation
 from stretto.engine import Sampling
+from stretto.errors import RequestError
+from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
 from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
-from stretto.models.tokenizer import load_tokenizer
 from stretto.workflow import Answer, Score
 
 CHATML = (
@@ -155,3 +157,39 @@ async def test_a_plain_text_goes_on(tmp_path: Any) -> None:
     assert conversation.splits == 0
     with pytest.raises(TypeError, match="expected text"):
         conversation.add({"role": "user", "content": "no"})
+
+
+class Untouched(ByteTokenizer):
+    """Refuses to tokenise."""
+
+    def encode_text(self, text: str) -> NDArray[np.int32]:
+        raise AssertionError(f"tokenises {len(text)} characters")
+
+    encode_prompt = encode_text  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("prompt", ["x" * 5_000_000, [{"role": "user", "content": "x" * 5_000_000}]])
+async def test_a_text_of_megabytes_is_refused_before_it_is_tokenised(prompt: Any) -> None:
+    tokenizer = Untouched()
+    policy = Policy(tokenizer, 0)
+    limited = Conversation(policy, tokenizer, Sampling(), prompt, limit=1000)
+    assert await limited.reply() is None
+    with pytest.raises(RequestError, match=r"a text of 500000\d characters; the model reads at most 4194304"):
+        await Conversation(policy, tokenizer, Sampling(), prompt).reply()
+    assert not policy.prompts
+
+
+async def test_a_long_text_is_tokenised_beside_the_event_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    class Watched(ByteTokenizer):
+        def encode_text(self, text: str) -> NDArray[np.int32]:
+            threads.append(threading.current_thread())
+            return super().encode_text(text)
+
+    conversation = chat(Watched(), Policy(ByteTokenizer(), 0))
+    conversation.add({"role": "user", "content": "x" * 10**6})
+    await conversation.reply()
+    conversation.add({"role": "user", "content": "short"})
+    await conversation.reply()
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]

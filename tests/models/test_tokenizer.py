@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from stretto.errors import ConfigError
-from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
+from stretto.models.tokenizer import ByteTokenizer, characters_of, load_tokenizer, work_on_text
 
 
 def test_chat_templates_are_applied_once(tiny_models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -38,3 +40,35 @@ def test_chat_templates_are_applied_once(tiny_models: Callable[[str], Path], tmp
 def test_bytes_survive_the_byte_tokenizer(text: str) -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode_prompt(text)) == text
+
+
+def test_no_text_has_more_characters_than_its_tokens_may_have() -> None:
+    quickstart = load_tokenizer(str(Path(__file__).parents[2] / "examples" / "quickstart" / "model"))
+
+    @given(st.text(), st.text("0123456789+= "))
+    def check(text: str, known: str) -> None:
+        for tokenizer, example in ((ByteTokenizer(), text), (quickstart, known)):
+            assert len(example) <= tokenizer.most_characters(len(tokenizer.encode_text(example)))
+
+    check()
+    for tokenizer in (quickstart, ByteTokenizer()):
+        assert 2**20 <= tokenizer.most_characters(None) <= 2**22
+
+
+def test_characters_are_counted_without_tokenising() -> None:
+    parts = [{"type": "text", "text": "abc"}, {"type": "image"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+    assert characters_of("abcd") == 4
+    assert characters_of([*messages, {"role": "user", "content": "de"}]) == 5
+
+
+async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised() -> None:
+    goes_on = threading.Event()
+    async with anyio.create_task_group() as tasks:
+
+        async def go_on() -> None:
+            goes_on.set()
+
+        tasks.start_soon(go_on)
+        assert await work_on_text(lambda: goes_on.wait(20), 10**6)
+        assert await work_on_text(threading.current_thread, 10) is threading.current_thread()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from stretto.errors import RequestError
+from stretto.models.tokenizer import characters_of, work_on_text
 from stretto.workflow import Answer, Score, Trajectory, parts_of_sample
 
 if TYPE_CHECKING:
@@ -89,9 +91,12 @@ class Conversation:
 
         Raises:
             EngineError: if no engine can serve the request.
+            RequestError: if the text is too long for the model, whatever the limit.
         """
         sampling = sampling or self._sampling
-        segment = self._current_segment()
+        segment = await self._current_segment()
+        if segment is None:
+            return None
         if self._limit is not None:
             room = self._limit - segment.length
             if room < 1:
@@ -122,26 +127,48 @@ class Conversation:
 
     # ------------------------------------------------------------------------------------ private
 
-    def _current_segment(self) -> _Segment:
-        """Return a segment with the whole history: the newest one, extended; after a split, a new one."""
-        if isinstance(self.history, str):
-            text = self.history
+    async def _current_segment(self) -> _Segment | None:
+        """Return a segment with the whole history: the newest one, extended; after a split, a new one. Return
+        None if the limit leaves no room for the text.
+
+        Raises:
+            RequestError: if the text is too long for the model.
+        """
+        tokenizer, history = self._tokenizer, self.history
+        if isinstance(history, str):
+            text = history
         else:
-            text = self._tokenizer.render(self.history, tools=self._tools)
+            text = await work_on_text(
+                lambda: tokenizer.render(history, tools=self._tools), characters_of(history)
+            )
         if self._segments and text.startswith(self._segments[-1].text):
-            segment = self._segments[-1]
-            segment.add_text(self._tokenizer.encode_text(text[len(segment.text) :]), text)
-            return segment
-        segment = _Segment()
-        # For a plain text, the tokenizer may put a special token in front.
-        encode = (
-            self._tokenizer.encode_prompt if isinstance(self.history, str) else self._tokenizer.encode_text
-        )
-        segment.add_text(encode(text), text)
-        if self._segments and self._segments[-1].last is None:
-            self._segments.pop()  # nothing was sampled in it
-        self._segments.append(segment)
+            segment, encode = self._segments[-1], tokenizer.encode_text
+        else:
+            segment = _Segment()
+            # For a plain text, the tokenizer may put a special token in front.
+            encode = tokenizer.encode_prompt if isinstance(history, str) else tokenizer.encode_text
+        new = text[len(segment.text) :]
+        if not self._has_room_for(new, segment):
+            return None
+        segment.add_text(await work_on_text(lambda: encode(new), len(new)), text)
+        if segment not in self._segments:
+            if self._segments and self._segments[-1].last is None:
+                self._segments.pop()  # nothing was sampled in it
+            self._segments.append(segment)
         return segment
+
+    def _has_room_for(self, text: str, segment: _Segment) -> bool:
+        """Whether the limit may leave room for a text after a segment. Only its tokens say it for sure.
+
+        Raises:
+            RequestError: if the text is too long for the model.
+        """
+        if self._limit is not None:
+            return len(text) <= self._tokenizer.most_characters(self._limit - segment.length)
+        most = self._tokenizer.most_characters(None)
+        if len(text) > most:
+            raise RequestError(f"a text of {len(text)} characters; the model reads at most {most}")
+        return True
 
     def _text_of(self, ids: NDArray[np.int32], answer: Answer) -> str:
         """Return the answer's text as it follows the prompt, with special tokens. Decode it together with the

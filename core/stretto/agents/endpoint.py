@@ -33,7 +33,8 @@ from stretto.agents.openai_api import (
     ResponseCall,
 )
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
-from stretto.errors import ConfigError, EngineError, one_error
+from stretto.errors import ConfigError, EngineError, RequestError, one_error
+from stretto.models.tokenizer import work_on_text
 from stretto.tools import ParserName, parse_calls
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["Endpoint"]
 
 _MAX_BODY = 16 * 2**20
+"""Largest body of a request, in bytes: JSON of the longest text that a model reads."""
 _News = tuple[int, "str | Reply"]
-_REFUSALS = (ApiError, OverLimit, ConfigError, EngineError)
+_REFUSALS = (ApiError, OverLimit, ConfigError, EngineError, RequestError)
 # Texts that begin tool calls. A stream holds back the text after them until they are known to be calls.
 _MARKS: Mapping[ParserName, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
@@ -129,19 +131,21 @@ class Endpoint:
         return _json({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        agent_run = self._agent_run_of(request)
-        return await self._answer(
-            request, agent_run, ChatCall(await request.read(), agent_run.recorder.session.tokenizer)
-        )
+        agent_run, body = self._agent_run_of(request), await request.read()
+        tokenizer = agent_run.recorder.session.tokenizer
+        call = await work_on_text(lambda: ChatCall(body, tokenizer), len(body))
+        return await self._answer(request, agent_run, call)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        agent_run = self._agent_run_of(request)
-        call = CompletionCall(await request.read(), agent_run.recorder.session.tokenizer)
+        agent_run, body = self._agent_run_of(request), await request.read()
+        tokenizer = agent_run.recorder.session.tokenizer
+        call = await work_on_text(lambda: CompletionCall(body, tokenizer), len(body))
         return await self._answer(request, agent_run, call)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        agent_run = self._agent_run_of(request)
-        return await self._answer(request, agent_run, ResponseCall(await request.read(), agent_run.responses))
+        agent_run, body = self._agent_run_of(request), await request.read()
+        call = await work_on_text(lambda: ResponseCall(body, agent_run.responses), len(body))
+        return await self._answer(request, agent_run, call)
 
     def _agent_run_of(self, request: web.Request) -> _AgentRun:
         """Return the agent run that a request's key names.

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, cast
 
+import anyio
+import anyio.to_thread
 import numpy as np
+from anyio.lowlevel import RunVar
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
 
-__all__ = ["ByteTokenizer", "Message", "Tokenizer", "fault_of", "load_tokenizer", "shows_tools"]
+__all__ = [
+    "ByteTokenizer",
+    "Message",
+    "Tokenizer",
+    "characters_of",
+    "fault_of",
+    "load_tokenizer",
+    "shows_tools",
+    "work_on_text",
+]
+
+T = TypeVar("T")
+
+_SHORT = 2**14
+"""Tokenising a text of this many characters takes about 20 ms."""
+_LEAST = 2**20
+_MOST = 2**22
+"""`_LEAST` and `_MOST` are the bounds of `Tokenizer.most_characters` where only the model limits the text.
+Tokenising a text of `_MOST` characters takes about 6 s and some 500 MB."""
+_text_thread: RunVar[anyio.CapacityLimiter] = RunVar("stretto_text_thread")
 
 Message = Mapping[str, Any]
 """One chat message: `role`, `content`, and other keys that a template may use, such as `tool_calls`."""
@@ -59,6 +82,16 @@ class Tokenizer(Protocol):
         """The end-of-sequence token as text; empty if there is none."""
         ...
 
+    def most_characters(self, tokens: int | None) -> int:
+        """Return how many characters a text of this many tokens has at most. A longer text is refused before
+        it is tokenised, which would take long. Only a tokenizer that drops characters, or makes one unknown
+        token of many, could put a longer text into as many tokens.
+
+        Args:
+            tokens: None for the model's own limit, which is only known to be at least 1 MiB of text.
+        """
+        ...
+
 
 def load_tokenizer(model: str | None) -> Tokenizer:
     """Load the tokenizer of a model folder or hub id. Without a model, every byte is a token.
@@ -101,6 +134,29 @@ def fault_of(prompt: Any) -> str:
     return f"expected text or chat messages ([{{'role': …, 'content': …}}, …]), found {str(prompt)[:60]!r}"
 
 
+def characters_of(content: Any) -> int:
+    """Return the number of characters in a prompt: a text, chat messages, or the content of a message."""
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, Mapping):
+        part = cast("Mapping[str, Any]", content)
+        return characters_of(part.get("content")) + characters_of(part.get("text"))
+    return sum(map(characters_of, cast("list[Any]", content))) if isinstance(content, (list, tuple)) else 0
+
+
+async def work_on_text(work: Callable[[], T], characters: int) -> T:
+    """Do some work on a text of this many characters, such as to tokenise it, and return the result. A thread
+    does it if the text is long, one text at a time: the event loop goes on meanwhile."""
+    if characters <= _SHORT:
+        return work()
+    try:
+        limiter = _text_thread.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(1)
+        _text_thread.set(limiter)
+    return await anyio.to_thread.run_sync(work, limiter=limiter)
+
+
 class ByteTokenizer:
     """A tokenizer whose tokens are bytes, for runs of mock engines without a model."""
 
@@ -123,6 +179,10 @@ class ByteTokenizer:
         return self.encode_prompt(text)
 
     end = ""
+
+    def most_characters(self, tokens: int | None) -> int:
+        """Return the number of tokens, because each character has at least one."""
+        return _MOST if tokens is None else tokens
 
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
         """Return the bytes as text; bytes that are not UTF-8 are replaced."""
@@ -165,6 +225,16 @@ class _Fast:
     @property
     def end(self) -> str:
         return self._tokenizer.eos_token or ""
+
+    def most_characters(self, tokens: int | None) -> int:
+        if tokens is None:
+            return min(_MOST, max(_LEAST, self._longest_token * self._tokenizer.model_max_length))
+        return self._longest_token * tokens
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters that one token stands for."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
         text = answer if isinstance(answer, str) else "".join(str(turn["content"]) for turn in answer)

@@ -259,6 +259,10 @@ class RowTokenizer:
         """Return the same as for a row without images."""
         return self._vision.tokenizer.encode_text(text)
 
+    def most_characters(self, tokens: int | None) -> int:
+        """Return the same as for a row without images."""
+        return self._vision.tokenizer.most_characters(tokens)
+
     @property
     def end(self) -> str:
         """The same as for a row without images."""

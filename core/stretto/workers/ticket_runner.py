@@ -22,7 +22,7 @@ from stretto.bus.messages import (
 )
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
-from stretto.models.tokenizer import fault_of
+from stretto.models.tokenizer import characters_of, fault_of, work_on_text
 from stretto.models.vision import Vision
 from stretto.workers.answers import answers_of
 from stretto.workers.context import WorkerContext
@@ -104,23 +104,28 @@ class TicketRunner:
         row, config = self._datasets[ticket.purpose][ticket.row], self._services.config
         if fault := fault_of(row["prompt"]):
             raise ConfigError(f"row {ticket.row}: prompt: {fault}")
-        ids = await self._encode(row)
         section = config.dataset
         if ticket.purpose == "eval" and config.evaluation is not None:
             section = config.evaluation.dataset
         limit = section.max_prompt_tokens
+        too_long = f"max_prompt_tokens={limit}" if limit is not None else "any that the model reads"
+        characters = characters_of(row["prompt"])
+        if characters > self._services.tokenizer.most_characters(limit):
+            raise _Unfit(f"prompt longer than {too_long}")
+        ids = await self._encode(row, characters)
         if limit is not None and len(ids) > limit:
-            raise _Unfit(f"prompt longer than max_prompt_tokens={limit}")
+            raise _Unfit(f"prompt longer than {too_long}")
         if len(ids) == 0:
             raise _Unfit("prompt without a token")
         return Prompt(row, ids)
 
-    async def _encode(self, row: Row) -> NDArray[np.int32]:
-        """Return the ids of a row's prompt. Reading images is slow, so a thread does it, one row at a
-        time."""
+    async def _encode(self, row: Row, characters: int) -> NDArray[np.int32]:
+        """Return the ids of a row's prompt, whose text has this many characters. Reading images is slow, so a
+        thread does it, one row at a time."""
         vision = self._services.vision
         if vision is None:
-            return self._services.tokenizer.encode_prompt(row["prompt"])
+            tokenizer = self._services.tokenizer
+            return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"]), characters)
         return await anyio.to_thread.run_sync(_encode_with_images, vision, row, limiter=self._image_thread)
 
     async def _store(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[Member]:
