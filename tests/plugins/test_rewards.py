@@ -109,7 +109,8 @@ def test_trl_rewards_of_chat_rows_get_messages() -> None:
         (math.nan, "is nan, not a finite number"),
         ({"score": 1.0}, "without 'reward'"),
         ({"reward": None}, "is None, not a finite number"),
-        (1e39, "is 1e\\+39, not a finite number"),
+        (-1e308, "is -1e\\+308, beyond the range of float32"),
+        ({"reward": 1.0, 7: 2.0}, "a dict with the key 7; a metric's name is text"),
         ({"reward": 1.0, "length": math.inf}, "'length' of completion 0 is inf"),
     ],
 )

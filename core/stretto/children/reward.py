@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -166,14 +167,25 @@ def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
     if isinstance(value, Mapping):
         if "reward" not in value:
             raise ValueError(f"the reward of completion {index} is a dict without 'reward': {value!r}")
+        if odd := [name for name in cast("Mapping[Any, Any]", value) if not isinstance(name, str)]:
+            raise ValueError(
+                f"the reward of completion {index} is a dict with the key {odd[0]!r}; a metric's name is text"
+            )
         metrics = {name: float(number) for name, number in value.items() if name != "reward"}
         value = value["reward"]
     if value is None or not is_number(number := float(value)):
-        raise ValueError(f"the reward of completion {index} is {value!r}, not a finite number")
+        raise ValueError(f"the reward of completion {index} is {value!r}, {_fault(value)}")
     for name, metric in metrics.items():
         if not is_number(metric):
-            raise ValueError(f"{name!r} of completion {index} is {metric!r}, not a finite number")
+            raise ValueError(f"{name!r} of completion {index} is {metric!r}, {_fault(metric)}")
     return number, metrics
+
+
+def _fault(value: float | None) -> str:
+    """Return why a value that is not valid for a reward or a metric is not valid."""
+    if value is None or not math.isfinite(value):
+        return "not a finite number"
+    return "beyond the range of float32, the dtype of trainers"
 
 
 def setup_frame(document: Mapping[str, Any], context: Context) -> bytes:
