@@ -9,6 +9,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     ├── BusError             a failure of communication between processes
     │   ├── NoAnswer         another process did not answer in time: `who`, `subject`, `waited_s`
     │   ├── Refused          another process answered with a refusal: `who`, `reason`
+    │   ├── MessageGone      a stored message that is no longer in its stream
     │   └── Malformed        bytes that are not the expected message: `subject`, `expected`
     ├── EngineError          an engine that cannot do what a worker asked
     │   ├── ServerRefused    (stretto.serving.server) an engine's server refused a request: `status`, `reason`
@@ -48,6 +49,7 @@ __all__ = [
     "EngineError",
     "LaunchError",
     "Malformed",
+    "MessageGone",
     "NoAnswer",
     "PluginError",
     "Refused",
@@ -122,6 +124,10 @@ class Refused(BusError):
         super().__init__(f"{who} refused: {reason}")
         self.who = who
         self.reason = reason
+
+
+class MessageGone(BusError):
+    """A stored message is no longer in its stream."""
 
 
 class Malformed(BusError):

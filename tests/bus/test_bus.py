@@ -46,7 +46,7 @@ from stretto.bus.messages import (
 )
 from stretto.bus.server import NatsServer, lock_run
 from stretto.config import BusConfig
-from stretto.errors import BusError, Malformed, NoAnswer, Refused, RunError
+from stretto.errors import BusError, ConfigError, Malformed, NoAnswer, Refused
 
 NO_LOCK = KernelLock("", "", "")
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -464,7 +464,7 @@ def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) ->
     assert kernel.stdout.readline() == "up\n"
     guard = psutil.Process(int((tmp_path / "bus" / "guard.pid").read_text()))
     server = psutil.Process(server_pid(tmp_path))
-    with pytest.raises(RunError, match=f"owned by pid {kernel.pid}"):
+    with pytest.raises(ConfigError, match=f"owned by pid {kernel.pid}"):
         lock_run(tmp_path / "bus")
     kernel.kill()
     kernel.wait()

@@ -20,6 +20,7 @@ The bus promises:
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import struct
 import time
@@ -45,9 +46,9 @@ from nats.js.kv import KeyValue
 
 from stretto.bus.messages import Message, Refusal, Wait
 from stretto.bus.server import Bootstrap
-from stretto.errors import BusError, Malformed, NoAnswer, Refused, StrettoError
+from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Refused, StrettoError
 
-__all__ = ["Bus", "Delivery", "connect", "decoder", "sleep_and_measure_delay"]
+__all__ = ["Bus", "Delivery", "Extent", "connect", "decoder", "sleep_and_measure_delay"]
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -113,6 +114,20 @@ class Delivery(Generic[M]):
     async def in_progress(self) -> None:
         """Restart the time until the server delivers the message again."""
         await self._msg.in_progress()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The sequence numbers of a stream's messages at one moment."""
+
+    first: int
+    last: int
+    """Highest sequence number that the stream has ever given; `first - 1` if the stream is empty."""
+    missing: frozenset[int] = frozenset()
+    """Sequence numbers between `first` and `last` without a message, such as those of damaged messages."""
+
+    def __contains__(self, sequence: int) -> bool:
+        return self.first <= sequence <= self.last and sequence not in self.missing
 
 
 @asynccontextmanager
@@ -397,7 +412,7 @@ class Bus:
 
         Raises:
             NoAnswer: if the server does not answer in time.
-            BusError: if the message is not in the stream.
+            MessageGone: if the message, or a part of it, is not in the stream.
             Malformed: if the message is not of this kind.
         """
         data = await self._join_stored_parts(stream, await self._read_message(stream, sequence))
@@ -450,8 +465,31 @@ class Bus:
             return 0
         return message.seq or 0
 
+    async def extent(self, stream: str) -> Extent:
+        """Return the sequence numbers of the messages in a stream. The server has checked them at its start:
+        a damaged message counts as missing."""
+        subject = f"$JS.API.STREAM.INFO.{stream}"
+        answer = await self._storing(
+            lambda: self._nats.request(subject, b'{"deleted_details": true}', timeout=10), subject
+        )
+        state = json.loads(answer.data).get("state")
+        if state is None:
+            raise BusError(f"nats-server does not describe {stream}: {answer.data.decode(errors='replace')}")
+        return Extent(state["first_seq"], state["last_seq"], frozenset(state.get("deleted") or ()))
+
+    async def holds(self, stream: str, sequence: int) -> bool:
+        """Whether a stream holds a message with all its parts. It reads the message."""
+        try:
+            await self._join_stored_parts(stream, await self._read_message(stream, sequence))
+        except MessageGone:
+            return False
+        return True
+
     async def purge(self, stream: str, *, below: int | None = None) -> None:
-        """Remove the messages with a sequence number lower than `below`, or all messages if it is None."""
+        """Remove the messages with a sequence number lower than `below`, or all messages if it is None.
+
+        If the stream has not reached `below`, its next message gets that sequence number.
+        """
         await self._storing(lambda: self._jetstream.purge_stream(stream, seq=below), stream)
 
     async def delete(self, stream: str, sequence: int) -> None:
@@ -627,7 +665,7 @@ class Bus:
                 lambda: self._jetstream.get_msg(stream, sequence, direct=True), f"{stream} {sequence}"
             )
         except NotFoundError as error:
-            raise BusError(f"message {sequence} of {stream} is gone") from error
+            raise MessageGone(f"message {sequence} of {stream} is gone") from error
         return raw.data or b""
 
     async def _join_stored_parts(self, stream: str, data: bytes) -> bytes:

@@ -30,10 +30,10 @@ import structlog
 from stretto.bus import guard
 from stretto.bus.messages import Subjects
 from stretto.config import BusConfig
-from stretto.errors import BusError, ConfigError, RunError
+from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
 
-__all__ = ["Bootstrap", "NatsServer", "binary", "fault_of_server", "foreign_bootstrap", "lock_run"]
+__all__ = ["Bootstrap", "NatsServer", "binary", "fault_of_server", "foreign_bootstrap", "lock_run", "run_id"]
 
 log = structlog.get_logger()
 
@@ -70,14 +70,31 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{path} is not a bootstrap file: {error}") from error
 
 
+def run_id(folder: Path) -> str | None:
+    """Return the id of the run whose bus folder is `folder`, from its bootstrap files or the names in its
+    store; None if none of them has it."""
+    for file in (folder / f"{role}.json" for role in _USERS):
+        if file.exists():
+            try:
+                return Bootstrap.read(file).run
+            except ConfigError as error:
+                log.warning("file is damaged", damage=str(error))
+    stream = next(folder.glob("store/jetstream/*/streams/LOG_*"), None)
+    return stream.name.removeprefix("LOG_") if stream else None
+
+
 def lock_run(folder: Path) -> IO[str]:
-    """Own the run whose bus folder is `folder`, until the returned file is closed or the process ends.
+    """Own the run whose bus folder is `folder`, until the returned file is closed or the process ends. No
+    other process may change a file in the run's folder.
 
     Raises:
-        RunError: if another process owns the run.
+        ConfigError: if another process owns the run, or if the folder cannot be written.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = (folder / "kernel.lock").open("a+")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = (folder / "kernel.lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder.parent} cannot be written: {error}") from error
     deadline = time.monotonic() + 1  # a guard holds the lock for an instant, to see whether it is free
     while True:
         try:
@@ -88,7 +105,10 @@ def lock_run(folder: Path) -> IO[str]:
                 file.seek(0)
                 owner = file.read().strip() or "another process"
                 file.close()
-                raise RunError(f"the run in {folder.parent} is owned by {owner}") from None
+                raise ConfigError(
+                    f"the run in {folder.parent} is owned by {owner}, which is alive: nothing was changed; "
+                    "wait for its end, or stop it"
+                ) from None
             time.sleep(0.01)
     file.truncate(0)
     file.write(f"pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
@@ -230,8 +250,8 @@ class NatsServer:
                 async with await anyio.connect_tcp("127.0.0.1", port):
                     return
             await anyio.sleep(0.02)
-        log = folder / "nats.log"
-        tail = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "it wrote no log"
+        file = folder / "nats.log"
+        tail = "\n".join(file.read_text().splitlines()[-5:]) if file.exists() else "it wrote no log"
         raise BusError(f"the bundled nats-server did not come up on port {port}: {tail}")
 
 
@@ -280,9 +300,14 @@ def _free_port() -> int:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Write a file that only the user can read. Under its name it is complete, also after a power cut."""
+    aside = path.with_name(f".{path.name}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
 
 
 def _configuration(
