@@ -732,6 +732,8 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
 
     again = Scheduler(options)
     again.restore(snapshot, attempts_from=1000)
+    again.worker_lost("rollout-0")  # while the run starts, no ticket is issued
+    assert again.commands() == []
     repeated = again.replay([group.ticket for group in start.groups], start.groups)
     assert repeated == start
     again.step_finished()
@@ -748,6 +750,16 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
     assert again.ledger == scheduler.ledger
     again.group_done(done(fresh[0], 2))
     assert len(batches(list(again.commands()))) == 1
+
+
+def test_rows_beyond_a_dataset_that_has_become_smaller_are_not_asked_for() -> None:
+    settings = SchedulerSettings(steps=4, batch_size=2, max_staleness=1, rows=50, shuffle=False)
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    again = Scheduler(replace(settings, rows=3))
+    again.restore(scheduler.snapshot(), attempts_from=1000)
+    again.start()
+    assert [ticket.row for ticket in issued(again)] == [0, 1, 2, 0]
 
 
 def restored(snapshot: Snapshot, settings: SchedulerSettings) -> Scheduler:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,12 @@ import psutil
 import pytest
 
 Start = Callable[..., Any]
+
+
+def files_of(run: Any) -> dict[str, str]:
+    """The files that a refused resume must not change, with their content."""
+    paths = [path for path in sorted(run.folder.glob("*")) if path.is_file()]
+    return {path.name: path.read_text() for path in paths}
 
 
 # ------------------------------------------------------------------------------- things that die
@@ -55,12 +63,47 @@ def test_a_lost_trainer_ends_the_run_which_can_be_resumed(start: Start) -> None:
     assert "trainer-0 was lost" in run.summary()["reason"]
     run.assert_balanced()
     run.assert_nothing_is_left()
-    start(resume=run).assert_completed(12)
 
 
-def test_a_kernel_and_a_trainer_that_are_killed_leave_neither_processes_nor_weights(start: Start) -> None:
+def test_a_run_whose_rows_have_changed_is_resumed_only_when_they_are_accepted(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start("checkpoint.every=2", "steps=12")
+    run.until_step(5)
+    run.until(lambda: run.worker("trainer-0")).kill()
+    assert run.end() == 1
+    before = files_of(run)
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(rows[:20]))
+    refused = start(resume=run)
+    assert refused.end() == 2
+    last = run.text().splitlines()[-1]
+    assert last.startswith("error: dataset: the rows have changed since the run began (fingerprint ")
+    assert last.endswith(f"stretto resume {run.folder} --accept-dataset")
+    assert files_of(run) == before
+    summary = start("--accept-dataset", resume=run).assert_completed(12)
+    assert "dataset: continued with changed rows" in summary["problems"][0]
+
+
+def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_nothing(start: Start) -> None:
     run = start("steps=500")
     run.until_step(2)
+    config = (run.folder / "config.yaml").read_text()
+    offset = len(run.text())
+    seen = len(run.metrics())
+    refused = start("seed=3", resume=run), start(resume=run)
+    assert [each.end() for each in refused] == [2, 2]
+    owner = (
+        f"owned by pid {run.process.pid}, which is alive: nothing was changed; wait for its end, or stop it"
+    )
+    errors = [line for line in run.text()[offset:].splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: the run in {run.folder} is {owner}"] * 2
+    assert "Traceback" not in run.text()
+    assert "failed at step" not in run.text()
+    run.until_step(seen + 2)
+    assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+    assert not (run.folder / "summary.json").exists()
+    assert (run.folder / "config.yaml").read_text() == config
     assert len(run.look()) >= 7  # four workers, a scoring process, guard and server
     trainer = run.worker("trainer-0")
     id = json.loads((run.folder / "bus" / "kernel.json").read_text())["run"]
@@ -242,9 +285,67 @@ def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
     run.process.wait()
     newest = max((run.folder / "checkpoints").glob("step-*"))
     (newest / "mock.json").write_text('{"steps": 9999}')
+    name = json.loads((run.folder / "bus" / "kernel.json").read_text())["run"]
+    (run.folder / "bus" / "kernel.json").write_text("")  # as a power cut leaves files
+    (run.folder / "summary.json").write_text("{")
+    with (run.folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 7')
     resumed = start(resume=run)
-    resumed.assert_completed(12)
-    assert "checkpoint is damaged" in resumed.text()
+    summary = resumed.assert_completed(12)
+    assert (summary["run"], summary["lost"]) == (name, {"steps": 0, "groups": 0, "messages": 0})
+    for message in ("checkpoint is damaged", "file is damaged", "summary is damaged", "last line is broken"):
+        assert message in resumed.text()
+
+
+@pytest.mark.slow
+def test_a_run_that_has_lost_its_store_goes_on_from_its_checkpoint_or_is_refused(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start("checkpoint.every=3", "steps=14")
+    run.until_step(8)
+    run.process.kill()
+    run.process.wait()
+    run.assert_nothing_is_left(within_s=15)
+    before = files_of(run)
+    store, checkpoints = run.folder / "bus" / "store", run.folder / "checkpoints"
+    version = int(max(path.name for path in checkpoints.iterdir())[-6:])
+    steps = run.metrics()[-1]["step"]
+    checkpoints.rename(tmp_path / "checkpoints")
+    for _ in ("the log was purged before the checkpoint", "the store is lost"):
+        refused = start(resume=run)
+        assert refused.end() == 2
+        expected = f"error: the run was at version {steps}, but it has no intact checkpoint"
+        assert run.text().splitlines()[-1].startswith(expected)
+        assert files_of(run) == before
+        shutil.rmtree(store)
+    (tmp_path / "checkpoints").rename(checkpoints)
+    resumed = start(resume=run)
+    summary = resumed.assert_completed(14)
+    assert summary["lost"]["steps"] == steps - version
+    assert "the store was damaged" in summary["problems"][0]
+    cut = [json.loads(line) for line in (run.folder / "metrics.cut.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in cut] == list(range(version + 1, steps + 1))
+
+
+@pytest.mark.slow
+def test_a_run_on_a_full_disk_ends_with_the_disk_and_its_room_and_can_be_resumed(start: Start) -> None:
+    run = start("checkpoint.every=3", "steps=14")
+    run.until_step(5)
+    metrics = run.folder / "metrics.jsonl"
+    metrics.rename(run.folder / "metrics")
+    metrics.symlink_to("/dev/full")
+    assert run.end() == 1
+    reason = run.summary()["reason"]
+    assert re.match(
+        rf"cannot write {metrics}: .*No space left on device; the run writes to the disk at /", reason
+    )
+    assert re.search(
+        rf"has [0-9,]+ MiB free of [0-9,]+ MiB; make room, then: stretto resume {run.folder}", reason
+    )
+    run.assert_nothing_is_left()
+    metrics.unlink()
+    (run.folder / "metrics").rename(metrics)
+    start(resume=run).assert_completed(14)
 
 
 def test_resuming_what_cannot_be_resumed_is_refused(start: Start, tmp_path: Path) -> None:

@@ -55,13 +55,19 @@ class _Tee:
         self._file = file
         self._json = structlog.processors.JSONRenderer()
         self._console = console
+        self._complained = False
         self._text = structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), pad_event_to=0, sort_keys=False
         )
 
     def __call__(self, logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
         if self._file is not None:
-            self._file.write(f"{self._json(logger, name, dict(event))}\n")
+            try:
+                self._file.write(f"{self._json(logger, name, dict(event))}\n")
+            except OSError as error:  # a full disk must not end the process at its next log line
+                if not self._complained:
+                    self._complained = True
+                    print(f"cannot write {self._file.name}: {error}", file=sys.stderr, flush=True)
         if self._console:
             fields = {
                 key: printable(value) if isinstance(value, str) else value

@@ -145,19 +145,24 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     overrides: Overrides = None,
     trust_plugins: TrustPlugins = False,
+    accept_dataset: Annotated[
+        bool, typer.Option("--accept-dataset", help="Continue although the rows of a dataset have changed.")
+    ] = False,
 ) -> None:
     """Resume a run from its newest checkpoint and its journal. Overrides change its values."""
     from stretto.cli.trust import require_trust
 
-    require_trust(folder.absolute(), trusted=trust_plugins)
+    folder = folder.absolute()
+    require_trust(folder, trusted=trust_plugins)
     from stretto.kernel.changes import compose_changes, put_into_force
-    from stretto.kernel.life import resume_to_end
+    from stretto.kernel.life import owned, resume_to_end
 
-    if overrides:
-        changed = _accepted(compose_changes(folder.absolute(), overrides), starting=True, resumed=True)
-        put_into_force(folder.absolute(), changed)
-
-    raise typer.Exit(resume_to_end(folder))
+    with owned(folder):
+        if overrides:
+            changed = _accepted(compose_changes(folder, overrides), starting=True, resumed=True)
+            put_into_force(folder, changed)
+        status = resume_to_end(folder, accept_dataset=accept_dataset)
+    raise typer.Exit(status)
 
 
 @app.command(cls=_WithOverrides)

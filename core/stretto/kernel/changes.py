@@ -3,6 +3,7 @@
     config.yaml        the values in force
     config-1.yaml …    the former values, in order; config-1.yaml has the values that the run started with
     references.yaml    keys that were written as a reference to another key, such as `${steps}`
+    fingerprints.json  fingerprint of each dataset, by the key of its section
 
 A change is decided when `config.yaml` is replaced. A resumed run first repeats the steps that were trained
 with former values. It changes to the next values where the journal records the change, or at the journal's
@@ -17,12 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+import structlog
 import yaml
 
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, placement
-from stretto.bus.server import lock_run
 from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
@@ -32,12 +34,15 @@ from stretto.training.config import ModelTrainingConfig
 __all__ = [
     "compose_changes",
     "differences",
+    "fingerprint_changes",
     "is_complete",
     "newest_values",
     "put_into_force",
     "values_file",
     "write_values",
 ]
+
+log = structlog.get_logger()
 
 
 def newest_values(folder: Path) -> int:
@@ -70,8 +75,55 @@ def is_complete(folder: Path, steps: int) -> bool:
     file = folder / "summary.json"
     if not file.exists():
         return False
-    summary = json.loads(file.read_bytes())
-    return summary["status"] == "completed" and summary["version"] >= steps
+    try:
+        summary = json.loads(file.read_bytes())
+        return summary["status"] == "completed" and summary["version"] >= steps
+    except (ValueError, TypeError, KeyError) as error:  # the kernel writes it again at the end of the run
+        log.warning("summary is damaged", file=str(file), damage=f"{type(error).__name__}: {error}")
+        return False
+
+
+def fingerprint_changes(
+    folder: Path, datasets: Mapping[str, Dataset], *, accept: bool
+) -> dict[str, tuple[str, str]]:
+    """Compare datasets with their fingerprints in `fingerprints.json`, and record those that are new there.
+
+    Args:
+        datasets: datasets by the key of their section.
+        accept: record the fingerprints that differ, too.
+
+    Returns:
+        Key of each dataset whose rows have changed -> its former and its new fingerprint.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    file = folder / "fingerprints.json"
+    try:
+        recorded = msgspec.json.decode(file.read_bytes() if file.exists() else b"{}", type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{file}: {error}; if the datasets have not changed, remove the file and resume again"
+        ) from error
+    present = {path: dataset.fingerprint for path, dataset in datasets.items()}
+    changed = {
+        path: (recorded[path], present[path])
+        for path in present
+        if recorded.get(path, present[path]) != present[path]
+    }
+    now = recorded | present if accept else present | recorded
+    if now != recorded:
+        _write(file, msgspec.json.format(msgspec.json.encode(now)).decode() + "\n")
+    return changed
+
+
+def forget_fingerprint(folder: Path, path: str) -> None:
+    """Remove a dataset from `fingerprints.json`, because the run gets another one."""
+    file = folder / "fingerprints.json"
+    if file.exists():
+        recorded = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+        recorded.pop(path, None)
+        _write(file, msgspec.json.format(msgspec.json.encode(recorded)).decode() + "\n")
 
 
 def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
@@ -97,17 +149,16 @@ def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
 
 
 def put_into_force(folder: Path, changed: Composed) -> None:
-    """Replace `config.yaml`, and keep the former file under its number. If no value differs, do nothing.
-
-    Raises:
-        RunError: if a kernel owns the run.
-    """
-    if not differences(yaml.safe_load((folder / "config.yaml").read_text()), changed.document):
+    """Replace `config.yaml`, and keep the former file under its number. If no value differs, do nothing. The
+    caller owns the run."""
+    changes = differences(yaml.safe_load((folder / "config.yaml").read_text()), changed.document)
+    if not changes:
         return
-    with lock_run(folder / "bus"):
-        former = folder / f"config-{newest_values(folder)}.yaml"
-        _write(former, (folder / "config.yaml").read_text())
-        write_values(folder, changed)
+    if any(key.startswith("evaluation.dataset") for key in changes):
+        forget_fingerprint(folder, "evaluation.dataset")
+    former = folder / f"config-{newest_values(folder)}.yaml"
+    _write(former, (folder / "config.yaml").read_text())
+    write_values(folder, changed)
 
 
 def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

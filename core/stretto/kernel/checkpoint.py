@@ -26,11 +26,36 @@ import structlog
 from stretto.kernel.scheduler import Ledger, Snapshot
 from stretto.weights import WeightsNote
 
-__all__ = ["KernelState", "checkpoint_name", "damage_of", "newest_intact", "prune", "writing"]
+__all__ = [
+    "KernelState",
+    "LostData",
+    "checkpoint_name",
+    "damage_of",
+    "newest_intact",
+    "prune",
+    "writing",
+]
 
 log = structlog.get_logger()
 
 _PREFIX = "step-"
+
+
+class LostData(msgspec.Struct, frozen=True):
+    """What a run has lost for good, because its store or its checkpoints were damaged."""
+
+    steps: int = 0
+    """Train steps that were complete and could not be repeated."""
+    groups: int = 0
+    """Finished groups whose trajectories were gone, or were sampled by the weights of lost steps."""
+    messages: int = 0
+    """Messages that were missing in the part of the log that no checkpoint covered."""
+
+    def __bool__(self) -> bool:
+        return self != LostData()
+
+    def __add__(self, other: LostData) -> LostData:
+        return LostData(self.steps + other.steps, self.groups + other.groups, self.messages + other.messages)
 
 
 class KernelState(msgspec.Struct, frozen=True):
@@ -54,6 +79,8 @@ class KernelState(msgspec.Struct, frozen=True):
     """Number of the run's values with which the checkpoint was written."""
     needed: tuple[WeightsNote, ...] = ()
     """Older versions that still have to be evaluated. Their weights are in the checkpoint too."""
+    lost: LostData = LostData()
+    """All losses up to the checkpoint."""
 
     @classmethod
     def initial(cls) -> KernelState:

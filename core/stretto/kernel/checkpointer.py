@@ -42,20 +42,21 @@ class Checkpointer:
         self._writing = anyio.Lock()
         resumed = setup.resumed
         self._newest = resumed[0].name if resumed and resumed[0] else ""
-        self._saved_version = resumed[1].version if resumed else -1
+        self._saved = (resumed[1].version, resumed[1].incarnation) if resumed else (-1, 0)
+        """Version and incarnation of the newest checkpoint."""
         if setup.config.steps == 0:
-            self._saved_version = 0  # the run trains nothing, so it needs no checkpoint
+            self._saved = (0, 0)  # the run trains nothing, so it needs no checkpoint
 
     async def save(self) -> None:
         """Write a checkpoint of the present version, unless there is one. If this fails, report the problem
         and let the run continue."""
         async with self._writing:
             version, note = self._setup.scheduler.version, self._engines.note
-            if self._saved_version == version:
+            if self._saved == (version, self._journal.incarnation):
                 return
             assert note is not None
             try:
-                await self._write(checkpoint_name(version), self._state(note))
+                await self._write(self._name(version), self._state(note))
             except (OSError, BusError) as error:
                 log.error("checkpoint failed", version=version, error=str(error))
                 self._setup.report.problems.append(f"checkpoint of version {version} not written: {error}")
@@ -65,13 +66,13 @@ class Checkpointer:
 
         Args:
             note: note of the present weights.
-            name: name of the folder; by default the name of the version.
+            name: name of the folder; by default that of the version.
 
         Raises:
             RunError: if it cannot be written.
         """
         try:
-            await self._write(name or checkpoint_name(note.version), self._state(note))
+            await self._write(name or self._name(note.version), self._state(note))
         except (OSError, BusError) as error:
             raise RunError(f"the checkpoint at the change of values was not written: {error}") from error
 
@@ -94,11 +95,16 @@ class Checkpointer:
     async def _write(self, name: str, state: KernelState) -> None:
         async with writing(self._root, name, state) as folder:
             await self._trainers.save(folder, state.version, tuple(each.version for each in state.needed))
-        self._saved_version, self._newest = state.version, name
+        self._saved, self._newest = (state.version, state.incarnation), name
         self._setup.report.checkpoints.append(name)
         log.info("checkpoint", folder=name)
         self._setup.notify_plugins("stretto_checkpoint_saved", folder=self._root / name)
         await self.prune()
+
+    def _name(self, version: int) -> str:
+        """Return the name of a checkpoint of this version. A checkpoint of another incarnation replaces the
+        former one."""
+        return self._newest if self._saved[0] == version and self._newest else checkpoint_name(version)
 
     def _state(self, note: WeightsNote) -> KernelState:
         """Return the kernel's part of a checkpoint of these weights."""
@@ -117,6 +123,7 @@ class Checkpointer:
             generated_tokens=setup.report.generated_tokens,
             wall_s=setup.report.wall_s,
             values=setup.values,
+            lost=setup.report.lost,
             needed=tuple(
                 self._engines.notes[version] for version in snapshot.evaluating if version != snapshot.version
             ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Literal
 
 import anyio
@@ -48,7 +49,7 @@ from stretto.kernel.fleet import FleetMember
 from stretto.kernel.journal import JournalWriter
 from stretto.kernel.lending import Wish
 from stretto.kernel.outcomes import Outcome
-from stretto.kernel.recovery import read_journal, repeat_journal
+from stretto.kernel.recovery import Stored, read_store, repeat_journal
 from stretto.kernel.scheduler import (
     Command,
     EvaluationDone,
@@ -92,6 +93,7 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     Errors of the kernel's tasks come in an exception group.
 
     Raises:
+        ConfigError: if the run cannot be resumed, because too much of its store is lost.
         RunError: if the workers are not ready in time, or the journal cannot be repeated.
         BusError: if the server cannot store what the run needs, or if a trainer refuses a request or does not
             answer it.
@@ -151,9 +153,12 @@ class Kernel:
     async def run(self) -> None:
         """Own the run until it ends, then dismiss the workers. An error also dismisses them."""
         await self._serve()
-        if not self._setup.goes_on and await self._has_nothing_to_repeat():
+        resumed = self._setup.resumed
+        stored = None if resumed is None else await self._recover(resumed)
+        if stored is not None and not self._setup.goes_on and self._has_nothing_to_repeat(stored):
             self._ending.end("repeated", "")
             return
+        self._report.begin()
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(self._watch_bus)
@@ -162,7 +167,7 @@ class Kernel:
         self._tasks.start_soon(self._drain_when_asked)
         try:
             await self._fleet.launch(self._setup.workers, self._tasks)
-            self._tasks.start_soon(self._begin)
+            self._tasks.start_soon(self._begin, stored)
             await self._ending.over.wait()
         finally:
             with anyio.CancelScope(shield=True):
@@ -181,14 +186,38 @@ class Kernel:
         await bus.subscribe(names.ticket_started, TicketStarted, self._ticket_started)
         await bus.subscribe(names.progress, Progress, self._progress)
 
-    async def _begin(self) -> None:
+    async def _recover(self, resumed: tuple[Path | None, KernelState]) -> Stored:
+        """Find out what the store still holds, and restore the ledger. Report what is lost.
+
+        Raises:
+            ConfigError: if nothing is left to continue from. No file has changed.
+        """
+        state, setup = resumed[1], self._setup
+        stored = await read_store(
+            self._bus,
+            self._names,
+            resumed,
+            values=setup.values,
+            samples=setup.graph.samples,
+            reached=self._report.reached,
+        )
+        if stored.lost:
+            self._report.add_loss(stored.lost, stored.lost_from)
+        if stored.log_is_short:
+            # The checkpoint names messages by number: new ones must not get the numbers of lost ones.
+            await self._bus.purge(self._names.log_stream, below=state.log_sequence + 1)
+        self._journal.incarnation = stored.incarnation_at(state.version, state.incarnation)
+        self._scheduler.restore(stored.snapshot, attempts_from=self._lease_epoch * _ATTEMPTS_PER_KERNEL)
+        return stored
+
+    async def _begin(self, stored: Stored | None) -> None:
         """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
         with anyio.move_on_after(_START_S) as starting:
             await self._until_trainers_ready()
         if starting.cancelled_caught:
             raise self._start_timeout()
         resumed = self._setup.resumed
-        notes = await (self._trainers.load(None, 0) if resumed is None else self._repeat(resumed[1]))
+        notes = await (self._trainers.load(None, 0) if stored is None else self._repeat(stored))
         if self._ending.over.is_set():
             return
         self._engines.remember(notes)
@@ -210,7 +239,7 @@ class Kernel:
         self._scheduler.start()
         self._wake_carry_out()
 
-    async def _repeat(self, state: KernelState) -> tuple[WeightsNote, ...]:
+    async def _repeat(self, stored: Stored) -> tuple[WeightsNote, ...]:
         """Load the checkpoint and train the journal's later batches again.
 
         If other values come next, write a checkpoint and end the run.
@@ -226,9 +255,8 @@ class Kernel:
             self._scheduler,
             self._trainers,
             self._setup.resumed,
+            stored,
             values=self._setup.values,
-            attempts_from=self._lease_epoch * _ATTEMPTS_PER_KERNEL,
-            samples=self._setup.graph.samples,
             on_change=self._change_values,
             on_repeated=self._report_step,
         )
@@ -240,7 +268,7 @@ class Kernel:
             log.info("resumed", version=recovered.notes[-1].version, repeated=recovered.repeated)
             self._report.recall()
             return recovered.notes
-        if recovered.repeated:
+        if recovered.repeated or stored.lost:
             await self._checkpointer.save_required(recovered.notes[-1])
         self._ending.next_values = recovered.next_values
         self._ending.end("repeated", "")
@@ -249,14 +277,14 @@ class Kernel:
     def _report_step(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
         self._report.step(start, result, generate_busy_s=0.0, divergence=divergence)
 
-    async def _has_nothing_to_repeat(self) -> bool:
+    def _has_nothing_to_repeat(self, stored: Stored) -> bool:
         """Whether this kernel has nothing to do, so that it needs no worker: the checkpoint has its values,
-        and the journal has no later batch with them. Store the number of the next values in the ending."""
+        the journal has no later batch with them, and nothing is lost. Store the number of the next values in
+        the ending."""
         assert self._setup.resumed is not None
-        state, values = self._setup.resumed[1], self._setup.values
-        journal = await read_journal(self._bus, self._names, state, values)
+        journal = stored.journal
         self._ending.next_values = journal.next.values if journal.next else None
-        return values == state.values and not journal.batches
+        return self._setup.values == self._setup.resumed[1].values and not journal.batches and not stored.lost
 
     async def _change_values(
         self, notes: tuple[WeightsNote, ...], log_sequence: int, record: JournalChange | None

@@ -1,16 +1,18 @@
 """The kernel process of a run, from the command to the summary. It leaves no process behind.
 
-`run` starts a run and `resume_to_end` continues one. For each kernel they start the bundled nats-server
-unless `bus.url` names another server, open the bus, let a `Kernel` own the run, and write `summary.json`.
+`run` starts a run and `resume_to_end` continues one. Both need the lock of the run's folder before they touch
+a file in it. For each kernel they start the bundled nats-server unless `bus.url` names another server, open
+the bus, let a `Kernel` own the run, and write `summary.json`.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from stretto.assembly.logs import log_to
 from stretto.assembly.plan import run_folder
 from stretto.bus.client import connect
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
-from stretto.errors import ConfigError, RunError, leaves
+from stretto.errors import ConfigError, RunError, StrettoError, leaves
 from stretto.kernel.changes import is_complete, newest_values, values_file, write_values
 from stretto.kernel.checkpoint import KernelState, newest_intact
 from stretto.kernel.clean import cleaner_of
@@ -31,9 +33,12 @@ from stretto.kernel.kernel import own_run
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.view import final_lines, terminal
 
-__all__ = ["exit_status", "resume_to_end", "run", "run_to_end"]
+__all__ = ["exit_status", "owned", "resume_to_end", "run", "run_to_end"]
 
 log = structlog.get_logger()
+
+_NO_ROOM = ("No space left", "no space left", "Disk quota", "insufficient resources", "insufficient storage")
+"""Words of the system and of nats-server for a disk without room."""
 
 
 def run_to_end(composed: Composed) -> int:
@@ -45,30 +50,48 @@ def run(composed: Composed) -> tuple[dict[str, Any], Path]:
     """Train a run; return its summary and its folder.
 
     Raises:
-        ConfigError: if the run's folder cannot be written.
+        ConfigError: if the run's folder cannot be written, or if another process has begun a run in it.
     """
     folder = run_folder(composed.config)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_values(folder, composed)
-    except OSError as error:
-        raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
-    summary, _ = _live(RunSetup(composed, folder, resumed=None))
+    with lock_run(folder / "bus"):
+        if (folder / "config.yaml").exists():
+            raise ConfigError(f"{composed.place('out')}: {folder} already holds a run", path="out")
+        try:
+            write_values(folder, composed)
+        except OSError as error:
+            raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
+        summary, _ = _live(RunSetup(composed, folder, resumed=None))
     return summary, folder
 
 
-def resume_to_end(folder: Path) -> int:
-    """Continue a run from its newest intact checkpoint and its journal, and return the exit status.
+@contextmanager
+def owned(folder: Path) -> Generator[None]:
+    """Own the run in a folder for the duration of the block. Outside such a block, no file of a run may be
+    changed.
+
+    Raises:
+        ConfigError: if the folder holds no run, if another process owns the run, or if the folder cannot be
+            written.
+    """
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+    with lock_run(folder / "bus"):
+        yield
+
+
+def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
+    """Continue a run, which this process owns, from its newest intact checkpoint and its journal, and return
+    the exit status.
 
     If the checkpoint has former values, a kernel with these values first repeats the steps that the journal
     records with them. Later values follow in the same way, and the newest values come last.
 
+    Args:
+        accept_dataset: continue with the present rows if a dataset has changed since the run's start.
+
     Raises:
-        ConfigError: if the folder holds no run, or if the run is complete.
+        ConfigError: if the run is complete, if a dataset has changed, or if too much of the run is lost.
     """
-    folder = folder.absolute()
-    if not (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
     composed = compose(folder / "config.yaml")
     if is_complete(folder, composed.config.steps):
         raise ConfigError(
@@ -79,11 +102,11 @@ def resume_to_end(folder: Path) -> int:
     while number < newest:
         former = compose(values_file(folder, number))
         setup = RunSetup(former, folder, resumed=checkpoint, values=number, goes_on=False)
-        summary, next_values = _live(setup)
+        summary, next_values = _live(setup, accept_dataset)
         if summary["status"] != "repeated":
             return _print_end(summary, folder)
         number, checkpoint = next_values or newest, _newest_checkpoint(folder)
-    summary, _ = _live(RunSetup(composed, folder, resumed=checkpoint, values=newest))
+    summary, _ = _live(RunSetup(composed, folder, resumed=checkpoint, values=newest), accept_dataset)
     return _print_end(summary, folder)
 
 
@@ -110,17 +133,21 @@ def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
     return exit_status(summary)
 
 
-def _live(setup: RunSetup) -> tuple[dict[str, Any], int | None]:
+def _live(setup: RunSetup, accept_dataset: bool = False) -> tuple[dict[str, Any], int | None]:
     """Run one kernel, and return its summary and `Ending.next_values`."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
+    setup.check_datasets(accept=accept_dataset)
     return anyio.run(_live_and_sum_up, setup)
 
 
 async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]:
-    """Run one kernel with its server, write the summary, and call the plugins' hooks for the end of a run."""
+    """Run one kernel with its server, write the summary, and call the plugins' hooks for the end of a run.
+
+    Raises:
+        StrettoError: if a resumed run failed before the kernel began to change the run's files.
+    """
     ending = Ending()
     error: BaseException | None = None
-    (setup.folder / "summary.json").unlink(missing_ok=True)  # a former kernel's
     try:
         async with anyio.create_task_group() as tasks:
             await tasks.start(ending.obey_signals)  # before the first process starts
@@ -135,9 +162,13 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
             tasks.cancel_scope.cancel()
     except Exception as raised:
         error = leaves(raised)[0]
+        if isinstance(error, StrettoError) and not setup.report.begun:
+            raise error from raised
         ending.end("failed", setup.composed.explain(error, setup.logs / "kernel.jsonl"))
         log.error("run failed", exc_info=error)
-    summary = setup.report.finish(ending.status, ending.reason)
+    if ending.status == "repeated" and not setup.report.begun:  # there was nothing to repeat
+        return {"status": ending.status}, ending.next_values
+    summary = setup.report.finish(ending.status, ending.reason + _full_disk(setup.folder, ending.reason))
     if ending.status == "failed":
         setup.notify_plugins("stretto_run_failed", summary=summary, error=error or RunError(ending.reason))
     elif ending.status != "repeated":
@@ -145,12 +176,25 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
     return summary, ending.next_values
 
 
+def _full_disk(folder: Path, reason: str) -> str:
+    """Return which disk has no room and how much it has, if that is the reason for the end of the run; empty
+    otherwise."""
+    if not any(words in reason for words in _NO_ROOM):
+        return ""
+    disk, size = folder, shutil.disk_usage(folder)
+    while not disk.is_mount():
+        disk = disk.parent
+    return (
+        f"; the run writes to the disk at {disk}, which has {size.free / 2**20:,.0f} MiB free of "
+        f"{size.total / 2**20:,.0f} MiB; make room, then: stretto resume {folder}"
+    )
+
+
 @asynccontextmanager
 async def _server(setup: RunSetup) -> AsyncGenerator[None]:
-    """Hold the run's lock for the duration of the block, and run the bundled server unless `bus.url` names
-    another one. Remove published weights before and after."""
+    """Run the bundled server for the duration of the block, unless `bus.url` names another one. Remove
+    published weights before and after."""
     folder, bus = setup.folder / "bus", setup.config.bus
-    lock = lock_run(folder)
     server = None
     try:
         setup.transport.clean()
@@ -167,4 +211,3 @@ async def _server(setup: RunSetup) -> AsyncGenerator[None]:
             if server is not None:
                 await server.stop()
         setup.transport.clean()
-        lock.close()

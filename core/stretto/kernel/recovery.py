@@ -2,18 +2,23 @@
 
 A kernel repeats only batches with its own set of values: those up to the next change that the journal
 records.
+
+`read_store` first compares what the checkpoint, the journal and the log still hold. If the store is damaged,
+the run goes on without the steps and groups that are lost, and their tickets are issued again. If nothing is
+left to go on from, it refuses the resume before anything is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import structlog
 
-from stretto.bus.client import Bus
+from stretto.bus.client import Bus, Extent
 from stretto.bus.messages import (
     Evaluation,
     GroupDone,
@@ -21,19 +26,23 @@ from stretto.bus.messages import (
     JournalChange,
     JournalEvaluation,
     JournalStep,
+    Purpose,
     RowRef,
     Subjects,
 )
-from stretto.errors import RunError
-from stretto.kernel.checkpoint import KernelState
+from stretto.errors import ConfigError, RunError
+from stretto.kernel.checkpoint import KernelState, LostData
 from stretto.kernel.outcomes import Outcome, follow_outcomes
-from stretto.kernel.scheduler import Scheduler, StartBatch
+from stretto.kernel.scheduler import Scheduler, Snapshot, StartBatch
 from stretto.kernel.trainers import StepResult
 from stretto.weights import WeightsNote
 
-__all__ = ["Journal", "Recovered", "read_journal", "repeat_journal"]
+__all__ = ["Journal", "Recovered", "Stored", "read_store", "repeat_journal"]
 
 log = structlog.get_logger()
+
+Name = tuple[Purpose, int, int]
+"""(purpose, ticket, attempt) of an outcome."""
 
 
 class _Steps(Protocol):
@@ -61,6 +70,36 @@ class Journal:
     """The change to this kernel's values, if the journal records it at the checkpoint's version."""
     next: JournalChange | None = None
     """The first change to later values."""
+    newest_incarnation: int = 0
+    """Highest incarnation of all entries, also of those that do not belong to the checkpoint's."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What checkpoint, journal and log still hold of a run."""
+
+    snapshot: Snapshot
+    """The checkpoint's ledger. Tickets whose trajectories are gone are unfinished in it."""
+    journal: Journal
+    """Its batches can all be repeated."""
+    outcomes: tuple[tuple[int, Outcome], ...]
+    """(sequence number, outcome) of the tickets that ended after the checkpoint and can be used."""
+    last: int
+    """Sequence number of the last outcome in the log; that of the checkpoint if there is no later one."""
+    log_is_short: bool
+    """Whether the log ends before the checkpoint's place in it, so that none of its messages can be used."""
+    lost: LostData
+    lost_from: int | None
+    """Version from which steps are lost. There a new incarnation begins. None if no step is lost."""
+
+    def incarnation_at(self, version: int, former: int) -> int:
+        """Return the incarnation that goes on at a version: `former`, or a new one where steps are lost."""
+        return self.next_incarnation if version == self.lost_from else former
+
+    @property
+    def next_incarnation(self) -> int:
+        """Number of an incarnation that has no entry in the journal yet."""
+        return self.journal.newest_incarnation + 1
 
 
 @dataclass(frozen=True)
@@ -79,34 +118,90 @@ class Recovered:
     applies."""
 
 
+async def read_store(
+    bus: Bus,
+    names: Subjects,
+    checkpoint: tuple[Path | None, KernelState],
+    *,
+    values: int,
+    samples: bool,
+    reached: int,
+) -> Stored:
+    """Read what journal and log hold for a run that continues from a checkpoint. Nothing is changed.
+
+    Args:
+        values: number of the kernel's values.
+        samples: whether the run trains on trajectories in the log, and not on rows of a dataset.
+        reached: the newest version that the run has reported. If the journal does not lead to it, the steps
+            in between are lost.
+
+    Raises:
+        ConfigError: if there is no intact checkpoint, and the store does not hold the run's first step.
+    """
+    folder, state = checkpoint
+    journal = await _read_journal(bus, names, state, values)
+    extent = await bus.extent(names.log_stream)
+    short = extent.last < state.log_sequence
+    outcomes = [] if short else await _outcomes(bus, names, state.log_sequence, samples=samples)
+    groups = [ticket.done for ticket in state.snapshot.open if ticket.done]
+    groups += [each for _, each in outcomes if isinstance(each, GroupDone) and each.purpose == "train"]
+    gone: set[int] = set()
+    if samples:
+        named = {member.sequence for group in groups for member in group.members}
+        named |= {row.sequence for batch in journal.batches.values() for row in batch.rows}
+        gone = named if short else await _gone(bus, names, extent, named)
+    lost = {_name(group) for group in groups if any(member.sequence in gone for member in group.members)}
+    lost_steps = _drop_lost_steps(journal, state.version, {_name(group) for group in groups}, gone, reached)
+    end = state.version + len(journal.batches)
+    if lost_steps and folder is None and not end:
+        raise ConfigError(
+            f"the run was at version {lost_steps}, but it has no intact checkpoint, and the store does not "
+            "hold its first steps: nothing is left to continue from, and nothing was changed; put back "
+            "`checkpoints` or `bus/store` from a copy and resume again, or start a new run"
+        )
+    last = outcomes[-1][0] if outcomes else state.log_sequence
+    if lost_steps:
+        lost |= {_name(group) for group in groups if any(each.newest > end for each in group.members)}
+        # A failed ticket may be one of those that the lost steps had made room for.
+        outcomes = [each for each in outcomes if isinstance(each[1], GroupDone)]
+    return Stored(
+        snapshot=_without(state.snapshot, lost),
+        journal=journal,
+        outcomes=tuple(each for each in outcomes if _name(each[1]) not in lost),
+        last=last,
+        log_is_short=short,
+        lost=LostData(lost_steps, len(lost), sum(each > state.log_sequence for each in extent.missing)),
+        lost_from=end if lost_steps else None,
+    )
+
+
 async def repeat_journal(
     bus: Bus,
     names: Subjects,
     scheduler: Scheduler,
     trainers: _Steps,
     checkpoint: tuple[Path | None, KernelState],
+    stored: Stored,
     *,
     values: int,
-    attempts_from: int,
-    samples: bool,
     on_change: Callable[[tuple[WeightsNote, ...], int, JournalChange | None], Awaitable[object]],
     on_repeated: Callable[[StartBatch, StepResult, float | None], object],
 ) -> Recovered:
     """Load a checkpoint, or the initial model if there is none, and train the journal's later batches again.
 
-    The function reports the groups in the log to the scheduler, up to the next change of values. Afterwards
-    `scheduler.start()` continues the run.
+    The scheduler has restored the stored snapshot. The function reports the groups in the log to it, up to
+    the next change of values. Afterwards `scheduler.start()` continues the run.
 
     The trainers publish the versions again that still have to be evaluated. The checkpoint holds the weights
     of versions before it; the repeated steps produce those of later versions.
 
     If a repeated step does not reach its recorded digest, a new incarnation begins there. All finished groups
-    then expire, because weights of the former incarnation sampled them.
+    then expire, because weights of the former incarnation sampled them. A new incarnation also begins where
+    steps are lost; the groups that remain were sampled by weights from before that.
 
     Args:
         values: number of the values of the scheduler and the trainers. If the checkpoint has former values,
             the change is made at the checkpoint.
-        samples: whether the policy samples the sequences that the run trains.
         on_change: called when the ledger is in the state of the change, with three arguments: the notes as in
             `Recovered.notes`, the sequence number of the last log message in the ledger, and the journal's
             record of the change, if there is one.
@@ -117,33 +212,27 @@ async def repeat_journal(
         RunError: if the loaded weights do not have the digest that the checkpoint records.
     """
     folder, state = checkpoint
+    journal, outcomes, last = stored.journal, stored.outcomes, stored.last
     notes = [*await trainers.load(folder, state.version, state.needed)]
     note = notes[-1]
     if folder is not None and note.digest != state.digest:
         raise RunError(f"the weights loaded from {folder} differ from those that were saved there")
-    scheduler.restore(state.snapshot, attempts_from=attempts_from)
-    outcomes = await _outcomes(bus, names, state.log_sequence, samples=samples)
-    done = {
-        (group.ticket, group.attempt): group
-        for _, group in reversed(outcomes)  # the first one counts
-        if isinstance(group, GroupDone) and group.purpose == "train"
+    done = {  # the first one counts
+        _name(group): group for _, group in reversed(outcomes) if isinstance(group, GroupDone)
     }
-    done |= {(ticket.id, ticket.done.attempt): ticket.done for ticket in state.snapshot.open if ticket.done}
-    journal = await read_journal(bus, names, state, values)
-    last = outcomes[-1][0] if outcomes else state.log_sequence
+    done |= {_name(ticket.done): ticket.done for ticket in stored.snapshot.open if ticket.done}
     if values != state.values:
         change_at = journal.change.log_sequence if journal.change else last
         _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= change_at))
-        outcomes = [(sequence, outcome) for sequence, outcome in outcomes if sequence > change_at]
+        outcomes = tuple((sequence, outcome) for sequence, outcome in outcomes if sequence > change_at)
         scheduler.fit()
         await on_change(tuple(notes), change_at, journal.change)
     scheduler.recall(journal.evaluations)
-    incarnation = state.incarnation
-    for version, batch in journal.batches.items():
-        attempts = {(row.group, int(row.id.split("/")[1])) for row in batch.rows}
-        start = scheduler.replay(batch.tickets, [done[key] for key in attempts])
-        result = await trainers.step(incarnation, version, batch.rows, needed=scheduler.needed_versions)
-        record = journal.steps.get(version + 1)
+    incarnation, differs = state.incarnation, False
+    for batch in journal.batches.values():
+        start = scheduler.replay(batch.tickets, [done[name] for name in _names(batch)])
+        result = await trainers.step(incarnation, batch.version, batch.rows, needed=scheduler.needed_versions)
+        record = journal.steps.get(batch.version + 1)
         divergence = record.divergence if record else None
         scheduler.step_finished(divergence=divergence)
         on_repeated(start, result, divergence)
@@ -157,17 +246,20 @@ async def repeat_journal(
             )
         elif record.digest != note.digest:
             log.error("repetition differs", version=note.version, digest=note.digest, expected=record.digest)
-            incarnation += 1
+            differs = True
             break
         log.info("step repeated", version=note.version)
     repeated = note.version - state.version
     next_change = journal.next
-    if incarnation != state.incarnation:
+    if differs:
+        incarnation, next_change = stored.next_incarnation, None
         scheduler.expire_finished(f"sampled by weights of incarnation {state.incarnation}")
-        next_change = None
     else:
+        incarnation = stored.incarnation_at(note.version, incarnation)
         last = next_change.log_sequence if next_change else last  # later messages belong to later values
         _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= last))
+        if stored.lost:  # without the outcomes that are lost, more tickets may be open than can be trained
+            scheduler.fit()
     scheduler.commands()  # drop the withdrawals: no worker has these attempts any more
     needed = tuple(each for each in notes[:-1] if each.version in scheduler.needed_versions)
     return Recovered(
@@ -195,13 +287,24 @@ async def _outcomes(bus: Bus, names: Subjects, after: int, *, samples: bool) -> 
     return outcomes
 
 
-async def read_journal(bus: Bus, names: Subjects, state: KernelState, values: int) -> Journal:
+async def _gone(bus: Bus, names: Subjects, extent: Extent, sequences: set[int]) -> set[int]:
+    """Return the sequence numbers whose message, or a part of it, is no longer in the log."""
+    gone = {sequence for sequence in sequences if sequence not in extent}
+    if extent.missing:  # a message without a gap before it has all its parts
+        for sequence in sequences - gone:
+            if not await bus.holds(names.log_stream, sequence):
+                gone.add(sequence)
+    return gone
+
+
+async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: int) -> Journal:
     """Read the journal's entries with which a kernel with these values continues from a checkpoint."""
-    journal, batches = Journal(), dict[int, JournalBatch]()
+    journal, batches = Journal(newest_incarnation=state.incarnation), dict[int, JournalBatch]()
     last = await bus.last_sequence(names.journal_stream, names.journal)
     if last:
         kinds = JournalBatch | JournalStep | JournalEvaluation | JournalChange
         async for sequence, entry in bus.follow(names.journal_stream, names.journal, kinds, start=1):
+            journal.newest_incarnation = max(journal.newest_incarnation, entry.incarnation)
             if entry.incarnation == state.incarnation:
                 if isinstance(entry, JournalBatch):
                     batches[entry.version] = entry
@@ -220,3 +323,48 @@ async def read_journal(bus: Bus, names: Subjects, state: KernelState, values: in
         journal.batches[version] = batches[version]
         version += 1
     return journal
+
+
+def _drop_lost_steps(
+    journal: Journal, version: int, finished: Set[Name], gone: Set[int], reached: int
+) -> int:
+    """Remove the batches from the first one on that cannot be repeated, and what followed from them. Return
+    the number of complete steps that are lost.
+
+    Args:
+        version: version of the checkpoint.
+        finished: names of the groups in checkpoint and log.
+        gone: sequence numbers of the messages that are not in the log any more.
+    """
+    end = version
+    while (batch := journal.batches.get(end)) is not None and (
+        _names(batch) <= finished and gone.isdisjoint(row.sequence for row in batch.rows)
+    ):
+        end += 1
+    for each in [each for each in journal.batches if each >= end]:
+        del journal.batches[each]
+    if journal.next is not None and end == journal.next.version:
+        return 0  # later steps belong to the kernel with the next values
+    lost = max(reached, *journal.steps, end) - end
+    if lost:
+        journal.next = None
+        journal.evaluations = [each for each in journal.evaluations if each.version <= end]
+    return lost
+
+
+def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:
+    """Return the ledger with the tickets of lost groups unfinished."""
+    tickets = [
+        msgspec.structs.replace(ticket, done=None) if ticket.done and _name(ticket.done) in lost else ticket
+        for ticket in snapshot.open
+    ]
+    return msgspec.structs.replace(snapshot, open=tickets)
+
+
+def _name(outcome: Outcome) -> Name:
+    return outcome.purpose, outcome.ticket, outcome.attempt
+
+
+def _names(batch: JournalBatch) -> set[Name]:
+    """Return the names of a batch's groups."""
+    return {("train", row.group, int(row.id.split("/")[1])) for row in batch.rows}

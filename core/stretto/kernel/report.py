@@ -18,8 +18,9 @@ from stretto.bus.messages import Evaluation, SwapDone
 from stretto.engine import CanaryConfig
 from stretto.kernel.advice import Adviser, bottleneck, causes
 from stretto.kernel.canary import CanaryRecord
-from stretto.kernel.checkpoint import KernelState, checkpoint_name
+from stretto.kernel.checkpoint import KernelState, LostData, checkpoint_name
 from stretto.kernel.fleet import Fleet
+from stretto.kernel.metrics_file import MetricsFile
 from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
 from stretto.tracker import Tracker
@@ -68,14 +69,26 @@ class Report:
         self.sampled = sampled
         """Whether the run trains on sampled trajectories, and not on sequences read from a dataset."""
         self._began = time.monotonic()
-        self._metrics = folder / "metrics.jsonl"
+        self._metrics = MetricsFile(folder)
         self.adviser = adviser
+        self.begun = resumed is None
+        """Whether the kernel has begun to change the run's files. Up to then a resume can be refused without
+        a trace."""
+        self._resumed_version = 0
+        self.reached = 0
+        """The newest version in the metrics of former kernels; 0 in a new run."""
+        self.lost = LostData()
+        """Everything that the run has lost for good."""
         if resumed is not None:
+            self._resumed_version = resumed.version
+            self.lost = resumed.lost
             for evaluation in resumed.snapshot.evaluations:
                 adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
-            for line in self._keep_lines_until(resumed.version):
-                if not _is_evaluation(line):
+            lines = self._metrics.read()
+            for line in lines:
+                if line["step"] <= resumed.version and not _is_evaluation(line):
                     adviser.step(line)
+            self.reached = max((line["step"] for line in lines), default=0)
         self._reasons = Counter(resumed.snapshot.reasons if resumed else {})
         """Number of tickets that were not trained, by reason, up to the newest line."""
         self._former_wall_s = resumed.wall_s if resumed else 0.0
@@ -103,6 +116,32 @@ class Report:
         self.problems: list[str] = []
         """Problems that did not end the run, for the summary."""
         self._drifts = CanaryRecord(canary, self.problems)
+
+    def begin(self) -> None:
+        """Begin to change the run's files. The lines after the checkpoint go aside, because their steps are
+        repeated or lost. The former kernel's summary goes.
+
+        Raises:
+            ConfigError: if the metrics cannot be read.
+            RunError: if the files cannot be written.
+        """
+        if not self.begun:
+            self._metrics.cut_after(self._resumed_version)
+            (self.folder / "summary.json").unlink(missing_ok=True)
+            self.begun = True
+
+    def add_loss(self, loss: LostData, version: int | None) -> None:
+        """Report that a part of the store is lost.
+
+        Args:
+            version: the version from which steps are lost, if steps are lost.
+        """
+        self.lost += loss
+        parts = [f"{loss.groups} finished groups", f"{loss.messages} messages of the log"]
+        if version is not None:
+            parts.insert(0, f"{loss.steps} steps, from version {version} on")
+        self.problems.append(f"the store was damaged; lost: {', '.join(parts)}; what is lost is done again")
+        log.error("the store was damaged", version=version, **msgspec.structs.asdict(loss))
 
     @property
     def wall_s(self) -> float:
@@ -169,7 +208,7 @@ class Report:
             self._recent.append(self.last)
         self._advise()
         self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
-        self._write(self.last)
+        self._metrics.append(_finite(self.last))
         for tracker in self._trackers:
             self._tell(tracker, "step", self.last)
         log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
@@ -185,33 +224,23 @@ class Report:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Report a complete evaluation: write its line. The line follows those of the steps that were trained
         meanwhile."""
-        self._write(
-            {
-                "step": evaluation.version,
-                "time_s": round(self.wall_s, 3),
-                "evaluation/accuracy": evaluation.accuracy,
-                "evaluation/samples": evaluation.samples,
-                "evaluation/failed": evaluation.failed,
-            }
-        )
+        line = {
+            "step": evaluation.version,
+            "time_s": round(self.wall_s, 3),
+            "evaluation/accuracy": evaluation.accuracy,
+            "evaluation/samples": evaluation.samples,
+            "evaluation/failed": evaluation.failed,
+        }
+        self._metrics.append(_finite(line))
         log.info("evaluation", **msgspec.to_builtins(evaluation))
         self.adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
 
     def recall(self) -> None:
         """Write the missing lines of evaluations, after the journal was repeated."""
-        written = {line["step"] for line in self._lines() if _is_evaluation(line)}
+        written = {line["step"] for line in self._metrics.read() if _is_evaluation(line)}
         for evaluation in self._scheduler.evaluations:
             if evaluation.version not in written:
                 self.evaluation(evaluation)
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
-
-    def _lines(self) -> list[dict[str, Any]]:
-        if not self._metrics.exists():
-            return []
-        return [json.loads(line) for line in self._metrics.read_text().splitlines()]
 
     def _of_samples(self, start: StartBatch) -> dict[str, Any]:
         """Return the figures of a batch of trajectories."""
@@ -297,11 +326,15 @@ class Report:
         return f"{part} (training works {100 * share:.0f} % of the time)"
 
     def finish(self, status: Status, reason: str) -> dict[str, Any]:
-        """Write the summary, inform the trackers, and return the summary."""
+        """Write the summary, inform the trackers, and return the summary. If it cannot be written, log the
+        error."""
         summary = self._summary(status, reason)
         aside = self.folder / ".summary.json"
-        aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
-        aside.rename(self.folder / "summary.json")
+        try:
+            aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
+            aside.rename(self.folder / "summary.json")
+        except OSError as error:
+            log.error("summary not written", error=str(error))
         for tracker in self._trackers:
             self._tell(tracker, "finish", summary)
         return summary
@@ -337,6 +370,7 @@ class Report:
             "canary": self._drifts.summary(),
             "restarts": fleet.restarts,
             "checkpoints": self.checkpoints,
+            "lost": msgspec.structs.asdict(self.lost),
             "refused_messages": self.refused + fleet.refused(),
             "problems": [*self.problems, *self._held_back()],
             "advice": msgspec.to_builtins(self.adviser.given),
@@ -362,18 +396,6 @@ class Report:
             f"evaluation.every={every} would have had the next; raise it, evaluate fewer rows, or give "
             "inference more replicas"
         ]
-
-    def _keep_lines_until(self, version: int) -> list[dict[str, Any]]:
-        """Remove the lines after a checkpoint, because their steps are repeated or lost. Return the other
-        lines."""
-        if not self._metrics.exists():
-            return []
-        lines = self._metrics.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= version]
-        aside = self.folder / ".metrics.jsonl"
-        aside.write_text("".join(kept))
-        aside.replace(self._metrics)
-        return [json.loads(line) for line in kept]
 
     def _train_wall_s(self) -> float:
         """Return the seconds from the first ticket to the last step."""

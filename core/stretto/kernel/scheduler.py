@@ -414,7 +414,8 @@ class Scheduler:
         self._open = {ticket.id: msgspec.structs.replace(ticket) for ticket in snapshot.open}
         for ticket in self._open.values():
             ticket.tries, ticket.worker = 0, ""
-        self._again = deque(snapshot.again)
+            ticket.row %= self.settings.rows  # the dataset may have fewer rows now
+        self._again = deque((row % self.settings.rows, drops) for row, drops in snapshot.again)
         self.evaluations = list(snapshot.evaluations)
         self.staleness = Counter(snapshot.staleness)
         self.reasons = Counter(snapshot.reasons)
@@ -516,6 +517,8 @@ class Scheduler:
     def worker_lost(self, worker: str) -> None:
         """A rollout worker is gone. The scheduler issues the worker's tickets again. It also issues the
         tickets again that no worker has begun, because they may have been on their way to the lost worker."""
+        if self._state == "new":
+            return  # `start` issues all of them
         rounds = self._round.open if self._round else {}
         accounts: dict[Purpose, dict[int, OpenTicket]] = {"train": self._open, "eval": rounds}
         for purpose, tickets in accounts.items():

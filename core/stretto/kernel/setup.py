@@ -15,9 +15,11 @@ from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, workers
 from stretto.bus.messages import Subjects
-from stretto.bus.server import Bootstrap
+from stretto.bus.server import run_id
 from stretto.dataset import Dataset
+from stretto.errors import ConfigError
 from stretto.kernel.advice import Adviser
+from stretto.kernel.changes import fingerprint_changes
 from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.report import Report
@@ -107,6 +109,30 @@ class RunSetup:
             for group in self.placement.groups.values()
         )
 
+    def check_datasets(self, *, accept: bool) -> None:
+        """Refuse rows that have changed since the run began: tickets name rows by number.
+
+        A kernel that only repeats steps evaluates nothing, so it needs only the rows to train on.
+
+        Args:
+            accept: continue with the present rows. The change is logged, and noted in the summary.
+
+        Raises:
+            ConfigError: if the rows have changed and are not accepted.
+        """
+        datasets = {path: each for path, each in self.datasets.items() if self.goes_on or path == "dataset"}
+        changes = fingerprint_changes(self.folder, datasets, accept=accept)
+        for path, (former, present) in changes.items():
+            if not accept:
+                raise ConfigError(
+                    f"{path}: the rows have changed since the run began (fingerprint {former}, now {present})"
+                    ", and its tickets name rows by number; put the former rows back, or continue with the "
+                    f"present ones: stretto resume {self.folder} --accept-dataset",
+                    path=path,
+                )
+            log.warning("dataset changed", dataset=path, former=former, present=present)
+            self.report.problems.append(f"{path}: continued with changed rows ({former}, now {present})")
+
     def notify_plugins(self, hook: str, **facts: Any) -> None:
         """Call a run-life hook of every plugin. If it raises, report the problem; the run continues."""
         for plugin, error in self.composed.plugins.life(hook, context=self.context, **facts):
@@ -139,7 +165,4 @@ def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) ->
 
 def _run_id(folder: Path) -> str:
     """Return the run's id. It is unique on a bus that several runs share, and the same after a resume."""
-    bootstrap = folder / "bus" / "kernel.json"
-    if bootstrap.exists():
-        return Bootstrap.read(bootstrap).run
-    return f"{re.sub(r'[^A-Za-z0-9_-]', '-', folder.name)}-{secrets.token_hex(3)}"
+    return run_id(folder / "bus") or f"{re.sub(r'[^A-Za-z0-9_-]', '-', folder.name)}-{secrets.token_hex(3)}"

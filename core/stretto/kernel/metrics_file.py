@@ -1,0 +1,104 @@
+"""The file `metrics.jsonl` of a run: one JSON object for each train step and each evaluation.
+
+A resumed run cuts the lines after its checkpoint, because it repeats their steps or has lost them. It first
+appends them to `metrics.cut.jsonl`, so that no figure is ever lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+
+from stretto.errors import ConfigError, RunError
+
+__all__ = ["MetricsFile"]
+
+log = structlog.get_logger()
+
+
+class MetricsFile:
+    """The metrics of the run in a folder. Only the kernel that owns the run may write them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "metrics.jsonl"
+        self._cut = folder / "metrics.cut.jsonl"
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines. A broken last line, as a killed kernel or a full disk leaves it, does not count.
+
+        Raises:
+            ConfigError: if another line is not a line of metrics.
+        """
+        return [line for _, line in self._lines() if line is not None]
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write a line.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
+        try:
+            with self._file.open("a") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+        except OSError as error:
+            raise RunError(f"cannot write {self._file}: {error}") from error
+
+    def cut_after(self, version: int) -> None:
+        """Move the lines of later steps and evaluations, and a broken last line, to `metrics.cut.jsonl`.
+
+        Raises:
+            ConfigError: if a line is not a line of metrics.
+            RunError: if the files cannot be written.
+        """
+        kept: list[bytes] = []
+        cut: list[bytes] = []
+        for text, line in self._lines():
+            (kept if line is not None and line["step"] <= version else cut).append(text)
+        if not cut:
+            return
+        try:
+            _append_and_sync(self._cut, cut)
+            aside = self._file.with_name(".metrics.jsonl")
+            aside.unlink(missing_ok=True)
+            _append_and_sync(aside, kept)
+            aside.replace(self._file)
+        except OSError as error:
+            raise RunError(f"cannot write {self._file}: {error}") from error
+
+    def _lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
+        """Return each line and its content; None for a broken last line."""
+        texts = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
+        lines: list[tuple[bytes, dict[str, Any] | None]] = []
+        for number, text in enumerate(texts, start=1):
+            fault = _fault(text)
+            if fault and number < len(texts):
+                raise ConfigError(
+                    f"{self._file}:{number}: {fault}; mend the line or move it elsewhere, then resume again"
+                )
+            if fault:
+                log.warning("the last line is broken", file=str(self._file), line=number, fault=fault)
+            lines.append((text, None if fault else json.loads(text)))
+        return lines
+
+
+def _fault(text: bytes) -> str:
+    """Return why a text is not a line of metrics; empty if it is one."""
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        return f"not JSON ({error})"
+    if not isinstance(line, dict) or not isinstance(cast("dict[str, Any]", line).get("step"), int):
+        return "not a JSON object with a `step`"
+    return "" if text.endswith(b"\n") else "not a whole line"
+
+
+def _append_and_sync(file: Path, lines: list[bytes]) -> None:
+    with file.open("ab") as stream:
+        stream.writelines(line if line.endswith(b"\n") else line + b"\n" for line in lines)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,458 @@
+"""What a run continues from when its store, its checkpoints or its metrics are damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.bus.client import Bus
+from stretto.bus.messages import (
+    Answers,
+    Evaluation,
+    GroupDone,
+    GroupFailed,
+    JournalBatch,
+    JournalChange,
+    JournalEvaluation,
+    JournalStep,
+    Member,
+    RowRef,
+    Subjects,
+    TrajectoryBundle,
+)
+from stretto.bus.server import Bootstrap, run_id
+from stretto.dataset import Dataset
+from stretto.errors import ConfigError, RunError
+from stretto.kernel.changes import fingerprint_changes, is_complete
+from stretto.kernel.checkpoint import KernelState, LostData
+from stretto.kernel.metrics_file import MetricsFile
+from stretto.kernel.recovery import Recovered, Stored, read_store, repeat_journal
+from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot, StartBatch
+from stretto.kernel.trainers import StepResult
+from stretto.weights import WeightsNote
+
+OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
+Checkpoint = tuple[Path | None, KernelState]
+
+SETTINGS = SchedulerSettings(steps=20, batch_size=2, max_staleness=1, rows=100)
+
+
+class History:
+    """A run of batches of two groups, as its kernel leaves it in journal and log. Tickets 2v and 2v + 1 are
+    trained at version v, on tokens of version v - 1 (0 at version 0)."""
+
+    def __init__(self, bus: Bus, names: Subjects) -> None:
+        self.bus = bus
+        self.names = names
+        self.scheduler = Scheduler(SETTINGS)
+        self.scheduler.start()
+        self.bundles: dict[int, int] = {}
+        """Ticket -> sequence number of its bundle."""
+        self.log_sequence = 0
+
+    async def make_streams(self) -> None:
+        names = self.names
+        await self.bus.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
+        await self.bus.make_log(names.journal_stream, [names.journal])
+
+    async def finish(self, ticket: int) -> None:
+        """Append the outcome of a ticket."""
+        oldest = max(0, ticket // 2 - 1)
+        bundle = TrajectoryBundle(ticket, 1, ticket, ())
+        sequence = await self.bus.append(self.names.trajectories, bundle, id=f"{ticket}/1/0")
+        self.bundles[ticket] = sequence
+        member = Member(f"{ticket}/1/0", sequence, 0, 9, 5, oldest, oldest, 1.0, {}, "stop")
+        group = GroupDone("train", ticket, 1, "rollout-0", (member,), 1.0)
+        self.log_sequence = await self.bus.append(self.names.groups, group, id=f"{ticket}/1/end")
+        self.scheduler.group_done(group)
+
+    async def train(self, *, complete: bool = True) -> None:
+        """Write the next batch to the journal, and unless it is not complete, its step."""
+        [start] = [each for each in self.scheduler.commands() if isinstance(each, StartBatch)]
+        rows = tuple(
+            RowRef(each.members[0].id, each.members[0].sequence, 0, each.ticket, 9) for each in start.groups
+        )
+        version, tickets = start.version, tuple(group.ticket for group in start.groups)
+        await self.write(JournalBatch(0, version, rows, tickets, "", 1))
+        if complete:
+            await self.write(JournalStep(0, version + 1, f"digest {version + 1}"))
+            self.scheduler.step_finished()
+
+    async def write(self, entry: JournalBatch | JournalStep | JournalEvaluation | JournalChange) -> None:
+        await self.bus.append(self.names.journal, entry, id=str(entry))
+
+    async def run_to(self, version: int) -> None:
+        """Train up to a version."""
+        for step in range(self.scheduler.version, version):
+            for ticket in (2 * step, 2 * step + 1):
+                if ticket not in self.bundles:
+                    await self.finish(ticket)
+            await self.train()
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        """A checkpoint of the present version."""
+        data = msgspec.json.encode(self.scheduler.snapshot())
+        snapshot = msgspec.json.decode(data, type=Snapshot)
+        version = snapshot.version
+        state = KernelState(version, 0, f"digest {version}", snapshot, self.log_sequence, 1, "", 1, 0, 0, 0.0)
+        return folder, state
+
+
+class Trainers:
+    """Trainers whose digests depend on the version alone."""
+
+    async def load(
+        self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...]
+    ) -> tuple[WeightsNote, ...]:
+        return (*needed, WeightsNote(version, "", f"digest {version}"))
+
+    async def step(
+        self, incarnation: int, version: int, rows: tuple[RowRef, ...], *, needed: tuple[int, ...]
+    ) -> StepResult:
+        return StepResult({}, [], WeightsNote(version + 1, "", f"digest {version + 1}"))
+
+
+@pytest.fixture
+def beginning() -> Checkpoint:
+    return None, KernelState.initial()
+
+
+async def recovered(
+    history: History, checkpoint: Checkpoint, *, reached: int = 0
+) -> tuple[Stored, Recovered, Scheduler]:
+    """Recover like a kernel, and start the scheduler."""
+    stored = await read_store(history.bus, history.names, checkpoint, values=1, samples=True, reached=reached)
+    scheduler = Scheduler(SETTINGS)
+    scheduler.restore(stored.snapshot, attempts_from=1000)
+
+    async def no_change(*facts: Any) -> None:
+        raise AssertionError(facts)
+
+    result = await repeat_journal(
+        history.bus,
+        history.names,
+        scheduler,
+        Trainers(),
+        checkpoint,
+        stored,
+        values=1,
+        on_change=no_change,
+        on_repeated=lambda start, result, divergence: None,
+    )
+    assert_fits(scheduler)
+    scheduler.start()
+    return stored, result, scheduler
+
+
+def assert_fits(scheduler: Scheduler) -> None:
+    """The ledger adds up, and every open ticket can be trained in time."""
+    ledger = scheduler.ledger
+    assert ledger.issued == (
+        ledger.trained + ledger.filtered + ledger.expired + ledger.failed + ledger.in_flight
+    )
+    due = sorted(ticket.deadline for ticket in scheduler.snapshot().open)
+    for count, deadline in enumerate(due, start=1):
+        assert count <= (deadline + 1 - scheduler.version) * SETTINGS.batch_size
+
+
+async def delete(history: History, *sequences: int) -> None:
+    for sequence in sequences:
+        await history.bus.delete(history.names.log_stream, sequence)
+
+
+@asynccontextmanager
+async def open_history(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[History]:
+    async with open_bus("kernel") as bus:
+        history = History(bus, names)
+        await history.make_streams()
+        yield history
+
+
+def issued(scheduler: Scheduler) -> set[int]:
+    """Tickets that the scheduler issues."""
+    return {command.ticket.id for command in scheduler.commands() if isinstance(command, Issue)}
+
+
+async def test_an_intact_store_loses_nothing(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = history.checkpoint(tmp_path)
+        await history.run_to(4)
+        stored, result, scheduler = await recovered(history, checkpoint, reached=4)
+        assert (stored.lost, stored.lost_from) == (LostData(), None)
+        assert (result.repeated, result.incarnation) == (2, 0)
+        assert scheduler.version == 4
+
+
+async def test_a_lost_log_costs_the_steps_since_the_checkpoint(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        await history.finish(4)  # finished before the checkpoint, trained after it
+        checkpoint = history.checkpoint(tmp_path)
+        await history.run_to(4)
+        await history.write(JournalEvaluation(0, Evaluation(4, 0.5, 4, 0)))
+        await history.bus.purge(history.names.log_stream)
+        stored, result, scheduler = await recovered(history, checkpoint, reached=4)
+        assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 2)
+        assert (result.repeated, result.incarnation) == (0, 1)
+        assert scheduler.version == 2
+        assert scheduler.evaluations == []  # of weights that are lost
+        assert 4 in issued(scheduler)
+
+
+async def test_a_new_log_in_the_place_of_a_lost_one_is_not_taken_for_it(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        await history.finish(4)
+        checkpoint = history.checkpoint(tmp_path)
+        await history.bus._jetstream.delete_stream(names.log_stream)  # pyright: ignore[reportPrivateUsage]
+        await history.make_streams()
+        lost = (await recovered(history, checkpoint, reached=2))[0]
+        assert (lost.log_is_short, lost.lost) == (True, LostData(groups=1))
+        await history.bus.purge(names.log_stream, below=checkpoint[1].log_sequence + 1)  # as the kernel does
+        extent = await history.bus.extent(names.log_stream)
+        assert extent.last == checkpoint[1].log_sequence
+        sequence = await history.bus.append(names.trajectories, TrajectoryBundle(4, 1001, 4, ()), id="new")
+        assert sequence == checkpoint[1].log_sequence + 1
+        again = (await recovered(history, checkpoint, reached=2))[0]
+        assert (again.log_is_short, again.lost) == (False, LostData(groups=1))
+
+
+async def test_groups_whose_data_is_gone_are_issued_again(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        await history.finish(4)
+        checkpoint = history.checkpoint(tmp_path)
+        await history.finish(6)
+        await history.finish(7)
+        await delete(history, history.bundles[4], history.bundles[6])
+        stored, result, scheduler = await recovered(history, checkpoint, reached=2)
+        assert stored.lost == LostData(groups=2, messages=1)
+        assert (result.repeated, result.incarnation) == (0, 0)
+        assert [group.ticket for group in scheduler.done_groups] == [7]
+        assert issued(scheduler) == {4, 5, 6}
+
+
+async def test_a_bundle_of_which_a_part_is_gone_is_gone(open_bus: OpenBus, names: Subjects) -> None:
+    async with open_history(open_bus, names) as history:
+        bus = history.bus
+        first = await bus.append(names.trajectories, TrajectoryBundle(0, 1, 0, ()), id="small")
+        whole = await bus.append(names.kept_answers, Answers(b"x" * 3_000_000), id="parts")
+        assert whole > first + 2
+        assert await bus.holds(names.log_stream, whole)
+        await bus.delete(names.log_stream, first + 1)
+        assert not await bus.holds(names.log_stream, whole)
+        assert (await bus.extent(names.log_stream)).missing == {first + 1}
+
+
+async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = history.checkpoint(tmp_path)
+        await history.run_to(3)
+        journal = await history.bus.last_sequence(history.names.journal_stream, history.names.journal)
+        await history.run_to(5)
+        await history.finish(10)  # tokens of version 4, which is lost
+        for sequence in range(journal + 1, journal + 5):
+            await history.bus.delete(history.names.journal_stream, sequence)
+        stored, result, scheduler = await recovered(history, checkpoint, reached=5)
+        assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1), 3)
+        assert (result.repeated, result.incarnation) == (1, 1)
+        assert scheduler.version == 3
+        # Groups of the lost steps that weights up to version 3 have sampled are trained again.
+        assert scheduler.training
+        assert [group.ticket for group in scheduler.done_groups] == [8, 9]
+
+
+async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = history.checkpoint(tmp_path)
+        await history.run_to(6)
+        failure = GroupFailed("train", 15, 1, "rollout-0", "why")
+        await history.bus.append(history.names.groups, failure, id="failed")
+        await history.bus.purge(history.names.journal_stream)
+        stored, _, scheduler = await recovered(history, checkpoint, reached=6)
+        assert stored.lost.steps == 4
+        assert scheduler.ledger.issued == 8
+        assert scheduler.ledger.failed == 0
+
+
+async def test_an_incarnation_number_is_never_used_twice(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = history.checkpoint(tmp_path)
+        await history.run_to(4)
+        await history.write(JournalStep(7, 3, "of another incarnation"))
+        await history.bus.purge(history.names.log_stream)
+        assert (await recovered(history, checkpoint, reached=4))[1].incarnation == 8
+
+
+async def test_a_batch_that_was_not_complete_is_no_lost_step(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = history.checkpoint(tmp_path)
+        await history.finish(4)
+        await history.finish(5)
+        await history.train(complete=False)
+        await delete(history, history.bundles[5])
+        stored, result, scheduler = await recovered(history, checkpoint, reached=2)
+        assert (stored.lost, stored.lost_from, result.incarnation) == (
+            LostData(groups=1, messages=1),
+            None,
+            0,
+        )
+        assert [group.ticket for group in scheduler.done_groups] == [4]
+
+
+async def test_without_a_checkpoint_the_first_steps_must_be_there(
+    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(3)
+        stored, result, _ = await recovered(history, beginning, reached=3)
+        assert (stored.lost, result.repeated) == (LostData(), 3)
+        await history.bus.purge(history.names.log_stream, below=history.bundles[3])
+        with pytest.raises(ConfigError, match=r"was at version 3, but it has no intact checkpoint.*put back"):
+            await recovered(history, beginning, reached=3)
+
+
+async def test_without_a_checkpoint_steps_after_the_first_may_be_lost(
+    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(3)
+        await delete(history, history.bundles[3])
+        stored, result, scheduler = await recovered(history, beginning, reached=3)
+        assert (stored.lost, stored.lost_from) == (LostData(steps=2, groups=1, messages=1), 1)
+        assert (result.repeated, scheduler.version) == (1, 1)
+
+
+async def test_a_run_that_has_lost_its_store_without_a_checkpoint_is_refused(
+    open_bus: OpenBus, names: Subjects, beginning: Checkpoint
+) -> None:
+    async with open_history(open_bus, names) as history:
+        with pytest.raises(ConfigError, match="was at version 5, but it has no intact checkpoint"):
+            await recovered(history, beginning, reached=5)
+        assert (await recovered(history, beginning, reached=0))[
+            0
+        ].lost == LostData()  # nothing was trained yet
+
+
+# ------------------------------------------------------------------------------- files of the run
+
+
+def line(step: int) -> str:
+    return json.dumps({"step": step, "ledger": {}}) + "\n"
+
+
+def test_metrics_are_never_shortened_without_a_copy(tmp_path: Path) -> None:
+    file, cut = tmp_path / "metrics.jsonl", tmp_path / "metrics.cut.jsonl"
+    metrics = MetricsFile(tmp_path)
+    metrics.cut_after(0)
+    assert not file.exists()
+    for step in (1, 2, 3):
+        metrics.append({"step": step, "ledger": {}})
+    metrics.cut_after(3)
+    assert not cut.exists()
+    metrics.cut_after(1)
+    assert (file.read_text(), cut.read_text()) == (line(1), line(2) + line(3))
+    metrics.append({"step": 2, "ledger": {}})
+    metrics.cut_after(0)
+    assert (file.read_text(), cut.read_text()) == ("", line(2) + line(3) + line(1) + line(2))
+
+
+@pytest.mark.parametrize("last", ['{"step": 3', '{"step": 3}', "[]\n", "\xff\n"])
+def test_a_broken_last_line_of_metrics_goes_aside(tmp_path: Path, last: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes((line(1) + line(2) + last).encode("latin1"))
+    metrics = MetricsFile(tmp_path)
+    assert [each["step"] for each in metrics.read()] == [1, 2]
+    metrics.cut_after(2)
+    assert file.read_text() == line(1) + line(2)
+    assert (tmp_path / "metrics.cut.jsonl").read_bytes() == f"{last.rstrip()}\n".encode("latin1")
+
+
+@pytest.mark.parametrize("garbled", ['{"step": 3', '{"step": "3"}', "[]", "7", "\x00\x00"])
+def test_a_broken_line_among_the_metrics_is_named(tmp_path: Path, garbled: str) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(line(1) + garbled + "\n" + line(2))
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not .*mend the line or move it"):
+        MetricsFile(tmp_path).read()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not "):
+        MetricsFile(tmp_path).cut_after(0)
+    assert file.read_bytes() == before
+
+
+def test_metrics_that_cannot_be_written_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: .*No space left"):
+        MetricsFile(tmp_path).append({"step": 1})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "completed"}'])
+def test_a_damaged_summary_does_not_stop_a_resume(tmp_path: Path, text: str) -> None:
+    (tmp_path / "summary.json").write_text(text)
+    assert not is_complete(tmp_path, 1)
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"url": "x"}'])
+def test_the_runs_id_is_found_again_when_a_file_of_the_bus_is_empty(tmp_path: Path, damage: str) -> None:
+    assert run_id(tmp_path) is None
+    (tmp_path / "store" / "jetstream" / "$G" / "streams" / "LOG_mine-1").mkdir(parents=True)
+    assert run_id(tmp_path) == "mine-1"
+    other = Bootstrap(url="nats://127.0.0.1:1", run="mine-2", role="trainer")
+    (tmp_path / "kernel.json").write_text(damage)
+    (tmp_path / "trainer.json").write_bytes(msgspec.json.encode(other))
+    assert run_id(tmp_path) == "mine-2"
+
+
+class Rows:
+    """A dataset without rows."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise IndexError(index)
+
+
+def test_changed_rows_are_noticed_until_they_are_accepted(tmp_path: Path) -> None:
+    def changes(*, accept: bool = False, **fingerprints: str) -> dict[str, tuple[str, str]]:
+        datasets: dict[str, Dataset] = {name: Rows(each) for name, each in fingerprints.items()}
+        return fingerprint_changes(tmp_path, datasets, accept=accept)
+
+    assert changes(dataset="a") == {}
+    assert changes(dataset="a", evaluation="x") == {}
+    for _ in range(2):
+        assert changes(dataset="b", evaluation="x") == {"dataset": ("a", "b")}
+    assert changes(evaluation="x") == {}
+    assert changes(dataset="b", accept=True) == {"dataset": ("a", "b")}
+    assert changes(dataset="b", evaluation="x") == {}
+    (tmp_path / "fingerprints.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"fingerprints\.json: .*remove the file"):
+        changes(dataset="b")
