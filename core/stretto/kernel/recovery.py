@@ -90,7 +90,8 @@ class Stored:
     """Whether the log ends before the checkpoint's place in it, so that none of its messages can be used."""
     lost: LostData
     lost_from: int | None
-    """Version from which steps are lost. There a new incarnation begins. None if no step is lost."""
+    """Version from which steps are lost, which may be one that was not complete. A new incarnation begins
+    there. None if no step is lost."""
 
     def incarnation_at(self, version: int, former: int) -> int:
         """Return the incarnation that goes on at a version: `former`, or a new one where steps are lost."""
@@ -151,8 +152,9 @@ async def read_store(
         named |= {row.sequence for batch in journal.batches.values() for row in batch.rows}
         gone = named if short else await _gone(bus, names, extent, named)
     lost = {_name(group) for group in groups if any(member.sequence in gone for member in group.members)}
-    lost_steps = _drop_lost_steps(journal, state.version, {_name(group) for group in groups}, gone, reached)
+    is_cut = _cut_at_loss(journal, state.version, {_name(group) for group in groups}, gone, reached)
     end = state.version + len(journal.batches)
+    lost_steps = max(reached, *journal.steps, end) - end if is_cut else 0
     if lost_steps and folder is None and not end:
         raise ConfigError(
             f"the run was at version {lost_steps}, but it has no intact checkpoint, and the store does not "
@@ -160,7 +162,7 @@ async def read_store(
             "`checkpoints` or `bus/store` from a copy and resume again, or start a new run"
         )
     last = outcomes[-1][0] if outcomes else state.log_sequence
-    if lost_steps:
+    if is_cut:
         lost |= {_name(group) for group in groups if any(each.newest > end for each in group.members)}
         # A failed ticket may be one of those that the lost steps had made room for.
         outcomes = [each for each in outcomes if isinstance(each[1], GroupDone)]
@@ -171,7 +173,7 @@ async def read_store(
         last=last,
         log_is_short=short,
         lost=LostData(lost_steps, len(lost), sum(each > state.log_sequence for each in extent.missing)),
-        lost_from=end if lost_steps else None,
+        lost_from=end if is_cut else None,
     )
 
 
@@ -325,11 +327,9 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: i
     return journal
 
 
-def _drop_lost_steps(
-    journal: Journal, version: int, finished: Set[Name], gone: Set[int], reached: int
-) -> int:
+def _cut_at_loss(journal: Journal, version: int, finished: Set[Name], gone: Set[int], reached: int) -> bool:
     """Remove the batches from the first one on that cannot be repeated, and what followed from them. Return
-    the number of complete steps that are lost.
+    whether there is such a batch, or a complete step without one.
 
     Args:
         version: version of the checkpoint.
@@ -341,15 +341,14 @@ def _drop_lost_steps(
         _names(batch) <= finished and gone.isdisjoint(row.sequence for row in batch.rows)
     ):
         end += 1
-    for each in [each for each in journal.batches if each >= end]:
-        del journal.batches[each]
     if journal.next is not None and end == journal.next.version:
-        return 0  # later steps belong to the kernel with the next values
-    lost = max(reached, *journal.steps, end) - end
-    if lost:
-        journal.next = None
-        journal.evaluations = [each for each in journal.evaluations if each.version <= end]
-    return lost
+        return False  # later steps belong to the kernel with the next values
+    if end not in journal.batches and max(reached, *journal.steps, end) == end:
+        return False
+    journal.batches = {each: batch for each, batch in journal.batches.items() if each < end}
+    journal.evaluations = [each for each in journal.evaluations if each.version <= end]
+    journal.next = None
+    return True
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:
