@@ -106,8 +106,8 @@ def lock_run(folder: Path) -> IO[str]:
                 owner = file.read().strip() or "another process"
                 file.close()
                 raise ConfigError(
-                    f"the run in {folder.parent} is owned by {owner}, which is alive: nothing was changed; "
-                    "wait for its end, or stop it"
+                    f"the run in {folder.parent} is owned by {owner}: nothing was changed; wait for its end, "
+                    "or stop it"
                 ) from None
             time.sleep(0.01)
     file.truncate(0)
