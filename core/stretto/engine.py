@@ -173,7 +173,7 @@ class SwapReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pause_s: float
     """Seconds during which the engine could sample no token."""
     hashes: Mapping[str, str] = {}
-    """Tensor name (as in the update) -> SHA-256 in hex of the loaded bytes. Empty when the engine cannot
+    """Tensor name (as in the update) -> `tensor_hash` of the loaded tensor. Empty when the engine cannot
     compute them; the worker then compares the digest alone."""
 
 

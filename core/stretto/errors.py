@@ -152,9 +152,13 @@ class RewardError(StrettoError):
 
 
 class WeightsError(StrettoError):
-    """Published weights are missing, damaged, or not the announced ones."""
+    """Weights are missing, damaged, or not the announced ones.
 
-    def __init__(self, message: str, *, version: int) -> None:
+    Args:
+        version: the published version; None for a file that belongs to no version.
+    """
+
+    def __init__(self, message: str, *, version: int | None = None) -> None:
         super().__init__(message)
         self.version = version
 

@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,7 +48,7 @@ from stretto.component import Component, Context
 from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError, one_error
 from stretto.hooks import hookimpl
-from stretto.models.digest import digest_of
+from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import FolderPublisher, open_version
 from stretto.workflow import Answer, Prompt, Score, Session, Trajectory, WorkflowConfig
 
@@ -1043,7 +1042,7 @@ def _assert_drawn_from(exact: NDArray[np.float64], drawn: NDArray[np.int64]) -> 
 
 
 def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {n: sha256(tensor.numpy().astype("<f4").tobytes()).hexdigest() for n, tensor in tensors.items()}
+    return {name: tensor_hash(tensor) for name, tensor in tensors.items()}
 
 
 # -------------------------------------------------------------------------------- in whole runs

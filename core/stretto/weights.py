@@ -71,8 +71,8 @@ class WeightUpdate(Protocol):
         ...
 
     def hashes(self) -> Mapping[str, str]:
-        """Return tensor name -> SHA-256 in hex of the published little-endian bytes. `digest_of` these hashes
-        is the digest of the note."""
+        """Return tensor name -> hash of the published tensor, see `stretto.models.tiles`. `digest_of` these
+        hashes is the digest of the note."""
         ...
 
     @property

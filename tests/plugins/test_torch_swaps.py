@@ -108,8 +108,13 @@ async def test_a_swap_reports_the_digest_of_what_it_loaded(folders: Folders) -> 
 
 
 def digest_by_hand(weights: Mapping[str, Tensor]) -> str:
-    hashes = {name: sha256(tensor.numpy().astype("<f4").tobytes()) for name, tensor in weights.items()}
-    return digest_of((name, whole.hexdigest()) for name, whole in hashes.items())
+    """Of float32 tensors that are one tile each."""
+    hashes: dict[str, str] = {}
+    for name, tensor in weights.items():
+        leaf = sha256(b"stretto tile\0" + bytes(16) + tensor.numpy().astype("<f4").tobytes()).digest()
+        shape = "x".join(map(str, tensor.shape))
+        hashes[name] = sha256(b"stretto tensor\0float32 " + shape.encode() + b"\n" + leaf).hexdigest()
+    return digest_of(hashes.items())
 
 
 @pytest.mark.parametrize(

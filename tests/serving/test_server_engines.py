@@ -26,7 +26,7 @@ from stretto.cli.checks import problems
 from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves
-from stretto.models.digest import digest_of
+from stretto.models.digest import bytes_hash, digest_of
 from stretto.serving.config import ServerEngineConfig, flags
 from stretto.serving.engine import ServerEngine
 from stretto.serving.server import Server, ServerCommand, ServerRefused
@@ -175,7 +175,7 @@ class Update:
 
     def __init__(self, folder: Path, version: int) -> None:
         data = struct.pack("<f", version)
-        self._hashes = {"w": hashlib.sha256(data).hexdigest()}
+        self._hashes = {"w": bytes_hash(data, "float32", (1,))}
         self.note = WeightsNote(version, str(folder), digest_of(self._hashes.items()))
         self.folder: Path | None = folder / f"v{version}"
         self.folder.mkdir(parents=True)

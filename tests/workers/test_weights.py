@@ -4,6 +4,7 @@ which something goes wrong with them on purpose."""
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -39,7 +40,7 @@ from stretto.config import BusConfig
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
-from stretto.models.version_files import FolderPublisher, open_version
+from stretto.models.version_files import FolderPublisher, Outline, RunFolders, lay_out, open_version
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire
 from stretto.workers.context import WorkerContext
 from stretto.workers.inference import InferenceWorker
@@ -128,6 +129,104 @@ async def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
     other = WeightsNote(7, note.address, "0" * 64)
     with pytest.raises(WeightsError, match="not the announced one"):
         await subscriber.receive(other)
+
+
+async def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
+    """Also where the tensors are the same."""
+    publisher, subscriber = ends(tmp_path)
+    notes = [publisher.publish(version, iter(tensors(1.0))) for version in range(2)]
+    assert notes[0].digest == notes[1].digest
+    with pytest.raises(
+        WeightsError, match=r"version 1 .* is not the announced one: its manifest is of version 0"
+    ):
+        await subscriber.receive(msgspec.structs.replace(notes[1], address=notes[0].address))
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "..", "", "manifest.json", "a\0.safetensors"])
+async def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    publisher, subscriber = ends(tmp_path)
+    note = publisher.publish(1, iter(tensors(1.0)))
+    file = Path(note.address, "manifest.json")
+    file.write_text(
+        file.read_text().replace("model-00000.safetensors", msgspec.json.encode(name)[1:-1].decode())
+    )
+    with pytest.raises(WeightsError, match=r"version 1 at .* has a file .*; expected plain names"):
+        await subscriber.receive(note)
+
+
+async def test_tensors_of_the_same_bytes_and_another_shape_or_dtype_are_refused(tmp_path: Path) -> None:
+    publisher, subscriber = ends(tmp_path)
+    note = publisher.publish(1, iter(tensors(1.0)))
+    file = Path(note.address, "model-00000.safetensors")
+    for of_file, other in ((b'"shape":[3,2]', b'"shape":[2,3]'), (b'"BF16"', b'"F16" ')):
+        content = file.read_bytes()
+        assert content.count(of_file) == 1
+        file.write_bytes(content.replace(of_file, other))
+        with pytest.raises(WeightsError, match=r"version 1 .* is not the announced one: .* differ"):
+            await subscriber.receive(note)
+        file.write_bytes(content)
+    (await subscriber.receive(note)).close()
+
+
+async def test_a_folder_that_others_can_enter_is_not_used(tmp_path: Path) -> None:
+    publisher, subscriber = ends(tmp_path)
+    root = tmp_path / "versions"
+    root.mkdir(mode=0o777)
+    root.chmod(0o777)
+    with pytest.raises(WeightsError, match=r"versions is not private: it has mode 777, expected 700"):
+        publisher.publish(0, iter(tensors(1.0)))
+    assert list(root.iterdir()) == []
+    root.chmod(0o700)
+    note = publisher.publish(1, iter(tensors(1.0)))
+    for folder in (root, Path(note.address)):
+        folder.chmod(0o750)
+        with pytest.raises(
+            WeightsError, match=f"version 1 at .*{folder.name} is not private: it has mode 750"
+        ):
+            await subscriber.receive(note)
+        folder.chmod(0o700)
+    Path(tmp_path / "link").symlink_to(root)
+    with pytest.raises(WeightsError, match="link is not private: it is not a folder"):
+        FolderPublisher(tmp_path / "link", 3, 2.0).publish(2, iter(tensors(1.0)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+async def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
+    publisher, subscriber = ends(tmp_path)
+    note = publisher.publish(0, iter(tensors(1.0)))
+    os.chown(tmp_path / "versions", 65534, -1)
+    with pytest.raises(WeightsError, match="it belongs to user 65534, but this process is of user 0"):
+        publisher.publish(1, iter(tensors(1.0)))
+    with pytest.raises(WeightsError, match=r"version 0 at .* it belongs to user 65534"):
+        await subscriber.receive(note)
+
+
+def test_the_folder_of_a_process_is_new_and_its_own(tmp_path: Path) -> None:
+    """Whoever knows its name up to the process id can make neither a folder nor a link in its place."""
+    guessed = tmp_path / f"stretto-r-trainer-1-{os.getpid()}"
+    guessed.mkdir(mode=0o777)
+    folders = RunFolders(context("trainer-0"), str(tmp_path / "new"))
+    own = folders.own()
+    assert re.fullmatch(rf"stretto-r-trainer-0-{os.getpid()}-.+", own.name)
+    assert own.stat().st_mode & 0o777 == 0o700
+    other = RunFolders(context("trainer-1"), str(tmp_path)).own()
+    assert other.parent == tmp_path
+    assert other != guessed
+    folders.clean()
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match=r"no folder for weights can be made in .*file"):
+        RunFolders(context("trainer-0"), str(tmp_path / "file")).own()
+
+
+async def test_a_version_larger_than_the_room_for_it_is_not_fetched(tmp_path: Path) -> None:
+    publisher, _ = ends(tmp_path)
+    note = publisher.publish(1, iter(tensors(1.0)))
+    outline = msgspec.structs.replace(publisher.find(1).outline, sizes=(2**60,))
+    with pytest.raises(WeightsError, match=r"version 1 has 1152921504606846976 bytes; .* has room for"):
+        lay_out(outline, note, tmp_path / "received")
+    with pytest.raises(msgspec.ValidationError, match="Expected `int` >= 0"):
+        msgspec.convert([b"", [-1]], Outline)
 
 
 def test_weights_that_cannot_be_written_say_why(tmp_path: Path) -> None:
@@ -331,9 +430,10 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
         with pytest.raises(WeightsError, match=r"version 0 is not here \(any more\); the newest is 3"):
             await subscriber.receive(notes[0])
         hasty = msgspec.structs.replace(config, deadline_s=0.3)
-        deaf = CollectiveTransport(hasty, context("inference-0")).subscriber(Deaf(asking))
+        deaf = CollectiveTransport(hasty, context("inference-1")).subscriber(Deaf(asking))
         with pytest.raises(WeightsError, match="version 2 from trainer-0/first was not received"):
             await deaf.receive(notes[2])
+        deaf.close()
         (await subscriber.receive(notes[2])).close()  # whoever failed before
         publisher.close()
         subscriber.close()

@@ -1,31 +1,55 @@
-"""The digest of a set of weights. Trainer and engines compute it over the same bytes, tensor by tensor."""
+"""The digest of a set of weights. Trainer and engines compute it over the same tensors, one by one.
+
+A tensor's hash covers its bytes, dtype and shape; `stretto.models.tiles` defines it. The digest covers names
+and hashes.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from stretto.models.tiles import Part, Tiling, hash_part, root_hash
+
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["differing_names", "digest_of", "tensor_hash"]
+__all__ = ["bytes_hash", "differing_names", "digest_of", "tensor_hash"]
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """Return the SHA-256 in hex of a CPU tensor's little-endian bytes."""
+    """Return the hash in hex of a CPU tensor."""
     import torch
 
-    flat = tensor.detach().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return bytes_hash(data, str(tensor.dtype).removeprefix("torch."), tensor.shape)
+
+
+def bytes_hash(data: bytes | memoryview | NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> str:
+    """Return the hash in hex of a tensor from its little-endian bytes.
+
+    Args:
+        dtype: the name that torch and numpy use, such as `bfloat16`.
+
+    Raises:
+        ValueError: if a tensor of this shape cannot have so many bytes.
+    """
+    flat = np.frombuffer(data, np.uint8)
+    tiling = Tiling(dtype, tuple(shape), len(flat))
+    leaves, _ = hash_part(tiling, Part(0, 0, flat.reshape(tiling.rows, tiling.width)))
+    return root_hash(tiling, leaves)
 
 
 def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
-    """Return the digest of a set of weights from (tensor name, SHA-256 hex of its little-endian bytes), in
-    any order."""
+    """Return the digest of a set of weights from (tensor name, hash), in any order."""
     hasher = hashlib.sha256()
     for name, tensor_hash in sorted(hashes):
-        hasher.update(f"{name} {tensor_hash}\n".encode())
+        # With the length, no name can look like several lines.
+        hasher.update(f"{len(name)} {name} {tensor_hash}\n".encode())
     return hasher.hexdigest()
 
 

@@ -8,7 +8,6 @@ into the model's own files.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shutil
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import WeightsError
+from stretto.models.digest import bytes_hash
 from stretto.models.files import tensors_of_model
 from stretto.models.safetensors import Place, places_in, write_header
 from stretto.models.version_files import FolderUpdate, Manifest
@@ -70,7 +70,7 @@ def merge_adapter_files(update: WeightUpdate, model: Path, folder: Path) -> Fold
     try:
         model_tensors, adapter = tensors_of_model(model), places_in(update.folder)
         _check_fit(adapter, model_tensors, model)
-        folder.mkdir(mode=0o700, parents=True)
+        folder.mkdir(mode=0o700)
         files = {
             file.name: _write(
                 folder / file.name,
@@ -80,7 +80,7 @@ def merge_adapter_files(update: WeightUpdate, model: Path, folder: Path) -> Fold
             for file in sorted({place.file for place in model_tensors.values()})
         }
         manifest = Manifest.write(folder, note.version, files)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, WeightsError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         reason = f"version {note.version} is an adapter, and cannot be merged into {model}: {error}"
         raise WeightsError(reason, version=note.version) from error
@@ -111,13 +111,14 @@ def _factors(matrix: str, adapter: Mapping[str, Place]) -> tuple[Place, Place] |
 
 
 def _write(file: Path, places: list[Place], adapter: Mapping[str, Place]) -> dict[str, str]:
-    """Write one file of the merged model. Return tensor name -> SHA-256."""
+    """Write one file of the merged model. Return tensor name -> hash."""
     hashes: dict[str, str] = {}
     with file.open("wb") as output:
-        write_header(output, [_merged_place(place, adapter) for place in places])
-        for place in places:
+        merged_places = [_merged_place(place, adapter) for place in places]
+        write_header(output, merged_places)
+        for place, merged in zip(places, merged_places, strict=True):
             data = _merged_bytes(place, adapter)
-            hashes[place.name] = hashlib.sha256(data).hexdigest()
+            hashes[place.name] = bytes_hash(data, merged.dtype_name, merged.shape)
             output.write(data)
     return hashes
 

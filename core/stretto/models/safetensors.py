@@ -1,17 +1,53 @@
 """safetensors files without torch: find the tensors of a file, and write the header of a new file.
 
-The format: the length of a JSON header in 8 bytes, little-endian; the header; then the bytes of the tensors.
+The format: the length of a JSON header in 8 bytes, little-endian; the header; then the bytes of the tensors,
+without gaps.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, TypeVar
+
+import msgspec
+
+from stretto.errors import WeightsError
 
 __all__ = ["Place", "places", "places_in", "write_header"]
+
+T = TypeVar("T")
+
+_DTYPES: Mapping[str, tuple[str, int]] = {
+    "BOOL": ("bool", 8),
+    "U8": ("uint8", 8),
+    "I8": ("int8", 8),
+    "U16": ("uint16", 16),
+    "I16": ("int16", 16),
+    "U32": ("uint32", 32),
+    "I32": ("int32", 32),
+    "U64": ("uint64", 64),
+    "I64": ("int64", 64),
+    "F4": ("float4_e2m1fn_x2", 4),
+    "F6_E2M3": ("float6_e2m3fn", 6),
+    "F6_E3M2": ("float6_e3m2fn", 6),
+    "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E5M2": ("float8_e5m2", 8),
+    "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16),
+    "F32": ("float32", 32),
+    "F64": ("float64", 64),
+    "C64": ("complex64", 64),
+}
+"""The format's name of a dtype -> the name that torch and numpy use, and the bits of an element."""
+_MAX_HEADER = 100_000_000
+"""In bytes; the largest header that the safetensors library reads."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +63,11 @@ class Place:
     size: int
     """In bytes."""
 
+    @property
+    def dtype_name(self) -> str:
+        """The name that torch and numpy use, such as `float32`."""
+        return _DTYPES[self.dtype][0]
+
     def read(self) -> bytes:
         """Return the bytes of the tensor, little-endian."""
         with self.file.open("rb") as file:
@@ -34,24 +75,51 @@ class Place:
             return file.read(self.size)
 
 
-def places(file: Path) -> Iterator[Place]:
-    """Yield the tensors of a file.
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """The description of one tensor in a header."""
+
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[_Count, _Count]
+
+
+def places(file: Path) -> list[Place]:
+    """Return the tensors of a file, in the order of their bytes.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the header is not JSON.
+        WeightsError: if it is damaged, or not a safetensors file. The error names the file and the tensor.
     """
+    size = file.stat().st_size
     with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header: dict[str, Any] = json.loads(stream.read(size))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            yield Place(name, entry["dtype"], tuple(entry["shape"]), file, 8 + size + start, end - start)
+        header_size = int.from_bytes(stream.read(8), "little")
+        if size < 8 or header_size > min(size - 8, _MAX_HEADER):
+            raise _damaged(file, f"it has {size} bytes and announces a header of {header_size} bytes")
+        header = _decode(stream.read(header_size), dict[str, msgspec.Raw], file, "its header")
+    header.pop("__metadata__", None)
+    begin = 8 + header_size
+    found = [_place(name, entry, file, begin) for name, entry in header.items()]
+    found.sort(key=lambda place: (place.start, place.size))
+    end = begin
+    for place in found:
+        if place.start != end:
+            raise _damaged(file, f"tensor {place.name!r} begins at byte {place.start}, expected {end}")
+        end += place.size
+    if end != size:
+        raise _damaged(file, f"its tensors end at byte {end}, but it has {size} bytes")
+    return found
 
 
 def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
-    """Return tensor name -> its place, for the matching files in a folder; empty if no file matches."""
+    """Return tensor name -> its place, for the matching files in a folder; empty if no file matches.
+
+    Raises:
+        OSError: if a file cannot be read.
+        WeightsError: as `places`.
+    """
     return {place.name: place for file in sorted(folder.glob(files)) for place in places(file)}
 
 
@@ -66,3 +134,34 @@ def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
     data = json.dumps(header).encode()
     data += b" " * (-len(data) % 8)  # so that the tensors are aligned
     file.write(len(data).to_bytes(8, "little") + data)
+
+
+def _place(name: str, description: msgspec.Raw, file: Path, begin: int) -> Place:
+    """Return the place of a tensor.
+
+    Args:
+        begin: position in the file that offsets count from.
+    """
+    entry = _decode(description, _Entry, file, f"the header of tensor {name!r}")
+    start, end = entry.data_offsets
+    if entry.dtype not in _DTYPES:
+        raise _damaged(file, f"tensor {name!r} has dtype {entry.dtype!r}, expected {', '.join(_DTYPES)}")
+    bits = math.prod(entry.shape) * _DTYPES[entry.dtype][1]
+    if bits != 8 * (end - start):
+        raise _damaged(
+            file,
+            f"tensor {name!r} has {end - start} bytes, but {entry.dtype} of shape {list(entry.shape)} has"
+            f" {-(-bits // 8)}",
+        )
+    return Place(name, entry.dtype, entry.shape, file, begin + start, end - start)
+
+
+def _decode(data: bytes | msgspec.Raw, type: type[T], file: Path, what: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=type)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise _damaged(file, f"{what} cannot be read: {error}") from error
+
+
+def _damaged(file: Path, why: str) -> WeightsError:
+    return WeightsError(f"{file} is damaged, or not a safetensors file: {why}")

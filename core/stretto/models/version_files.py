@@ -7,20 +7,21 @@ written last.
 
 from __future__ import annotations
 
-import hashlib
-import mmap
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import numpy as np
 
 from stretto.errors import WeightsError
-from stretto.models.digest import differing_names, digest_of, tensor_hash
+from stretto.models.digest import bytes_hash, differing_names, digest_of, tensor_hash
 from stretto.models.safetensors import places
 from stretto.weights import WeightsNote
 
@@ -37,11 +38,13 @@ __all__ = [
     "Outline",
     "RunFolders",
     "StoredVersion",
+    "expect_private",
     "lay_out",
     "open_version",
 ]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
+_FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class RunFolders:
@@ -63,17 +66,25 @@ class RunFolders:
             self._parent = otherwise or Path(tempfile.gettempdir())
 
     def own(self, purpose: str = "") -> Path:
-        """Return the path of this process's folder. The name contains the process id, so that a process that
-        is ending does not remove the folder of its successor. Folders that earlier processes of this worker
-        left here are removed.
+        """Make a folder for this process, which only this user can enter. The name contains the process id,
+        so that a process that is ending does not remove the folder of its successor. Folders that earlier
+        processes of this worker left here are removed.
 
         Args:
             purpose: tells several folders of a worker apart. Call without a purpose first: that call removes
                 all folders of the worker's earlier processes.
+
+        Raises:
+            WeightsError: if the folder cannot be made.
         """
         own_prefix = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
         self._remove(own_prefix)
-        return self._parent / f"{own_prefix}{os.getpid()}"
+        try:
+            self._parent.mkdir(parents=True, exist_ok=True)
+            # The name ends with random letters: nobody else can make the folder first.
+            return Path(tempfile.mkdtemp(prefix=f"{own_prefix}{os.getpid()}-", dir=self._parent))
+        except OSError as error:
+            raise WeightsError(f"no folder for weights can be made in {self._parent}: {error}") from error
 
     def clean(self) -> None:
         """Remove the folders of all processes of the run on this machine."""
@@ -90,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int
     digest: str
     files: dict[str, dict[str, str]]
-    """File name -> tensor name -> SHA-256 of its bytes."""
+    """File name -> tensor name -> its hash."""
 
     @classmethod
     def write(cls, folder: Path, version: int, files: dict[str, dict[str, str]]) -> Manifest:
@@ -101,7 +112,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return manifest
 
     def hashes(self) -> dict[str, str]:
-        """Return tensor name -> SHA-256 of its bytes, over all files."""
+        """Return tensor name -> its hash, over all files."""
         return {name: value for tensors in self.files.values() for name, value in tensors.items()}
 
 
@@ -116,7 +127,7 @@ class Outline(msgspec.Struct, frozen=True, array_like=True):
 
     manifest: bytes
     """JSON of the `Manifest`."""
-    sizes: tuple[int, ...]
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     """Size of each file in bytes, in the manifest's order."""
 
 
@@ -161,21 +172,23 @@ class FolderPublisher:
         not in `needed`.
 
         Raises:
-            WeightsError: if the version cannot be written.
+            WeightsError: if the version cannot be written, or if `root` is not private.
         """
         final = self._root / f"v{version:08d}"
         temporary = self._root / f".v{version:08d}-{os.getpid()}"
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            expect_private(self._root)
             temporary.mkdir(mode=0o700)
             digest = self._write(temporary, version, tensors)
             shutil.rmtree(final, ignore_errors=True)  # a repeated step publishes its version again
             temporary.rename(final)
             versions = {**self._versions, version: StoredVersion.of(final)}
         except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             reason = f"version {version} cannot be written to {self._root}: {error}"
             raise WeightsError(reason, version=version) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         for old in sorted(versions)[: -self._keep]:
             if old not in needed:
                 shutil.rmtree(versions.pop(old).folder, ignore_errors=True)
@@ -238,13 +251,20 @@ class FolderUpdate:
         return self._hashes
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return all tensors, memory-mapped from their files."""
-        from safetensors import safe_open
+        """Return all tensors, memory-mapped from their files.
+
+        Raises:
+            WeightsError: if the safetensors library refuses a file.
+        """
+        from safetensors import SafetensorError, safe_open
 
         tensors: dict[str, Tensor] = {}
         for file in self._files:
-            with safe_open(file, framework="pt") as reader:
-                tensors |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+            try:
+                with safe_open(file, framework="pt") as reader:
+                    tensors |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+            except SafetensorError as error:
+                raise WeightsError(f"{file} cannot be read: {error}", version=self.note.version) from error
         return tensors
 
     def close(self) -> None:
@@ -253,12 +273,33 @@ class FolderUpdate:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def expect_private(folder: Path) -> None:
+    """Check that a folder is this user's own, and that nobody else can enter it.
+
+    Raises:
+        OSError: if the folder does not exist.
+        WeightsError: if it is another user's, has a mode beyond 700, or is a link.
+    """
+    status, user = folder.lstat(), os.geteuid()
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
+        fault = "it is not a folder"
+    elif status.st_uid != user:
+        fault = f"it belongs to user {status.st_uid}, but this process is of user {user}"
+    elif mode & 0o077:
+        fault = f"it has mode {mode:o}, expected 700"
+    else:
+        return
+    raise WeightsError(f"{folder} is not private: {fault}; somebody else may have made it")
+
+
 def lay_out(outline: Outline, note: WeightsNote, folder: Path) -> dict[Path, int]:
     """Make the folder of a version that this process will receive. Return the path of each file that the
     caller must fill, with its size in bytes.
 
     Raises:
-        WeightsError: if the outline does not describe the announced version, or the folder cannot be written.
+        WeightsError: if the outline does not describe the announced version, or the folder cannot be written
+            or has no room for it.
     """
     files = [*_read_manifest(outline.manifest, note).files]
     if len(files) != len(outline.sizes):
@@ -269,10 +310,16 @@ def lay_out(outline: Outline, note: WeightsNote, folder: Path) -> dict[Path, int
         )
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700, parents=True)
+        folder.mkdir(mode=0o700)
         (folder / "manifest.json").write_bytes(outline.manifest)
+        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise WeightsError(f"{folder} cannot be written: {error}", version=note.version) from error
+    if sum(outline.sizes) > free:
+        raise WeightsError(
+            f"version {note.version} has {sum(outline.sizes)} bytes; {folder} has room for {free}",
+            version=note.version,
+        )
     return {folder / name: size for name, size in zip(files, outline.sizes, strict=True)}
 
 
@@ -290,7 +337,7 @@ def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) ->
     try:
         manifest = _read_manifest((folder / "manifest.json").read_bytes(), note)
         hashes = dict(pair for name in manifest.files for pair in _file_hashes(folder / name))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, WeightsError) as error:
         raise WeightsError(f"{label} cannot be read: {error}", version=note.version) from error
     if wrong := differing_names(hashes, manifest.hashes()):
         raise WeightsError(f"{label} is not the announced one: {wrong[:3]} differ", version=note.version)
@@ -301,17 +348,26 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
     """Read the manifest of a version.
 
     Raises:
-        WeightsError: if it cannot be read, names files that are not plain names, or is not the manifest of
-            the announced version.
+        WeightsError: if it cannot be read, names a file in another folder, or is not the manifest of the
+            announced version.
     """
     label = f"version {note.version} at {note.address}"
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+        digest = digest_of(manifest.hashes().items())
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WeightsError(f"{label} cannot be read: {error}", version=note.version) from error
-    if bad_names := [name for name in manifest.files if Path(name).name != name]:
-        raise WeightsError(f"{label} has a file {bad_names[0]!r}; expected plain names", version=note.version)
-    if digest_of(manifest.hashes().items()) != note.digest:
+    if bad_names := [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]:
+        raise WeightsError(
+            f"{label} has a file {bad_names[0]!r}; expected plain names that end in .safetensors",
+            version=note.version,
+        )
+    if manifest.version != note.version:
+        raise WeightsError(
+            f"{label} is not the announced one: its manifest is of version {manifest.version}",
+            version=note.version,
+        )
+    if digest != note.digest:
         raise WeightsError(
             f"{label} is not the announced one: its manifest is of other tensors", version=note.version
         )
@@ -319,15 +375,14 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
 
 
 def _file_hashes(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (tensor name, SHA-256 of its bytes) for every tensor of a safetensors file."""
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as view,
-    ):
-        for place in places(path):
-            with view[place.start : place.start + place.size] as data:
-                yield place.name, hashlib.sha256(data).hexdigest()
+    """Yield (tensor name, hash) for every tensor of a safetensors file."""
+    tensors = places(path)
+    data = np.memmap(path, np.uint8, "r")
+    for place in tensors:
+        yield (
+            place.name,
+            bytes_hash(data[place.start : place.start + place.size], place.dtype_name, place.shape),
+        )
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:

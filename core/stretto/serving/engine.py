@@ -132,7 +132,7 @@ class ServerEngine(ABC):
             forget: whether to empty the server's prefix cache.
 
         Returns:
-            For each tensor of the update, the SHA-256 in hex of the bytes that the server loaded.
+            For each tensor of the update, its hash as the server loaded it, see `stretto.models.tiles`.
 
         Raises:
             WeightsError: if the weights do not fit; the old ones are unchanged.

@@ -47,7 +47,7 @@ class Checksums:
         that says so.
 
         Args:
-            published: tensor name -> SHA-256, for the version in `folder`, which the server was told to load.
+            published: tensor name -> hash, for the version in `folder`, which the server was told to load.
             checksums: the server's checksums now, by its own names.
         """
         hashes = dict(published)

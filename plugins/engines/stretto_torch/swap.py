@@ -83,5 +83,5 @@ def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of each tensor's bytes, by name."""
+    """Return the hash of each tensor, by name."""
     return {name: tensor_hash(tensor.cpu()) for name, tensor in tensors.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Annotated
 
 import msgspec
 
@@ -15,10 +16,10 @@ class AskPiece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
     """Ask for a piece of one of a version's files. The answer is a `TensorPiece`."""
 
     version: int
-    file: int
+    file: Annotated[int, msgspec.Meta(ge=0)]
     """Index in the manifest."""
-    start: int
-    size: int
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    size: Annotated[int, msgspec.Meta(ge=0)]
 
 
 Question = AskOutline | AskPiece
@@ -33,5 +34,5 @@ class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
 
 def checksum(data: bytes | memoryview) -> int:
     """Return the CRC-32. It shows a damaged piece at once, so that only this piece is requested again. The
-    tensors' SHA-256 shows whether they are the announced ones."""
+    tensors' hashes show whether they are the announced ones."""
     return zlib.crc32(data)

@@ -26,6 +26,7 @@ class BusPublisher(FolderPublisher):
 
     def __init__(self, root: Path, keep: int, shard_gb: float, wire: Wire) -> None:
         super().__init__(root, keep, shard_gb, wire.address)
+        self._limit = wire.limit
         wire.answer(self._answer)
 
     async def _answer(self, question: bytes) -> bytes:
@@ -35,6 +36,12 @@ class BusPublisher(FolderPublisher):
         stored = self.find(question.version)
         if isinstance(question, AskOutline):
             return msgspec.msgpack.encode(stored.outline)
+        if question.file >= len(stored.files) or question.size > self._limit:
+            raise WeightsError(
+                f"version {question.version} has {len(stored.files)} files, and a piece has at most "
+                f"{self._limit} bytes; requested was file {question.file}, {question.size} bytes",
+                version=question.version,
+            )
         try:
             data = _read(stored.files[question.file], question)
         except OSError as error:  # the file has just been removed

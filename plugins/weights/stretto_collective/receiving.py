@@ -38,7 +38,12 @@ class CollectiveSubscriber:
         """Ask for a version, receive it, and compare every tensor's hash with the announcement."""
         config, folder = self._config, self._root / f"v{note.version:08d}"
         question = AskOutline(note.version)
-        outline = msgspec.msgpack.decode(await self._ask(note, question, config.deadline_s), type=Outline)
+        answer = await self._ask(note, question, config.deadline_s)
+        try:
+            outline = msgspec.msgpack.decode(answer, type=Outline)
+        except msgspec.DecodeError as error:
+            reason = f"version {note.version} cannot be received: {error}"
+            raise WeightsError(reason, version=note.version) from error
         try:
             await self._transfer(note, lay_out(outline, note, folder))
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Weights:
         self._stretto_reading = _TensorReader(folder)
 
     def stretto_have_read(self) -> dict[str, Any]:
-        """Return whether reading is `done`; if so, also `error` and `hashes`: tensor name -> SHA-256."""
+        """Return whether reading is `done`; if so, also `error` and `hashes`: tensor name -> hash."""
         reading = self._stretto_reading
         if reading.is_alive():
             return {"done": False}
@@ -71,7 +72,7 @@ class _TensorReader(threading.Thread):
         try:
             for file in _files(self._folder):
                 self.tensors.update(load_file(file))
-            self.hashes = {name: _sha256(tensor) for name, tensor in self.tensors.items()}
+            self.hashes = {name: tensor_hash(tensor) for name, tensor in self.tensors.items()}
         except Exception as error:  # noqa: BLE001 - the inference worker gets every error
             self.error = f"{type(error).__name__}: {error}"
 
@@ -83,8 +84,21 @@ def _files(folder: str) -> list[str]:
     return files
 
 
-def _sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """Return the hash of a tensor that `stretto.models.tiles` defines. A test compares the two."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    matrix = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(rows, -1 if rows else 0)
+    width = matrix.shape[1]
+    tile_rows = max(1, min(rows, max(256, 2**19 // max(1, width))))
+    tile_width = max(1, min(width, max(2048, 2**19 // tile_rows // 2048 * 2048)))
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), "x".join(map(str, tensor.shape))
+    root = hashlib.sha256(b"stretto tensor\0" + f"{dtype} {shape}\n".encode())
+    for row in range(0, rows, tile_rows):
+        for byte in range(0, width, tile_width):
+            leaf = hashlib.sha256(b"stretto tile\0" + struct.pack("<QQ", row, byte))
+            leaf.update(matrix[row : row + tile_rows, byte : byte + tile_width].copy().data)
+            root.update(leaf.digest())
+    return root.hexdigest()
 
 
 class RequireKey:
