@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -47,6 +48,8 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
         lines = (run.folder / "logs" / f"{name}.jsonl").read_text().splitlines()
         assert all(json.loads(line)["event"] for line in lines)
     assert (run.folder / "config.yaml").exists()
+    for path in (run.folder, *run.folder.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path  # nobody else can read it
     assert "step=8" in run.text()  # one line a step in a pipe
 
 

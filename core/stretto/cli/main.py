@@ -8,6 +8,7 @@ before the run started a worker, or a run cannot be audited; 130 interrupted.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -63,7 +64,9 @@ _MOST_VIOLATIONS = 20
 
 
 def main() -> None:
-    """Entry point of the `stretto` command."""
+    """Entry point of the `stretto` command. Only this user can read the files that it and its workers
+    write."""
+    os.umask(0o077)
     signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run sets its own handler
     try:
         app()

@@ -57,6 +57,7 @@ def main(bootstrap_file: Path, worker: str) -> int:
     faulthandler.register(
         signal.SIGUSR1
     )  # writes the stacks of all threads to stderr, even of a hanging loop
+    os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
     bootstrap = Bootstrap.read(bootstrap_file)
     file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
     log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
