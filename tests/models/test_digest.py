@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import stretto_vllm
 from stretto.models.digest import bytes_hash, digest_of, tensor_hash
-from stretto.models.tiles import Leaves, Part, Tiling, hash_part, hash_pieces, root_hash
+from stretto.models.tiles import Leaves, MatrixPart, Tiling, hash_part, hash_pieces, root_hash
 
 SHAPES = [
     (),
@@ -117,11 +117,11 @@ def in_vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 # ----------------------------------------------------------------------------------------- by parts
 
 
-def cut(data: st.DataObject, matrix: NDArray[np.uint8], row: int, byte: int, depth: int) -> list[Part]:
+def cut(data: st.DataObject, matrix: NDArray[np.uint8], row: int, byte: int, depth: int) -> list[MatrixPart]:
     """Cut a matrix into rectangles, at random: each cut halves one of them, in either dimension."""
     rows, width = matrix.shape
     if not depth or not matrix.size:
-        return [Part(row, byte, matrix)]
+        return [MatrixPart(row, byte, matrix)]
     if data.draw(st.booleans()):
         at = data.draw(st.integers(0, rows))
         parts = [(matrix[:at], row, byte), (matrix[at:], row + at, byte)]
@@ -142,7 +142,7 @@ def test_any_cut_of_a_tensor_gives_the_hash_of_the_whole(data: st.DataObject) ->
 
     parts = cut(data, matrix, 0, 0, depth=5)
     leaves: Leaves = {}
-    pieces: list[Part] = []
+    pieces: list[MatrixPart] = []
     for part in parts:
         of_part, at_border = hash_part(tiling, part)
         leaves |= of_part
@@ -160,12 +160,14 @@ def test_ranks_exchange_only_what_crosses_a_border() -> None:
     matrix = tensor_of((4096, 2048), torch.bfloat16).view(torch.uint8).numpy()
     tiling = Tiling("bfloat16", (4096, 2048), matrix.size)
     for rank in range(8):
-        leaves, pieces = hash_part(tiling, Part(512 * rank, 0, matrix[512 * rank : 512 * (rank + 1)]))
+        leaves, pieces = hash_part(tiling, MatrixPart(512 * rank, 0, matrix[512 * rank : 512 * (rank + 1)]))
         assert (len(leaves), pieces) == (4, [])
     for rank in range(2):
-        leaves, pieces = hash_part(tiling, Part(0, 2048 * rank, matrix[:, 2048 * rank : 2048 * (rank + 1)]))
+        leaves, pieces = hash_part(
+            tiling, MatrixPart(0, 2048 * rank, matrix[:, 2048 * rank : 2048 * (rank + 1)])
+        )
         assert (len(leaves), pieces) == (16, [])
-    leaves, pieces = hash_part(tiling, Part(0, 0, matrix[:1000]))  # 3 rows of tiles, and 232 rows
+    leaves, pieces = hash_part(tiling, MatrixPart(0, 0, matrix[:1000]))  # 3 rows of tiles, and 232 rows
     assert (len(leaves), [piece.data.shape for piece in pieces]) == (6, [(232, 2048), (232, 2048)])
 
 
@@ -175,15 +177,15 @@ def test_parts_that_do_not_make_up_the_tensor_are_refused() -> None:
     with pytest.raises(
         ValueError, match="a part of 300 rows x 3000 bytes at row 1, byte 0 is not in a tensor"
     ):
-        hash_part(tiling, Part(1, 0, matrix))
-    _, pieces = hash_part(tiling, Part(0, 0, matrix[:, :100]))
+        hash_part(tiling, MatrixPart(1, 0, matrix))
+    _, pieces = hash_part(tiling, MatrixPart(0, 0, matrix[:, :100]))
     with pytest.raises(ValueError, match="the tile at row 0, byte 0 is not complete"):
         hash_pieces(tiling, pieces)
     with pytest.raises(ValueError, match="two pieces overlap at row 0, byte 0"):
         hash_pieces(tiling, [pieces[0], pieces[0]])
     with pytest.raises(ValueError, match="the piece at row 10, byte 0 is not of one tile"):
-        hash_pieces(tiling, [Part(10, 0, matrix)])
+        hash_pieces(tiling, [MatrixPart(10, 0, matrix)])
     with pytest.raises(ValueError, match="the leaf of the tile at row 256, byte 0 is missing"):
-        root_hash(tiling, hash_part(tiling, Part(0, 0, matrix[:256]))[0])
+        root_hash(tiling, hash_part(tiling, MatrixPart(0, 0, matrix[:256]))[0])
     with pytest.raises(ValueError, match=r"a tensor of shape \(7,\) cannot have 10 bytes"):
         bytes_hash(bytes(10), "uint8", (7,))

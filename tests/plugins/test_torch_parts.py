@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -14,16 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from stretto.array import Array
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import EngineError
+from stretto_torch import TorchInferenceConfig
 from stretto_torch.batcher import Batcher
 from stretto_torch.decoder_fast import FastDecoder
 from stretto_torch.determinism import stable_shapes
 from stretto_torch.kv import Block, LayerShape, Move, SlotCache
-from stretto_torch.model import LoadedModel, difference
+from stretto_torch.model import LoadedModel, difference, load_model
 from stretto_torch.prefixes import Prefixes
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, TokenSpan
@@ -298,6 +300,20 @@ def test_shapes_are_fixed_where_bits_depend_on_them() -> None:
 def test_bits_that_depend_on_the_neighbours_themselves_are_refused() -> None:
     with capture_logs(), pytest.raises(EngineError, match="depend on the other rows"):
         stable_shapes(Leaking(lambda tokens, spans: 1e-6 * tokens.sum()), Shapes(slots=20, context=160))
+
+
+def test_a_model_whose_weights_are_not_finite_is_refused_by_name(
+    tiny_models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_models("qwen2"))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5:7] = torch.nan
+    model.save_pretrained(tmp_path)
+    fault = (
+        "cannot serve the model: weights are not finite: 2 of 6144 values of tensor"
+        " 'model.layers.1.mlp.up_proj.weight' are NaN or infinite"
+    )
+    with capture_logs(), pytest.raises(EngineError, match=fault):
+        load_model(str(tmp_path), TorchInferenceConfig(slots=4, device="cpu"))
 
 
 def make_batcher(model: Any, *, slots: int, fixed: bool = False, deterministic: bool = False) -> Batcher:

@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stretto import Context, Sampling
@@ -320,3 +320,18 @@ def test_a_repetition_across_a_change_uses_the_values_of_each_part(
     assert "repetition differs" not in text
     assert [line["lr"] for line in run.metrics()] == [1e-2, 1e-2, 1e-3, 1e-3]
     assert equal(load_file(last), expected)
+
+
+def test_weights_that_are_not_finite_are_not_published(
+    start: Start, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_models("qwen2"), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][3] = torch.inf
+    save_file(weights, file, metadata={"format": "pt"})
+    run = start(f"model={tmp_path}/model", "training=torch", "inference=mock", "inference.canary=null")
+    assert run.end() == 1, run.text()
+    fault = "1 of 64 values of tensor 'model.norm.weight' are NaN or infinite"
+    assert f"version 0 is not published: weights are not finite: {fault}" in run.summary()["reason"]
+    run.assert_nothing_is_left()

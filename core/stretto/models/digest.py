@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stretto.models.tiles import Part, Tiling, hash_part, root_hash
+from stretto.models.tiles import MatrixPart, Tiling, hash_part, root_hash
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +40,7 @@ def bytes_hash(data: bytes | memoryview | NDArray[np.uint8], dtype: str, shape: 
     """
     flat = np.frombuffer(data, np.uint8)
     tiling = Tiling(dtype, tuple(shape), len(flat))
-    leaves, _ = hash_part(tiling, Part(0, 0, flat.reshape(tiling.rows, tiling.width)))
+    leaves, _ = hash_part(tiling, MatrixPart(0, 0, flat.reshape(tiling.rows, tiling.width)))
     return root_hash(tiling, leaves)
 
 

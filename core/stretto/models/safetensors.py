@@ -78,7 +78,7 @@ class Place:
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _HeaderEntry(msgspec.Struct, frozen=True):
     """The description of one tensor in a header."""
 
     dtype: str
@@ -142,7 +142,7 @@ def _place(name: str, description: msgspec.Raw, file: Path, begin: int) -> Place
     Args:
         begin: position in the file that offsets count from.
     """
-    entry = _decode(description, _Entry, file, f"the header of tensor {name!r}")
+    entry = _decode(description, _HeaderEntry, file, f"the header of tensor {name!r}")
     start, end = entry.data_offsets
     if entry.dtype not in _DTYPES:
         raise _damaged(file, f"tensor {name!r} has dtype {entry.dtype!r}, expected {', '.join(_DTYPES)}")

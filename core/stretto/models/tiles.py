@@ -29,7 +29,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Leaves", "Part", "Tiling", "hash_part", "hash_pieces", "root_hash"]
+__all__ = ["Leaves", "MatrixPart", "Tiling", "hash_part", "hash_pieces", "root_hash"]
 
 _ROWS, _WIDTH = 256, 2048
 _AREA = _ROWS * _WIDTH
@@ -41,7 +41,7 @@ Leaves = dict[tuple[int, int], bytes]
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """A rectangle of a tensor's matrix."""
 
     row: int
@@ -101,7 +101,7 @@ class Tiling:
         return min(self.tile_rows, self.rows - row), min(self.tile_width, self.width - byte)
 
 
-def hash_part(tiling: Tiling, part: Part) -> tuple[Leaves, list[Part]]:
+def hash_part(tiling: Tiling, part: MatrixPart) -> tuple[Leaves, list[MatrixPart]]:
     """Return the leaves of the tiles that lie in a part, and the pieces of other tiles that the part has.
 
     Raises:
@@ -114,7 +114,7 @@ def hash_part(tiling: Tiling, part: Part) -> tuple[Leaves, list[Part]]:
             f" {tiling.rows} rows x {tiling.width} bytes"
         )
     leaves: Leaves = {}
-    pieces: list[Part] = []
+    pieces: list[MatrixPart] = []
     if not part.data.size:
         return leaves, pieces
     for tile_row in _tiles_from(part.row, rows, tiling.tile_rows):
@@ -125,11 +125,11 @@ def hash_part(tiling: Tiling, part: Part) -> tuple[Leaves, list[Part]]:
             if data.shape == tiling.tile_shape(tile_row, tile_byte):
                 leaves[tile_row, tile_byte] = _leaf(tile_row, tile_byte, data)
             else:
-                pieces.append(Part(row, byte, data))
+                pieces.append(MatrixPart(row, byte, data))
     return leaves, pieces
 
 
-def hash_pieces(tiling: Tiling, pieces: Iterable[Part]) -> Leaves:
+def hash_pieces(tiling: Tiling, pieces: Iterable[MatrixPart]) -> Leaves:
     """Return the leaves of the tiles that pieces of several parts make up, in any order.
 
     Raises:

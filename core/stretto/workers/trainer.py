@@ -42,6 +42,7 @@ from stretto.bus.messages import (
 from stretto.engine import TrainingEngine
 from stretto.errors import EngineError, Refused, WeightsError, one_error
 from stretto.models.digest import digest_of, tensor_hash
+from stretto.models.finite import not_finite
 from stretto.models.version_files import open_version
 from stretto.weights import Canary, Publisher, WeightsNote
 from stretto.workers.batch_store import BatchStore
@@ -286,7 +287,8 @@ class TrainerWorker:
         if publisher is None:  # all ranks must iterate over the weights; only rank 0 publishes them
             await self._thread.run(_exhaust, engine.weights)
             return None
-        note = await self._thread.run(publisher.publish, self._version, engine.weights(), needed)
+        weights = _finite(engine.weights(), self._version)
+        note = await self._thread.run(publisher.publish, self._version, weights, needed)
         return msgspec.structs.replace(note, canary=canary)
 
     # ----------------------------------------------------------------------------------- the calls
@@ -417,6 +419,23 @@ def _folder_of(version: int, checkpoint: str) -> Path:
 
 def _over_steps(name: str, values: Sequence[float]) -> float:
     return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+
+def _finite(weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a version.
+
+    Raises:
+        WeightsError: at the first tensor with a NaN or an infinite value.
+    """
+    for name, tensor in weights:
+        if fault := not_finite(name, tensor):
+            reason = f"version {version} is not published: {fault}"
+            if version:
+                reason += (
+                    ". A step was too large; start again from an older checkpoint with a lower training.lr"
+                )
+            raise WeightsError(reason, version=version)
+        yield name, tensor
 
 
 def _exhaust(weights: Callable[[], Iterator[tuple[str, Any]]]) -> None:

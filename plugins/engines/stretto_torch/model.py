@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
+from stretto.models.finite import not_finite
 from stretto.training.model import reads_images
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
@@ -85,6 +86,9 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
     decoder = HFDecoder(model, rows, length, _cache_tokens(model, shapes, config, padded_rows(1)))
     deviation = difference(decoder, model)
     if not deviation <= _ROUNDING[model.dtype]:  # also refuses NaN
+        for name, tensor in model.state_dict().items():
+            if fault := not_finite(name, tensor):
+                raise EngineError(f"the torch engine cannot serve the model: {fault}")
         raise EngineError(
             f"{decoder.name} does not compute over slots what it computes over a whole text (logits differ"
             f" by {deviation:.1e} of their deviation); the torch engine cannot serve it"
