@@ -257,6 +257,24 @@ async def test_a_bundle_of_which_a_part_is_gone_is_gone(open_bus: OpenBus, names
         assert (await bus.extent(names.log_stream)).missing == {first + 1}
 
 
+async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.run_to(2)
+        checkpoint = history.checkpoint(tmp_path)
+        part = history.log_sequence + 1
+        whole = await history.bus.append(names.trajectories, Answers(b"x" * 3_000_000), id="parts")
+        await history.finish(4)
+        member = Member("5/1/0", whole, 0, 9, 5, 1, 1, 1.0, {}, "stop")
+        group = GroupDone("train", 5, 1, "rollout-0", (member,), 1.0)
+        await history.bus.append(names.groups, group, id="5/1/end")
+        await delete(history, part)
+        stored, _, scheduler = await recovered(history, checkpoint, reached=2)
+        assert stored.lost == LostData(groups=1, messages=1)
+        assert [group.ticket for group in scheduler.done_groups] == [4]
+
+
 async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:
@@ -285,7 +303,7 @@ async def test_what_failed_after_lost_steps_does_not_crowd_the_ledger(
         await history.run_to(2)
         checkpoint = history.checkpoint(tmp_path)
         await history.run_to(6)
-        failure = GroupFailed("train", 15, 1, "rollout-0", "why")
+        failure = GroupFailed("train", 11, 2, "rollout-0", "why")
         await history.bus.append(history.names.groups, failure, id="failed")
         await history.bus.purge(history.names.journal_stream)
         stored, _, scheduler = await recovered(history, checkpoint, reached=6)
