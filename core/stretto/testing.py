@@ -567,6 +567,7 @@ class InferenceConformance:
         """The idle engine, with the first model's weights."""
         if started.weights[started.version] is not models[0].reference:
             started.swap(models[0].reference)
+        started.until_load(lambda load: load.running == load.waiting == 0)  # the early request has ended
         yield started
         started.settle()
 
