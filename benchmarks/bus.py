@@ -82,8 +82,7 @@ async def raw_rate(url: str, user: tuple[str, str], subject: str, size: int, cou
 
 
 async def typed_rate(bootstrap: Bootstrap, subject: str, size: int, count: int) -> float:
-    inbox = Subjects(bootstrap.run).inbox("kernel")
-    async with connect(bootstrap, inbox) as publisher, connect(bootstrap, inbox) as subscriber:
+    async with connect(bootstrap) as publisher, connect(bootstrap) as subscriber:
         done, seen, message = anyio.Event(), 0, sample_of(size)
 
         def handle(sample: Sample) -> None:
@@ -103,14 +102,15 @@ async def main() -> None:
         server = await NatsServer.start(bus, "bench", BusConfig(), Path(folder))
         bootstrap = Bootstrap.read(bus / "kernel.json")
         user = (bootstrap.user, bootstrap.password)
+        beacon = Subjects(bootstrap.run).beacon
         ratios: dict[str, float] = {}
         print(f"{'bytes':>7} {'raw msg/s':>11} {'typed msg/s':>12} {'ratio':>6}")
         for size, count in COUNTS.items():
             raw: list[float] = []
             typed: list[float] = []
-            for turn in range(ROUNDS):
-                raw.append(await raw_rate(server.url, user, f"raw.{size}.{turn}", size, count))
-                typed.append(await typed_rate(bootstrap, f"typed.{size}.{turn}", size, count))
+            for _ in range(ROUNDS):
+                raw.append(await raw_rate(server.url, user, beacon, size, count))
+                typed.append(await typed_rate(bootstrap, beacon, size, count))
             plain, ours = statistics.median(raw), statistics.median(typed)
             ratios[str(size)] = round(ours / plain, 3)
             print(f"{size:>7} {plain:>11,.0f} {ours:>12,.0f} {ours / plain:>6.2f}")

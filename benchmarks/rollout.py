@@ -78,7 +78,9 @@ class Watch:
         """Add a heartbeat of the rollout worker."""
         if self._rollout is None:
             workers = self._run.children(recursive=True)
-            self._rollout = next(worker for worker in workers if beat.worker in worker.cmdline())
+            self._rollout = next(
+                each for each in workers if each.cmdline()[-1].endswith(f"/{beat.worker}.json")
+            )
         cpu, rss = self._rollout.cpu_times(), self._rollout.memory_info().rss
         self.beats.append(Beat(beat.tickets, cpu.user + cpu.system, rss / 2**20, self._busy_s, self._tokens))
 
@@ -95,7 +97,7 @@ async def watched(command: list[str], out: Path) -> list[Beat]:
         watch = Watch(run.pid)
         login = await bootstrap_of(out)
         names = Subjects(login.run)
-        async with connect(login, names.inbox("kernel")) as bus:
+        async with connect(login) as bus:
             await bus.subscribe(names.kernel("inference", "heartbeat"), Heartbeat, watch.engine)
             await bus.subscribe(names.kernel("rollout", "heartbeat"), Heartbeat, watch.rollout)
             assert await run.wait() == 0, "the run failed"

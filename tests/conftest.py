@@ -63,7 +63,7 @@ def open_bus(server: NatsServer, tmp_path: Path) -> OpenBus:
     del server
 
     def open_as(role: str) -> AbstractAsyncContextManager[Bus]:
-        return connect(Bootstrap.read(tmp_path / "bus" / f"{role}.json"), f"st.{RUN}.inbox.{role}")
+        return connect(Bootstrap.read(tmp_path / "bus" / f"{role}.json"))
 
     return open_as
 
@@ -168,7 +168,8 @@ class Run:
 
     def worker(self, name: str) -> psutil.Process | None:
         """The process of a worker, if it runs."""
-        return next((process for process in self.look() if name in _arguments(process)), None)
+        bootstrap = str(self.folder / "bus" / f"{name}.json")
+        return next((process for process in self.look() if bootstrap in _arguments(process)), None)
 
     def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
         deadline = time.monotonic() + deadline_s

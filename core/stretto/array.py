@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any, Self
 
 import msgspec
@@ -14,12 +16,36 @@ __all__ = ["Array"]
 _KINDS = "biuf"
 
 
+@lru_cache(maxsize=64)
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(name)
+    except TypeError as error:
+        raise ValueError(f"{name[:40]!r} is not a dtype") from error
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"an array of dtype {name[:40]!r} is not accepted in a message")
+    return dtype
+
+
 class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One array in a message. `Array.of(x).numpy()` equals `x`; the result is read-only."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+
+    def __post_init__(self) -> None:
+        """Check the parts, also when a message is decoded.
+
+        Raises:
+            ValueError: if the dtype is not accepted, or dtype, shape and number of bytes do not match.
+        """
+        size = _dtype(self.dtype).itemsize * math.prod(self.shape)
+        if size != self.data.nbytes or min(self.shape, default=0) < 0:
+            raise ValueError(
+                f"an array of shape {self.shape} and dtype {self.dtype!r} has {size} bytes, not "
+                f"{self.data.nbytes}"
+            )
 
     @classmethod
     def of(cls, values: Any, dtype: DTypeLike | None = None) -> Self:
@@ -35,15 +61,8 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return cls(array.dtype.str, array.shape, memoryview(array.tobytes()))
 
     def numpy(self) -> NDArray[Any]:
-        """Return the array, as a view of the bytes of the message.
-
-        Raises:
-            ValueError: if the dtype is not accepted, or dtype, shape and number of bytes do not match.
-        """
-        dtype = np.dtype(self.dtype)
-        if dtype.kind not in _KINDS:
-            raise ValueError(f"an array of dtype {self.dtype!r} is not accepted in a message")
-        return np.frombuffer(self.data, dtype=dtype).reshape(self.shape)
+        """Return the array, as a view of the bytes of the message."""
+        return np.frombuffer(self.data, dtype=_dtype(self.dtype)).reshape(self.shape)
 
     def __len__(self) -> int:
         return self.shape[0] if self.shape else 0

@@ -182,11 +182,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     version: int
     """Policy version that the engine serves; -1 before the first swap."""
-    running: int
+    running: NonNegativeInt
     """Number of samples that the engine is decoding."""
-    waiting: int
+    waiting: NonNegativeInt
     """Number of samples that have not started."""
-    slots: int
+    slots: PositiveInt
     """Number of samples that the engine can decode at once."""
     generated_tokens: int
     busy_s: float

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -21,6 +22,7 @@ import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from nats.aio.client import Client
 
 from stretto.array import Array
 from stretto.bus.client import Bus, decoder
@@ -36,8 +38,6 @@ from stretto.bus.messages import (
     Leaving,
     Message,
     Refusal,
-    Scored,
-    ScoreSamples,
     Subjects,
     Ticket,
     TrajectoryBundle,
@@ -56,6 +56,12 @@ async def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
     with anyio.fail_after(deadline_s):
         while not condition():
             await anyio.sleep(0.01)
+
+
+async def raw_client(server: NatsServer, folder: Path, role: str, **options: Any) -> Client:
+    """A plain NATS client with the credentials of a role, which sends whatever a test wants."""
+    login = msgspec.json.decode((folder / "bus" / f"{role}.json").read_bytes())
+    return await nats.connect(server.url, user=login["user"], password=login["password"], **options)
 
 
 def bundle(size: int) -> TrajectoryBundle:
@@ -90,10 +96,22 @@ def test_arrays_survive_the_wire(dtype: str, shape: list[int], seed: int) -> Non
     assert wired.numpy().dtype == values.dtype.newbyteorder("<")
 
 
-@pytest.mark.parametrize("bad", [("|O8", (1,), bytes(8)), ("<i4", (2,), bytes(4)), ("|V8", (1,), bytes(8))])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ("|O8", (1,), bytes(8)),
+        ("<i4", (2,), bytes(4)),
+        ("<i4", (-1, -1), bytes(4)),
+        ("|V8", (1,), bytes(8)),
+        ("no dtype", (1,), bytes(8)),
+    ],
+)
 def test_arrays_that_cannot_be_are_refused(bad: tuple[str, tuple[int, ...], bytes]) -> None:
-    with pytest.raises(ValueError, match=r"not accepted|reshape"):
-        Array(bad[0], bad[1], memoryview(bad[2])).numpy()
+    reason = "is not accepted|bytes, not|is not a dtype"
+    with pytest.raises(ValueError, match=reason):
+        Array(bad[0], bad[1], memoryview(bad[2]))
+    with pytest.raises(msgspec.ValidationError, match=reason):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(bad), type=Array)
     with pytest.raises(TypeError, match="cannot send an array"):
         Array.of(np.array([object()]))
 
@@ -110,7 +128,7 @@ async def test_published_messages_arrive_in_order(open_bus: OpenBus, names: Subj
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
         await kernel.subscribe(heartbeat, Heartbeat, got.append)
         for tickets in range(500):
-            await rollout.publish(heartbeat, Heartbeat("w", "n", True, tickets=tickets))
+            await rollout.publish(heartbeat, Heartbeat("rollout-0", "n", True, tickets=tickets))
         await until(lambda: len(got) == 500)
     assert [beat.tickets for beat in got] == list(range(500))
 
@@ -126,7 +144,7 @@ async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names
         place = "x" * 3_000_000  # the server takes 1 MiB
         answer = await trainer.request(
             join,
-            Join("w", "trainer", place, "n"),
+            Join("trainer-0", "trainer", place, "n", "t"),
             Welcome,
             who="kernel",
             deadline_s=20,
@@ -144,7 +162,7 @@ async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus,
         with pytest.raises(NoAnswer, match=r"kernel did not answer on .*join.* within 0\.5 s"):
             await trainer.request(
                 join,
-                Join("w", "trainer", "p", "n"),
+                Join("trainer-0", "trainer", "p", "n", "t"),
                 Welcome,
                 who="kernel",
                 deadline_s=0.5,
@@ -168,12 +186,12 @@ async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, n
             tasks.start_soon(late)
             answer = await trainer.request(
                 join,
-                Join("me", "trainer", "p", "n"),
+                Join("trainer-0", "trainer", "p", "n", "t"),
                 Welcome,
                 who="kernel",
                 deadline_s=10,
             )
-            assert answer.run == "me"
+            assert answer.run == "trainer-0"
 
 
 async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subjects) -> None:
@@ -190,7 +208,7 @@ async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subje
         await kernel.serve(join, Join, slow)
         await rollout.request(
             join,
-            Join("w", "rollout", "p", "n"),
+            Join("rollout-0", "rollout", "p", "n", "t"),
             Welcome,
             who="kernel",
             deadline_s=20,
@@ -206,10 +224,10 @@ async def test_what_a_server_raises_reaches_the_asker(open_bus: OpenBus, names: 
             raise ZeroDivisionError(message.worker)
 
         await kernel.serve(join, Join, refuse)
-        with pytest.raises(Refused, match="kernel refused: ZeroDivisionError: w"):
+        with pytest.raises(Refused, match="kernel refused: ZeroDivisionError: rollout-0"):
             await rollout.request(
                 join,
-                Join("w", "rollout", "p", "n"),
+                Join("rollout-0", "rollout", "p", "n", "t"),
                 Welcome,
                 who="kernel",
                 deadline_s=5,
@@ -223,9 +241,9 @@ async def test_a_handler_that_raises_ends_the_bus(open_bus: OpenBus, names: Subj
         raise LookupError(message.worker)
 
     with pytest.RaisesGroup(LookupError):
-        async with open_bus("kernel") as kernel:
+        async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
             await kernel.subscribe(heartbeat, Heartbeat, broken)
-            await kernel.publish(heartbeat, Heartbeat("w", "n", True))
+            await rollout.publish(heartbeat, Heartbeat("rollout-0", "n", True))
             await anyio.sleep(10)
 
 
@@ -240,25 +258,27 @@ async def test_malformed_messages_are_counted_and_do_no_harm(
     async with open_bus("kernel") as kernel:
         await kernel.subscribe(heartbeat, Heartbeat, got.append)
 
-        async def scored(message: ScoreSamples) -> Scored:
+        async def welcome(message: Join) -> Welcome:
             raise AssertionError("never served")
 
-        await kernel.serve("served", ScoreSamples, scored)
-        login = msgspec.json.decode((tmp_path / "bus" / "kernel.json").read_bytes())
-        raw = await nats.connect(server.url, user=login["user"], password=login["password"])
+        await kernel.serve(names.kernel("rollout", "join"), Join, welcome)
+        raw = await raw_client(server, tmp_path, "rollout")
         for bad in (
             b"",
             b"\x00garbage",
             b"\xc1",
             b"\xc1" + bytes(30),
-            msgspec.msgpack.encode(["Heartbeat/2", "w", "n", True]),
-            msgspec.msgpack.encode(["Leaving/1", "w", "n", "bye"]),
+            msgspec.msgpack.encode(["Heartbeat/2", "rollout-0", "n", True]),
+            msgspec.msgpack.encode(["Leaving/1", "rollout-0", "n", "bye"]),
             msgspec.msgpack.encode(["Heartbeat/1", 7, "n", True]),
         ):
             await raw.publish(heartbeat, bad)
-        answer = await raw.request("served", b"nonsense", timeout=5)
-        assert "malformed Score" in msgspec.msgpack.decode(answer.data, type=Refusal).reason
-        await kernel.publish(heartbeat, Heartbeat("w", "n", True))
+        inbox = f"{names.answers('rollout', 'kernel')}.x.1"
+        answers = await raw.subscribe(inbox)
+        await raw.publish(names.kernel("rollout", "join"), b"nonsense", reply=inbox)
+        answer = await answers.next_msg(5)
+        assert "malformed Join" in msgspec.msgpack.decode(answer.data, type=Refusal).reason
+        await raw.publish(heartbeat, msgspec.msgpack.encode(Heartbeat("rollout-0", "n", True)))
         await until(lambda: len(got) == 1)
         assert kernel.refused == 8
         await raw.close()
@@ -384,7 +404,7 @@ async def test_everything_goes_on_after_the_server_was_killed(
             with anyio.fail_after(40):
                 await rollout.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
                 assert (await kernel.read(names.log_stream, sequence, TrajectoryBundle)).ticket == 1
-                await rollout.publish(leaving, Leaving("w", "n", "bye"))
+                await rollout.publish(leaving, Leaving("rollout-0", "n", "bye"))
             await until(lambda: outcomes == [1, 2] and got == ["bye"], 40)
             tasks.cancel_scope.cancel()
 
@@ -399,10 +419,10 @@ async def test_each_role_may_do_its_own_work_only(
 
     async with open_bus("kernel") as kernel:
         await kernel.make_log(names.journal_stream, [names.journal])
-        login = msgspec.json.decode((tmp_path / "bus" / "verifier.json").read_bytes())
-        raw = await nats.connect(server.url, user=login["user"], password=login["password"], error_cb=note)
+        raw = await raw_client(server, tmp_path, "verifier", error_cb=note)
         forbidden = (
             *(names.beacon, names.journal, names.trajectories, names.ticket("train")),
+            names.worker("inference", "inference-0", "generate"),
             names.kernel("trainer", "join"),  # in another's name
             f"{names.inbox('kernel')}.from.trainer.x.1",
             f"{names.inbox('rollout')}.from.inference.x.1",

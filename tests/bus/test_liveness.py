@@ -20,6 +20,7 @@ from anyio.from_thread import start_blocking_portal
 
 from stretto.bus import client
 from stretto.bus.client import Bus
+from stretto.bus.joining import write_bootstrap
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     AskLoad,
@@ -32,7 +33,8 @@ from stretto.bus.messages import (
     Subjects,
     Welcome,
 )
-from stretto.bus.server import Bootstrap, NatsServer
+from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap
+from stretto.config import BusConfig
 from stretto.engine import Load
 from stretto.errors import NoAnswer
 from stretto.kernel import fleet
@@ -110,12 +112,12 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
                 await anyio.sleep(3)  # with the time before, longer than the request's deadline
                 assert not answers
             await until(lambda: bool(answers) and bool(revisions))
-        with pytest.raises(NoAnswer, match="rollout-9"):
+        with pytest.raises(NoAnswer, match="verifier-9"):
             await kernel.request(
-                names.worker("rollout", "rollout-9", "x"),
+                names.worker("verifier", "verifier-9", "score"),
                 AskLoad(),
                 LoadReport,
-                who="rollout-9",
+                who="verifier-9",
                 deadline_s=0.5,
             )
 
@@ -158,6 +160,12 @@ async def test_a_guard_ends_a_server_that_outlived_the_former_guard(
 # ------------------------------------------------------------------- the fleet while the bus is out
 
 
+def _join(workers: Fleet, bus: Path) -> None:
+    foreign_bootstrap(bus, "r", BusConfig(url="nats://127.0.0.1:1"), bus)
+    token = Bootstrap.read(write_bootstrap(bus, "rollout-0")).token
+    workers.join("rollout", Join("rollout-0", "rollout", "here", "n", token))
+
+
 async def test_no_worker_counts_as_silent_while_the_bus_is_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +175,7 @@ async def test_no_worker_counts_as_silent_while_the_bus_is_out(
     workers = Fleet(launcher=None, bootstraps=tmp_path, logs=tmp_path, max_restarts=0)  # pyright: ignore[reportArgumentType]
     workers.hears = lambda: not out
     workers.on_lost = lambda member, how, final: lost.append(f"{member.worker} {how}")
-    workers.join(Join("rollout-0", "rollout", "here", "n"))
+    _join(workers, tmp_path)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(workers.watch)
         await anyio.sleep(4)
@@ -210,7 +218,7 @@ async def test_heartbeats_come_while_the_event_loop_stands_still(
             during = [beat for at, beat in arrivals if stopped < at < stopped + 5]
         receiving.cancel()
     assert len(during) >= 3
-    assert during[0].blocked_s == 0
+    assert during[0].blocked_s < during[-1].blocked_s
     assert 2 <= during[-1].blocked_s <= 5
 
 
@@ -245,7 +253,7 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
         lost: list[str] = []
         workers.on_lost = lambda member, how, final: lost.append(how)
-        workers.join(Join("rollout-0", "rollout", "here", "n"))
+        _join(workers, tmp_path)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(workers.watch)
             workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=4.0))

@@ -435,7 +435,7 @@ def test_a_damaged_summary_does_not_stop_a_resume(tmp_path: Path, text: str) -> 
 @pytest.mark.parametrize("damage", ["", "{", '{"url": "x"}'])
 def test_the_runs_id_is_found_again_when_a_file_of_the_bus_is_empty(tmp_path: Path, damage: str) -> None:
     assert run_id(tmp_path) is None
-    (tmp_path / "store" / "jetstream" / "$G" / "streams" / "LOG_mine-1").mkdir(parents=True)
+    (tmp_path / "store" / "jetstream" / "store" / "streams" / "LOG_mine-1").mkdir(parents=True)
     assert run_id(tmp_path) == "mine-1"
     other = Bootstrap(url="nats://127.0.0.1:1", run="mine-2", role="trainer")
     (tmp_path / "kernel.json").write_text(damage)

@@ -34,7 +34,7 @@ async def main():
     boot = Bootstrap.read(folder / "kernel.json")
     server = await NatsServer.start(folder, boot.run, BusConfig(), folder)
     names = Subjects(boot.run)
-    async with connect(Bootstrap.read(folder / "kernel.json"), names.inbox("kernel")) as bus:
+    async with connect(Bootstrap.read(folder / "kernel.json")) as bus:
         last = await bus.last_sequence(names.journal_stream, names.journal)
         kinds = JournalBatch | JournalStep | JournalEvaluation | JournalChange
         async for sequence, entry in bus.follow(names.journal_stream, names.journal, kinds, start=1):

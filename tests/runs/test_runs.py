@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +86,39 @@ def test_a_run_without_any_model_uses_bytes(start: Start) -> None:
 # ----------------------------------------------------------------------------- what is around a run
 
 
-def test_a_server_of_ones_own_carries_a_run(start: Start, server: Any, tmp_path: Path) -> None:
-    """Here another bundled server plays it; the run starts none, and its credentials serve every role."""
-    login = json.loads((tmp_path / "bus" / "kernel.json").read_text())
+def test_a_server_of_ones_own_carries_a_run(start: Start, own_server: str, tmp_path: Path) -> None:
+    """The run starts no server, and one user's credentials serve every role."""
     credentials = tmp_path / "login.json"
-    credentials.write_text(json.dumps({"user": login["user"], "password": login["password"]}))
-    run = start(f"bus.url={server.url}", f"bus.credentials={credentials}", "steps=3")
+    credentials.write_text(json.dumps({"user": "me", "password": "secret"}))
+    run = start(f"bus.url={own_server}", f"bus.credentials={credentials}", "steps=3")
     run.assert_completed(3)
     assert not (run.folder / "bus" / "nats.conf").exists()
-    second = start(f"bus.url={server.url}", f"bus.credentials={credentials}", "steps=2", out="second")
+    second = start(f"bus.url={own_server}", f"bus.credentials={credentials}", "steps=2", out="second")
     second.assert_completed(2)  # beside what the first has left there
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[str]:
+    """A nats-server with one user `me` and no permissions; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    user = {"user": "me", "password": "secret"}
+    file = tmp_path / "own.conf"
+    file.write_text(
+        json.dumps(
+            {
+                "listen": f"127.0.0.1:{port}",
+                "jetstream": {"store_dir": str(tmp_path / "own")},
+                "authorization": user,
+            }
+        )
+    )
+    binary = Path(sys.executable).with_name("nats-server")
+    process = subprocess.Popen([binary, "-c", file], stderr=subprocess.DEVNULL)
+    yield f"nats://127.0.0.1:{port}"
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.slow
@@ -110,9 +135,14 @@ def test_a_run_goes_on_after_its_server_was_killed(start: Start) -> None:
 def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
     run = start("steps=30", "rollout.concurrency=2")
     run.until_step(2)
-    bootstrap = run.folder / "bus" / "rollout.json"
+    invitation = subprocess.run(
+        [sys.executable, "-m", "stretto", "invite", str(run.folder), "rollout-extra"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     extra = subprocess.Popen(
-        [sys.executable, "-m", "stretto.workers", str(bootstrap), "--id", "rollout-extra"],
+        shlex.split(invitation.stdout.splitlines()[-1]),
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -265,7 +295,8 @@ def test_a_ticket_that_is_delivered_twice_is_worked_on_once(start: Start) -> Non
 import asyncio, json, sys, nats
 login = json.load(open(sys.argv[1]))
 async def main():
-    client = await nats.connect(login["url"], user=login["user"], password=login["password"])
+    client = await nats.connect(login["url"], user="store", password=login["store_password"],
+        inbox_prefix=f"st.{login['run']}.inbox.kernel".encode())
     stream = client.jetstream()
     again = 0
     state = (await stream.stream_info("TICKETS_" + login["run"])).state

@@ -34,7 +34,7 @@ class Engine:
         self.asked: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.confirmed: list[str] = []
-        self._bus, self._names, self._reply = bus, names, ""
+        self._bus, self._names, self._chunks = bus, names, ""
 
     async def open(self) -> None:
         subject = partial(self._names.worker, "inference", self.worker)
@@ -50,7 +50,7 @@ class Engine:
 
     def _generate(self, message: Generate) -> None:
         self.asked.append(message.request)
-        self._reply = message.reply
+        self._chunks = self._names.chunks(message.inbox)
 
     async def until_asked(self, times: int = 1) -> GenerateRequest:
         await until(lambda: len(self.asked) >= times)
@@ -72,7 +72,7 @@ class Engine:
         )
         values = np.array(tokens, np.int32)
         columns = (values, -values.astype(np.float32), np.full(len(values), version, np.int32))
-        await self._bus.publish(self._reply, ChunkBatch(self.worker, (head,), *map(Array.of, columns)))
+        await self._bus.publish(self._chunks, ChunkBatch(self.worker, (head,), *map(Array.of, columns)))
 
 
 async def until(condition: Any) -> None:
@@ -82,7 +82,7 @@ async def until(condition: Any) -> None:
 
 
 class Case:
-    """A rollout worker's requests, two engines `a` and `b`, and the kernel that names them."""
+    """A rollout worker's requests, two engines, and the kernel that names them."""
 
     def __init__(self, open_bus: OpenBus, names: Subjects) -> None:
         self.open_bus = open_bus
@@ -96,7 +96,7 @@ class Case:
         self._listeners: list[Any] = []
 
     async def open(self, engine_bus: Bus, bus: Bus) -> None:
-        for worker in ("a", "b"):
+        for worker in ("inference-a", "inference-b"):
             self.engines[worker] = Engine(engine_bus, self.names, worker)
             await self.engines[worker].open()
         inference = SimpleNamespace(deterministic=self.deterministic)
@@ -115,7 +115,7 @@ class Case:
         """The kernel names engines, with what they have in hand."""
         self._in_hand = in_hand
         peers = [
-            Peer(worker, "inference", Load(0, running, 0, 8, 0, 0.0, 0, 0.0, 0.0))
+            Peer(f"inference-{worker}", "inference", Load(0, running, 0, 8, 0, 0.0, 0, 0.0, 0.0))
             for worker, running in in_hand.items()
         ]
         for listener in self._listeners:
@@ -197,7 +197,7 @@ async def test_an_answer_is_put_together_and_what_is_missing_asked_for(case: Cas
         await until(lambda: a.confirmed == [request.id])
     assert parts(first) == ([5, 6, 7, 9], [-5, -6, -7, -9], [0, 0, 1, 1])
     assert parts(second) == ([8], [-8], [0])
-    assert (first.finish, second.finish, first.engine) == ("length", "stop", "a")
+    assert (first.finish, second.finish, first.engine) == ("length", "stop", "inference-a")
     await case.has_heard((0, 5), (0, 6), (1, 8), (0, 7), (0, 9))
 
 
@@ -205,7 +205,7 @@ async def test_a_silent_engine_is_asked_again_and_a_refusal_ends_the_request(cas
     async with asking(case, 2) as (a, _, request):
         assert (await case.until_asked_again(a, 3)).id == request.id
         await a.says(request.id, 0, 0, [], "error")
-        assert await case.refused() == "a: no such token"
+        assert await case.refused() == "inference-a: no such token"
         await until(lambda: a.aborted == [request.id])
 
 
@@ -236,7 +236,7 @@ async def test_an_answer_goes_on_elsewhere_from_what_was_received(case: Case) ->
     assert parts(first) == ([5, 6, 8], [-5, -6, -8], [0, 0, 3])
     assert parts(second) == ([7], [-7], [0])
     assert parts(third) == ([3, 4, 5], [-3, -4, -5], [1, 3, 3])
-    assert [first.engine, second.engine] == ["b", "a"]
+    assert [first.engine, second.engine] == ["inference-b", "inference-a"]
 
 
 async def test_an_engine_that_gets_a_request_back_is_not_taken_for_its_former_self(case: Case) -> None:
@@ -273,7 +273,7 @@ async def test_what_every_engine_gives_up_fails(case: Case) -> None:
     async with asking(case) as (a, _, _):
         for times in range(1, 6):
             await a.says((await a.until_asked(times)).id, 0, 0, [], "abort")
-        assert await case.refused() == "engines gave the request up 5 times, the last one was a"
+        assert await case.refused() == "engines gave the request up 5 times, the last one was inference-a"
 
 
 async def test_an_engine_that_beats_and_does_nothing_loses_its_requests(case: Case) -> None:

@@ -313,7 +313,7 @@ async def test_a_replica_killed_in_the_middle_of_answers_costs_no_token_and_doub
     login = Bootstrap.read(run.folder / "bus" / "kernel.json")
     names = Subjects(login.run)
 
-    async with connect(login, names.inbox("kernel")) as bus, anyio.create_task_group() as tasks:
+    async with connect(login) as bus, anyio.create_task_group() as tasks:
 
         async def compare() -> None:
             log = bus.follow(names.log_stream, names.trajectories, TrajectoryBundle, start=1)

@@ -515,8 +515,8 @@ class Worker:
         self._news = anyio.Event()
 
     async def open(self) -> None:
-        reply = f"{self._rollout.inbox('inference')}.chunks"
-        await self._rollout.subscribe(reply, ChunkBatch, self._hear)
+        chunks = Subjects("test-run").chunks(self._rollout.inbox)
+        await self._rollout.subscribe(chunks, ChunkBatch, self._hear)
         await self.ask("q")
 
     def note(self, version: int, canary: Canary | str = "") -> WeightsNote:
@@ -529,10 +529,9 @@ class Worker:
 
     async def ask(self, id: str, exact_version: int | None = None) -> None:
         """Ask for two samples, of an evaluation if a version is given."""
-        reply = f"{self._rollout.inbox('inference')}.chunks"
         request = GenerateRequest(id, Array.of(np.ones(1, np.int32)), (1, 2), Sampling(), 0)
         subject = Subjects("test-run").worker("inference", "inference-0", "generate")
-        await self._rollout.publish(subject, Generate(request, reply, exact_version))
+        await self._rollout.publish(subject, Generate(request, self._rollout.inbox, exact_version))
 
     async def until(self, count: int) -> list[tuple[int, int, list[int]]]:
         with anyio.fail_after(5):
@@ -860,7 +859,7 @@ async def newest_in_the_log(run: Any) -> int:
     folder, names = run.folder / "bus", Subjects(run.summary()["run"])
     lock = lock_run(folder)
     server = await NatsServer.start(folder, run.summary()["run"], BusConfig(), run.folder / "logs")
-    async with connect(Bootstrap.read(folder / "kernel.json"), names.inbox("kernel")) as bus:
+    async with connect(Bootstrap.read(folder / "kernel.json")) as bus:
         last = await bus.last_sequence(names.log_stream, names.groups)
         newest = -1
         async for sequence, group in bus.follow(

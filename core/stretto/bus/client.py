@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import struct
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import anyio
 import msgspec
@@ -40,11 +41,19 @@ from anyio.abc import TaskGroup
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    RawStreamMsg,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
 from nats.js.errors import APIError, KeyNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
-from stretto.bus.messages import Message, Refusal, Wait
+from stretto.bus.messages import Message, Refusal, Subjects, Wait
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Refused, StrettoError
 
@@ -60,9 +69,19 @@ log = structlog.get_logger()
 # First byte of a part of a larger payload. msgpack never uses this byte.
 _PART = 0xC1
 _PART_HEAD = struct.Struct(">B16sII")  # mark, id of the whole payload, index, count
+_CONNECT_S = 20.0
 _RESEND_S = 2.0
 _KEEP_ANSWERS = 1024
-_MAX_UNFINISHED = 64
+_MAX_PAYLOAD = 48 * 2**20
+"""Largest payload, in bytes, that is sent in parts."""
+_UNFINISHED_BYTES = 64 * 2**20
+"""Memory for the parts of payloads that are not complete yet."""
+_MAX_PARTS = 4096
+_PART_SUFFIX = ".part"
+"""Ends the subject under which a stream stores the parts of its messages."""
+_PartNumbers = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(max_length=_MAX_PARTS)]
+_PIECE_OVERHEAD = 200
+"""Estimated bytes that a stored piece takes besides its content."""
 _LOGGED_REFUSALS = 100
 
 _NO_MESSAGE = (10037, 10043, 10057)
@@ -75,12 +94,6 @@ _UNANSWERED_PINGS = 5
 """After more pings than this without an answer, the client gives up the connection and reconnects."""
 
 _encode = msgspec.msgpack.Encoder().encode
-
-
-def _answerer(subject: str) -> str:
-    """Return the role that serves a subject; see `Subjects`."""
-    parts = subject.split(".")
-    return parts[3] if parts[2:3] == ["worker"] else "kernel"
 
 
 @lru_cache(maxsize=256)
@@ -131,67 +144,101 @@ class Extent:
 
 
 @asynccontextmanager
-async def connect(bootstrap: Bootstrap, inbox: str, *, name: str = "") -> AsyncGenerator[Bus]:
+async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
     """Open a bus for the duration of the block. The end of the block removes all subscriptions and closes the
-    connection.
-
-    Args:
-        inbox: prefix of this process's inboxes. The process's role may subscribe to it.
-        name: name of the connection in the server's monitoring; the role if empty.
+    connections.
 
     Raises:
         NoAnswer: if the server cannot be reached, or refuses the credentials.
     """
     client = Client()
-    bus = Bus(client, inbox, outage_s=bootstrap.outage_s)
-    options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # typed as int there
+    has_store = bool(bootstrap.store_user)
+    store = Client() if has_store else client
+    bus = Bus(client, store, bootstrap)
+    login: dict[str, Any] = {}
     if bootstrap.credentials_file:
-        options["user_credentials"] = bootstrap.credentials_file
+        login["user_credentials"] = bootstrap.credentials_file
     elif bootstrap.user:
-        options |= {"user": bootstrap.user, "password": bootstrap.password}
+        login |= {"user": bootstrap.user, "password": bootstrap.password}
     try:
-        with anyio.fail_after(20):
-            await client.connect(
-                bootstrap.url,
-                name=name or bootstrap.role,
-                inbox_prefix=inbox.encode(),
-                allow_reconnect=True,
-                max_reconnect_attempts=-1,
-                connect_timeout=5,
-                ping_interval=_PING_S,
-                max_outstanding_pings=_UNANSWERED_PINGS,
-                skip_subject_validation=True,  # subjects are made in one place, from checked names
-                error_cb=bus.on_error,
-                disconnected_cb=bus.on_disconnected,
-                reconnected_cb=bus.on_reconnected,
-                **options,
+        await _open_client(client, bootstrap, bus.on_error, bus.on_disconnected, bus.on_reconnected, login)
+        if has_store:
+            login = {"user": bootstrap.store_user, "password": bootstrap.store_password}
+            await _open_client(
+                store, bootstrap, bus.on_error, bus.on_store_disconnected, bus.on_store_reconnected, login
             )
-    except (TimeoutError, OSError, nats.errors.Error) as error:
-        raise NoAnswer(f"nats-server at {bootstrap.url}", "connect", 20.0) from error
-    try:
         async with anyio.create_task_group() as tasks:
             await bus.open(tasks)
             yield bus
             tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
-            if client.is_connected:
-                with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
-                    await client.flush(1)
-            with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
-                await client.close()
+            for each in dict.fromkeys((client, store)):
+                await _close_client(each)
+
+
+async def _open_client(
+    client: Client,
+    bootstrap: Bootstrap,
+    on_error: Callable[[Exception], Awaitable[None]],
+    on_disconnected: Callable[[], Awaitable[None]],
+    on_reconnected: Callable[[], Awaitable[None]],
+    login: dict[str, Any],
+) -> None:
+    options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # typed as int there
+    try:
+        with anyio.fail_after(_CONNECT_S):
+            await client.connect(
+                bootstrap.url,
+                name=bootstrap.worker or bootstrap.role,
+                inbox_prefix=_inbox_of(bootstrap).encode(),
+                allow_reconnect=True,
+                max_reconnect_attempts=-1,
+                connect_timeout=5,
+                ping_interval=_PING_S,
+                max_outstanding_pings=_UNANSWERED_PINGS,
+                error_cb=on_error,
+                disconnected_cb=on_disconnected,
+                reconnected_cb=on_reconnected,
+                **options,
+                **login,
+            )
+    except (TimeoutError, OSError, nats.errors.Error) as error:
+        raise NoAnswer(f"nats-server at {bootstrap.url}", "connect", _CONNECT_S) from error
+
+
+async def _close_client(client: Client) -> None:
+    if client.is_connected:
+        with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
+            await client.flush(1)
+    with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
+        await client.close()
+
+
+def _inbox_of(bootstrap: Bootstrap) -> str:
+    role: Any = bootstrap.role
+    return Subjects(bootstrap.run).inbox(role)
 
 
 class Bus:
-    """One process's connection to the bus. `connect` creates it."""
+    """One process's connection to the bus. `connect` creates it.
 
-    def __init__(self, client: Client, inbox: str, *, outage_s: float) -> None:
+    Args:
+        client: the connection for everything except what the store keeps.
+        store: the connection to the streams and the state; the same as `client` for workers.
+    """
+
+    def __init__(self, client: Client, store: Client, bootstrap: Bootstrap) -> None:
         self._nats = client
-        self._outage_s = outage_s
-        self._jetstream: JetStreamContext = client.jetstream(timeout=10)
-        self._prefix = inbox
-        self._token = client.new_inbox().rsplit(".", 1)[-1]
+        self._store_client = store
+        self._outage_s = bootstrap.outage_s
+        self._jetstream: JetStreamContext = store.jetstream(timeout=10)
+        self._names = Subjects(bootstrap.run)
+        self._prefix = _inbox_of(bootstrap)
+        self._token = secrets.token_hex(11)
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        """Reply subject of a request -> its answer. The subject names the answering role, so no other role
+        can answer."""
         self._requests = 0
         self._unanswered: dict[str, tuple[str, str, float]] = {}
         """Process, verb and time of each request without an answer, oldest first."""
@@ -199,6 +246,7 @@ class Bus:
         self._tasks: TaskGroup | None = None
         self._complaint = ""
         self._up = asyncio.Event()
+        self._store_up = self._up if store is client else asyncio.Event()
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
         """Queues of the streams that this process follows. None in a queue means that the client has lost the
         connection and reconnected."""
@@ -207,9 +255,10 @@ class Bus:
         self.refused = 0
         """Number of malformed messages refused so far."""
 
-    def inbox(self, answerer: str) -> str:
-        """Prefix of the subjects on which only this process receives answers from one role."""
-        return f"{self._prefix}.from.{answerer}.{self._token}"
+    @property
+    def inbox(self) -> str:
+        """The part of this process's inbox subjects that no other process has."""
+        return self._token
 
     @property
     def connected(self) -> bool:
@@ -272,17 +321,17 @@ class Bus:
             Refused: if the process refuses the request.
         """
         self._requests += 1
-        token = str(self._requests)
-        reply_to = f"{self.inbox(_answerer(subject))}.{token}"
+        _, answerer = self._names.parties(subject)
+        reply_to = f"{self._prefix}.from.{answerer}.{self._token}.{self._requests}"
         data = _encode(message)
         decode = decoder(answer | Refusal)
         remaining_s = deadline_s
-        self._unanswered[token] = (who, subject.rsplit(".", 1)[-1], anyio.current_time())
+        self._unanswered[reply_to] = (who, subject.rsplit(".", 1)[-1], anyio.current_time())
         try:
             while remaining_s > 0:
                 await self._up.wait()
                 began = anyio.current_time()
-                future = self._waiting[token] = asyncio.get_running_loop().create_future()
+                future = self._waiting[reply_to] = asyncio.get_running_loop().create_future()
                 with anyio.move_on_after(min(_RESEND_S, remaining_s)):
                     await self._send(subject, data, reply_to)
                     msg = await future
@@ -295,8 +344,8 @@ class Bus:
                         await anyio.sleep(0.1)
                 remaining_s -= anyio.current_time() - began
         finally:
-            self._waiting.pop(token, None)
-            del self._unanswered[token]
+            self._waiting.pop(reply_to, None)
+            del self._unanswered[reply_to]
         raise NoAnswer(who, subject, deadline_s)
 
     def longest_wait(self) -> Wait | None:
@@ -317,11 +366,17 @@ class Bus:
     ) -> None:
         """Answer requests until the bus closes. If the handler raises, the asking process gets a refusal.
 
+        The answer goes only to an inbox of a party that may ask for this (see `messages.WORKER_VERBS`). The
+        bus refuses requests with another reply subject: its sender would make this process publish there.
+
         Args:
             forget: keep no answers for repeated requests, and call the handler again instead. It is meant for
                 large answers of handlers that change nothing.
         """
         decode = decoder(kind)
+        askers, answerer = self._names.parties(subject)
+        prefixes = "|".join(re.escape(self._names.answers(asker, answerer)) for asker in askers)
+        may_reply_to = re.compile(rf"(?:{prefixes})\.[A-Za-z0-9]{{1,64}}\.[0-9]{{1,20}}").fullmatch
         answers: OrderedDict[str, bytes | None] = OrderedDict()  # reply -> answer, None while it is computed
 
         async def answer(reply: str, message: M) -> None:
@@ -342,6 +397,10 @@ class Bus:
             await self._send(reply, data, "")
 
         async def deliver(msg: Msg) -> None:
+            if not may_reply_to(msg.reply):
+                reason = f"{msg.reply!r} is not an inbox of {' or '.join(askers)}"
+                self._refuse(msg.subject, kind, ValueError(reason))
+                return
             data = self._payload(msg)
             if data is None:
                 return
@@ -366,7 +425,7 @@ class Bus:
 
     async def make_log(self, stream: str, subjects: list[str]) -> None:
         """Create a stream that processes read by sequence number and purge from its beginning. Idempotent."""
-        subjects = [*subjects, *(f"{subject}.part" for subject in subjects)]
+        subjects = [*subjects, *(f"{subject}{_PART_SUFFIX}" for subject in subjects)]
         await self._make_stream(StreamConfig(name=stream, subjects=subjects, allow_direct=True))
 
     async def make_queue(self, stream: str, subjects: list[str], *, redeliver_s: float) -> None:
@@ -401,7 +460,7 @@ class Bus:
             # The parts go to a subject of their own, and the message holds their sequence numbers.
             parts = _split(data, self.limit)
             sequences = [
-                await self._store(f"{subject}.part", part, f"{id}.{index}")
+                await self._store(f"{subject}{_PART_SUFFIX}", part, f"{id}.{index}")
                 for index, part in enumerate(parts)
             ]
             data = bytes([_PART]) + msgspec.msgpack.encode(sequences)
@@ -415,10 +474,10 @@ class Bus:
             MessageGone: if the message, or a part of it, is not in the stream.
             Malformed: if the message is not of this kind.
         """
-        data = await self._join_stored_parts(stream, await self._read_message(stream, sequence))
+        message = await self._read_message(stream, sequence)
         try:
-            return decoder(kind)(data)
-        except msgspec.DecodeError as error:
+            return decoder(kind)(await self._join_stored_parts(stream, message.data or b""))
+        except (msgspec.DecodeError, ValueError) as error:
             self._refuse(f"{stream} {sequence}", kind, error)
             raise Malformed(f"{stream} {sequence}", kind.__name__, str(error)) from error
 
@@ -445,12 +504,13 @@ class Bus:
                 async for sequence, data in self._pull(stream, info.name):
                     if sequence < following:
                         continue
-                    following = sequence + 1
                     try:
                         message = decode(await self._join_stored_parts(stream, data))
-                    except msgspec.DecodeError as error:
+                    except (msgspec.DecodeError, ValueError, MessageGone) as error:
+                        following = sequence + 1
                         self._refuse(subject, kind, error)
                         continue
+                    following = sequence + 1
                     yield sequence, message
             except (NoAnswer, NotFoundError):
                 # The server has lost the consumer, for example at a restart: create another one.
@@ -470,7 +530,7 @@ class Bus:
         a damaged message counts as missing."""
         subject = f"$JS.API.STREAM.INFO.{stream}"
         answer = await self._storing(
-            lambda: self._nats.request(subject, b'{"deleted_details": true}', timeout=10), subject
+            lambda: self._store_client.request(subject, b'{"deleted_details": true}', timeout=10), subject
         )
         state = json.loads(answer.data).get("state")
         if state is None:
@@ -480,8 +540,9 @@ class Bus:
     async def holds(self, stream: str, sequence: int) -> bool:
         """Whether a stream holds a message with all its parts. It reads the message."""
         try:
-            await self._join_stored_parts(stream, await self._read_message(stream, sequence))
-        except MessageGone:
+            message = await self._read_message(stream, sequence)
+            await self._join_stored_parts(stream, message.data or b"")
+        except (msgspec.DecodeError, ValueError, MessageGone):
             return False
         return True
 
@@ -548,6 +609,7 @@ class Bus:
         """Start to receive answers. `connect` calls it."""
         self._tasks = tasks
         self._up.set()
+        self._store_up.set()
         await self._nats.subscribe(f"{self._prefix}.from.*.{self._token}.*", cb=self._on_answer)
 
     async def on_error(self, error: Exception) -> None:
@@ -564,19 +626,26 @@ class Bus:
             log.warning("bus disconnected")
 
     async def on_reconnected(self) -> None:
-        """Send messages again, and restart the streams that this process follows. The client calls it."""
+        """Send messages again. The client calls it."""
         self._up.set()
         self._complaint = ""
         log.info("bus reconnected")
+        if self._store_client is self._nats:
+            await self.on_store_reconnected()
+
+    async def on_store_disconnected(self) -> None:
+        """Hold back what goes to the store. The client of the store calls it when the connection is lost."""
+        self._store_up.clear()
+
+    async def on_store_reconnected(self) -> None:
+        """Restart the streams that this process follows. The client of the store calls it."""
+        self._store_up.set()
         for queue in self._pulling:
             queue.put_nowait(None)
 
     async def _send(self, subject: str, data: bytes, reply: str) -> None:
         if not self._up.is_set():
             await self._up.wait()
-        if len(data) <= self.limit:
-            await self._nats.publish(subject, data, reply)
-            return
         for part in _split(data, self.limit):
             await self._nats.publish(subject, part, reply)
 
@@ -592,9 +661,11 @@ class Bus:
             return None
 
     async def _on_answer(self, msg: Msg) -> None:
-        future = self._waiting.get(msg.subject.rsplit(".", 1)[-1])
+        future = self._waiting.get(msg.subject)
+        if future is None:
+            return  # an answer that came too late
         data = self._payload(msg)
-        if data is not None and future is not None and not future.done():
+        if data is not None and not future.done():
             msg.data = data
             future.set_result(msg)
 
@@ -637,7 +708,7 @@ class Bus:
         time without a connection does not count. All these operations are idempotent."""
         remaining_s = self._outage_s
         while True:
-            await self._up.wait()
+            await self._store_up.wait()
             began = anyio.current_time()
             try:
                 return await operation()
@@ -659,21 +730,35 @@ class Bus:
         )
         return ack.seq
 
-    async def _read_message(self, stream: str, sequence: int) -> bytes:
+    async def _read_message(self, stream: str, sequence: int) -> RawStreamMsg:
         try:
-            raw = await self._storing(
+            return await self._storing(
                 lambda: self._jetstream.get_msg(stream, sequence, direct=True), f"{stream} {sequence}"
             )
         except NotFoundError as error:
             raise MessageGone(f"message {sequence} of {stream} is gone") from error
-        return raw.data or b""
 
     async def _join_stored_parts(self, stream: str, data: bytes) -> bytes:
-        """Return the appended payload. If it was stored in parts, join them."""
+        """Return the appended payload. If it was stored in parts, join them.
+
+        Raises:
+            MessageGone: if a part is not there.
+            ValueError: if the parts are no parts, or are too large together.
+            NoAnswer: if the server does not answer in time.
+        """
         if data[:1] != b"\xc1":
             return data
-        sequences = msgspec.msgpack.decode(data[1:], type=list[int])
-        return b"".join([(await self._read_message(stream, part))[_PART_HEAD.size :] for part in sequences])
+        pieces: list[bytes] = []
+        room = _MAX_PAYLOAD
+        for sequence in msgspec.msgpack.decode(data[1:], type=_PartNumbers):
+            part = await self._read_message(stream, sequence)
+            if not (part.subject or "").endswith(_PART_SUFFIX):
+                raise ValueError(f"message {sequence} is not a part of another message")
+            pieces.append((part.data or b"")[_PART_HEAD.size :])
+            room -= len(pieces[-1])
+            if room < 0:
+                raise ValueError(f"the parts have more than {_MAX_PAYLOAD:,} bytes together")
+        return b"".join(pieces)
 
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, bytes]]:
         """Yield (sequence, payload) of a consumer's messages as they arrive, in order.
@@ -687,7 +772,7 @@ class Bus:
         async def enqueue(msg: Msg) -> None:
             queue.put_nowait(msg)
 
-        subscription = await self._nats.subscribe(inbox, cb=enqueue)
+        subscription = await self._store_client.subscribe(inbox, cb=enqueue)
         self._pulling.add(queue)
         ask = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         batch, expires_s = 256, 15
@@ -696,7 +781,7 @@ class Bus:
         )
         try:
             while True:
-                await self._nats.publish(ask, request, inbox)
+                await self._store_client.publish(ask, request, inbox)
                 received = 0
                 while received < batch:
                     try:
@@ -722,36 +807,67 @@ class Bus:
 
 
 class _Parts:
-    """Payloads of which some parts have not arrived yet."""
+    """Payloads of which some parts have not arrived yet. Any process may send parts, so their memory is
+    bounded: above `_UNFINISHED_BYTES` the oldest payload is dropped, because its sender has probably gone."""
 
     def __init__(self) -> None:
-        self._unfinished: OrderedDict[bytes, list[bytes | None]] = OrderedDict()
+        self._unfinished: OrderedDict[bytes, _Unfinished] = OrderedDict()
+        self._bytes = 0
 
     def add(self, data: bytes) -> bytes | None:
         """Add one part. Return the payload if it is complete now, or None.
 
         Raises:
-            ValueError: if the part has no head, or does not fit the other parts of its payload.
+            ValueError: if the part has no head, or does not fit the other parts of its payload, or if its
+                payload would be too large.
         """
         if len(data) < _PART_HEAD.size:
             raise ValueError("a part without a head")
         _, key, index, count = _PART_HEAD.unpack_from(data)
-        pieces = self._unfinished.setdefault(key, [None] * count)
-        if index >= len(pieces) or count != len(pieces):
-            raise ValueError(f"part {index} of {count}, where {len(pieces)} were announced")
-        pieces[index] = data[_PART_HEAD.size :]
-        if all(piece is not None for piece in pieces):
-            del self._unfinished[key]
-            return b"".join(piece for piece in pieces if piece is not None)
-        if len(self._unfinished) > _MAX_UNFINISHED:
-            self._unfinished.popitem(last=False)  # the oldest one: its sender has probably gone
+        if not index < count <= _MAX_PARTS:
+            raise ValueError(f"part {index} of {count}; a payload has at most {_MAX_PARTS} parts")
+        payload = self._unfinished.setdefault(key, _Unfinished(count))
+        if payload.count != count or index in payload.pieces:
+            raise ValueError(f"part {index} of {count} does not fit the parts that have arrived")
+        payload.pieces[index] = data[_PART_HEAD.size :]
+        payload.bytes += len(data) + _PIECE_OVERHEAD
+        self._bytes += len(data) + _PIECE_OVERHEAD
+        if len(payload.pieces) == count:
+            self._drop(key)
+            return b"".join(payload.pieces[each] for each in range(count))
+        while self._bytes > _UNFINISHED_BYTES:
+            self._drop(next(iter(self._unfinished)))
         return None
+
+    def _drop(self, key: bytes) -> None:
+        self._bytes -= self._unfinished.pop(key).bytes
+
+
+@dataclass
+class _Unfinished:
+    """A payload of which some parts have not arrived yet."""
+
+    count: int
+    """Number of its parts."""
+    pieces: dict[int, bytes] = field(default_factory=dict)
+    """Index -> content, of the parts that have arrived."""
+    bytes: int = 0
+    """Memory of the pieces."""
 
 
 def _split(data: bytes, limit: int) -> list[bytes]:
-    """Split a payload into parts of at most `limit` bytes. A payload that fits stays as it is."""
+    """Split a payload into parts of at most `limit` bytes. A payload that fits stays as it is.
+
+    Raises:
+        BusError: if the payload is larger than any process accepts.
+    """
     if len(data) <= limit:
         return [data]
+    if len(data) > _MAX_PAYLOAD:
+        raise BusError(
+            f"a message of {len(data):,} bytes cannot be sent: the largest that is accepted has "
+            f"{_MAX_PAYLOAD:,} bytes"
+        )
     key = secrets.token_bytes(16)
     room = limit - _PART_HEAD.size
     pieces = [data[start : start + room] for start in range(0, len(data), room)]

@@ -7,7 +7,9 @@ know.
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from functools import lru_cache
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -15,11 +17,13 @@ from stretto.array import Array
 from stretto.bus.lock import KernelLock
 from stretto.engine import Finish, GenerateRequest, Load, SwapReport
 from stretto.environment import Feedback
-from stretto.launcher import Role
+from stretto.errors import BusError
+from stretto.launcher import ROLES, Role
 from stretto.tools import ToolAnswer
 from stretto.weights import WeightsNote
 
 __all__ = [
+    "WORKER_VERBS",
     "Abort",
     "AbortTicket",
     "Answers",
@@ -54,6 +58,7 @@ __all__ = [
     "Loaded",
     "Member",
     "Message",
+    "Party",
     "Peer",
     "Prefetch",
     "Progress",
@@ -82,7 +87,19 @@ __all__ = [
     "WeightsAnswer",
     "Welcome",
     "WireTrajectory",
+    "WorkerId",
+    "is_worker_id",
 ]
+
+
+Party = Literal["kernel", "trainer", "inference", "rollout", "verifier"]
+"""Who may be at an end of the bus: the kernel, or a worker of a role."""
+
+_WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
+WorkerId = Annotated[str, msgspec.Meta(pattern=_WORKER_ID)]
+"""Id of a worker, such as `rollout-0`. The bus makes subjects from it, so it has no other characters."""
+InboxToken = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]
+"""The part of a process's inbox subjects that only this process has."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=lambda name: f"{name}/1"):
@@ -101,7 +118,7 @@ class Refusal(Message, frozen=True):
 class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker that others may call."""
 
-    worker: str
+    worker: WorkerId
     role: Role
     load: Load | None = None
     """Load figures of the latest heartbeat. Only inference workers have them."""
@@ -124,16 +141,18 @@ class Beacon(Message, frozen=True):
     """Inference and verifier workers that can be called now."""
 
 
-class Join(Message, frozen=True):
+class Join(Message, frozen=True, tag="Join/2"):
     """Worker to kernel, answered by `Welcome`: a process with this role has started."""
 
-    worker: str
+    worker: WorkerId
     role: Role
     place: str
     """Where the worker runs, for people."""
     nonce: str
     """Random text that the worker draws at its start. It distinguishes a restarted worker from the former
     process."""
+    token: str
+    """Proof that the process may join under this id (see `stretto.bus.joining`)."""
 
 
 class Welcome(Message, frozen=True, tag="Welcome/2"):
@@ -165,7 +184,7 @@ class Wait(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Heartbeat(Message, frozen=True):
     """Worker to kernel, every second, from a thread of the worker: the process is alive."""
 
-    worker: str
+    worker: WorkerId
     nonce: str
     ready: bool
     """Whether the worker can be called."""
@@ -186,7 +205,7 @@ class Heartbeat(Message, frozen=True):
 class Leaving(Message, frozen=True):
     """Worker to kernel: the worker leaves. It has finished its work or handed it back."""
 
-    worker: str
+    worker: WorkerId
     nonce: str
     reason: str
     final: bool = False
@@ -228,7 +247,7 @@ class Ticket(Message, frozen=True):
 class TicketStarted(Message, frozen=True):
     """Rollout worker to kernel: the worker now works on this attempt."""
 
-    worker: str
+    worker: WorkerId
     purpose: Purpose
     ticket: int
     attempt: int
@@ -238,7 +257,7 @@ class Progress(Message, frozen=True):
     """Rollout worker to kernel: every sample of these tickets has begun, so the version of each ticket's
     oldest token is known."""
 
-    worker: str
+    worker: WorkerId
     oldest: tuple[tuple[int, int, int], ...]
     """(training ticket, attempt, version of its oldest token)."""
 
@@ -346,12 +365,12 @@ class Answers(Message, frozen=True):
 # -------------------------------------------------------------------------------------- inference
 
 
-class Generate(Message, frozen=True):
+class Generate(Message, frozen=True, tag="Generate/2"):
     """Rollout worker to an inference worker: answer this request, or continue it from `have`."""
 
     request: GenerateRequest
-    reply: str
-    """Subject to which the inference worker sends the chunks."""
+    inbox: InboxToken
+    """The inference worker sends the chunks to `Subjects.chunks` of this inbox."""
     exact_version: int | None = None
     """The only version that may sample the request of an evaluation; None for training. A worker that is lent
     to an evaluation answers only the requests of that evaluation. Any other worker answers only the requests
@@ -372,7 +391,7 @@ class ChunkHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ChunkBatch(Message, frozen=True):
     """Inference worker to a rollout worker: all new tokens of the rollout worker's requests."""
 
-    worker: str
+    worker: WorkerId
     heads: tuple[ChunkHead, ...]
     tokens: Array
     """(sum of counts,) int32, in the order of `heads`."""
@@ -741,6 +760,25 @@ class KernelLease(Message, frozen=True):
 # -------------------------------------------------------------------------------------- subjects
 
 
+WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
+    "trainer": {
+        **dict.fromkeys(("load", "call", "end", "save"), ("kernel", "trainer")),
+        "prefetch": ("kernel",),
+        "column": ("trainer",),
+        "weights": ("inference",),
+        "shared_rows": ("inference",),
+    },
+    "inference": {
+        **dict.fromkeys(("swap", "load"), ("kernel",)),
+        **dict.fromkeys(("generate", "confirm", "abort"), ("rollout",)),
+    },
+    "rollout": {},
+    "verifier": dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),
+}
+"""Role -> verb -> who may ask a worker of that role to do it. The server's permissions and the check of reply
+subjects follow this table. Rank 0 of a group passes the kernel's requests on to the other trainers."""
+
+
 class Subjects:
     """Names on the bus of one run: subjects, streams, consumers, buckets."""
 
@@ -771,13 +809,39 @@ class Subjects:
         return f"{self.root}.kernel.{role}.{verb}"
 
     def worker(self, role: Role, worker: str, verb: str) -> str:
-        """Subject of the requests and messages to one worker."""
-        return f"{self.root}.worker.{role}.{worker}.{verb}"
+        """Subject of the requests and messages to one worker.
 
-    def inbox(self, role: Role | Literal["kernel"]) -> str:
-        """Prefix of the inboxes of a role."""
-        return f"{self.root}.inbox.{role}"
+        Raises:
+            BusError: if `worker` is not a worker's id.
+        """
+        return f"{self.root}.worker.{role}.{_checked(worker)}.{verb}"
 
-    def answers(self, asker: Role | Literal["kernel"], answerer: Role) -> str:
-        """Subjects of the answers that one role sends to another, in the inboxes of the asking role."""
-        return f"{self.inbox(asker)}.from.{answerer}.>"
+    def inbox(self, party: Party) -> str:
+        """Prefix of the inboxes of a party."""
+        return f"{self.root}.inbox.{party}"
+
+    def answers(self, asker: Party, answerer: Party) -> str:
+        """Prefix of the subjects of all answers from `answerer` in the inboxes of `asker`."""
+        return f"{self.inbox(asker)}.from.{answerer}"
+
+    def chunks(self, inbox: str) -> str:
+        """Subject of the chunks for the rollout worker with this inbox."""
+        return f"{self.answers('rollout', 'inference')}.{inbox}.chunks.in"
+
+    def parties(self, subject: str) -> tuple[tuple[Party, ...], Party]:
+        """Return who may send requests to a subject, and who answers them."""
+        to, *rest = subject.removeprefix(f"{self.root}.").split(".")
+        role: Role = rest[0]  # pyright: ignore[reportAssignmentType] - `kernel` and `worker` made the subject
+        return ((role,), "kernel") if to == "kernel" else (WORKER_VERBS[role][rest[-1]], role)
+
+
+def is_worker_id(text: str) -> bool:
+    """Whether a text is the id of a worker."""
+    return re.search(_WORKER_ID, text) is not None
+
+
+@lru_cache(maxsize=1024)
+def _checked(worker: str) -> str:
+    if not is_worker_id(worker):
+        raise BusError(f"{worker!r} is not the id of a worker; expected an id such as 'rollout-0'")
+    return worker

@@ -1,7 +1,7 @@
 """The bundled nats-server: its configuration, credentials and permissions, and its start and end.
 
 The server runs under `guard.py`, which stops the server when the kernel has been gone for the grace time.
-Each run has random credentials, with one user for each role. They lie in files that only the user can read.
+Each run has random credentials, with one user for each role. They are in files that only the user can read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -28,16 +28,30 @@ import msgspec
 import structlog
 
 from stretto.bus import guard
-from stretto.bus.messages import Subjects
+from stretto.bus.messages import WORKER_VERBS, Party, Subjects
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
 
-__all__ = ["Bootstrap", "NatsServer", "binary", "fault_of_server", "foreign_bootstrap", "lock_run", "run_id"]
+__all__ = [
+    "STORE",
+    "Bootstrap",
+    "NatsServer",
+    "binary",
+    "fault_of_server",
+    "foreign_bootstrap",
+    "lock_run",
+    "run_id",
+    "write_private",
+]
 
 log = structlog.get_logger()
 
-_USERS = ("kernel", *ROLES)
+_PARTIES: tuple[Party, ...] = ("kernel", *ROLES)
+STORE = "store"
+"""Name of the user, and of the account, that own the streams and the state."""
+_Permissions = dict[str, list[str]]
+"""`publish` and `subscribe` -> subjects."""
 _GUARD_POLL_S = 0.5
 
 
@@ -52,10 +66,18 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     password: str = ""
     credentials_file: str = ""
     """A NATS `.creds` file, if the run uses a server of the user's own with such a file."""
+    store_user: str = ""
+    store_password: str = ""
+    """Credentials of a second connection, for the streams and the state. Only the kernel has them, and only
+    on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
     outage_s: float = 300.0
     """Seconds for which the process repeats what a silent nats-server does not answer (`bus.outage_s`)."""
+    worker: str = ""
+    """Id of the worker. Empty in the files of the kernel and of whole roles."""
+    token: str = ""
+    """Proof that the process may join as `worker`."""
 
     @classmethod
     def read(cls, path: Path) -> Bootstrap:
@@ -73,7 +95,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 def run_id(folder: Path) -> str | None:
     """Return the id of the run whose bus folder is `folder`, from its bootstrap files or the names in its
     store; None if none of them has it."""
-    for file in (folder / f"{role}.json" for role in _USERS):
+    for file in (folder / f"{role}.json" for role in _PARTIES):
         if file.exists():
             try:
                 return Bootstrap.read(file).run
@@ -116,29 +138,17 @@ def lock_run(folder: Path) -> IO[str]:
     return file
 
 
-def _bootstrap_files(
-    folder: Path,
-    run: str,
-    url: str,
-    users: dict[str, tuple[str, str]],
-    logs: Path,
-    outage_s: float,
-    creds: str = "",
-) -> None:
-    """Write `folder/<role>.json` for every role, mode 0600."""
-    for role in _USERS:
-        user, password = users[role]
-        content = Bootstrap(
-            url=url,
-            run=run,
-            role=role,
-            user=user,
-            password=password,
-            credentials_file=creds,
-            logs=str(logs),
-            outage_s=outage_s,
-        )
-        _write_private(folder / f"{role}.json", msgspec.json.encode(content))
+def _bootstrap_files(folder: Path, users: dict[Party, tuple[str, str]], shared: Bootstrap) -> None:
+    """Write `folder/<party>.json` for the kernel and every role, mode 0600.
+
+    Args:
+        shared: what is the same in all files. Only the kernel's file gets its credentials for the store.
+    """
+    for party, (user, password) in users.items():
+        content = msgspec.structs.replace(shared, role=party, user=user, password=password)
+        if party != "kernel":
+            content = msgspec.structs.replace(content, store_user="", store_password="")
+        write_private(folder / f"{party}.json", msgspec.json.encode(content))
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
@@ -161,8 +171,10 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
                 path="bus.credentials",
             ) from error
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    users: dict[str, tuple[str, str]] = dict.fromkeys(_USERS, (user, password))
-    _bootstrap_files(folder, run, config.url, users, logs, config.outage_s, creds)
+    shared = Bootstrap(
+        url=config.url, run=run, role="", credentials_file=creds, logs=str(logs), outage_s=config.outage_s
+    )
+    _bootstrap_files(folder, dict.fromkeys(_PARTIES, (user, password)), shared)
 
 
 def fault_of_server(urls: str, timeout_s: float) -> str:
@@ -208,11 +220,20 @@ class NatsServer:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await _end_former(folder / "guard.pid")
         port = _free_port()
-        users = {role: (role, secrets.token_urlsafe(24)) for role in _USERS}
-        configuration = _configuration(folder, run, port, config.max_payload_mb, users)
-        _write_private(folder / "nats.conf", configuration.encode())
+        passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}
+        configuration = _configuration(folder, run, port, config.max_payload_mb, passwords)
+        write_private(folder / "nats.conf", configuration.encode())
         url = f"nats://127.0.0.1:{port}"
-        _bootstrap_files(folder, run, url, users, logs, config.outage_s)
+        shared = Bootstrap(
+            url=url,
+            run=run,
+            role="",
+            store_user=STORE,
+            store_password=passwords[STORE],
+            logs=str(logs),
+            outage_s=config.outage_s,
+        )
+        _bootstrap_files(folder, {party: (party, passwords[party]) for party in _PARTIES}, shared)
         command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]
         command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
         server = cls(url, folder, command, _start_guard(folder, command))
@@ -299,7 +320,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _write_private(path: Path, content: bytes) -> None:
+def write_private(path: Path, content: bytes) -> None:
     """Write a file that only the user can read. Under its name it is complete, also after a power cut."""
     aside = path.with_name(f".{path.name}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -310,11 +331,22 @@ def _write_private(path: Path, content: bytes) -> None:
     aside.replace(path)
 
 
-def _configuration(
-    folder: Path, run: str, port: int, max_payload_mb: int, users: dict[str, tuple[str, str]]
-) -> str:
-    """Return the configuration of nats-server as JSON, which nats-server accepts."""
-    permissions = _permissions(Subjects(run))
+def _configuration(folder: Path, run: str, port: int, max_payload_mb: int, passwords: dict[str, str]) -> str:
+    """Return the configuration of nats-server as JSON, which nats-server accepts.
+
+    The streams and the state belong to the account `store`, and the workers to the account `run`. The server
+    answers a JetStream request on any subject that the request names. Because of the two accounts, such an
+    answer stays in the account `run`: no worker can make the server write to a stream or to the state.
+    """
+    names = Subjects(run)
+    permissions = _permissions(names)
+    exports = [{"service": subject} for subject in (f"{names.log}.>", *_read_log(names))]
+    # A request for tickets gets several answers: the tickets.
+    exports += [{"service": subject, "response_type": "Stream"} for subject in _take_tickets(names)]
+
+    def user(name: str, permissions: _Permissions) -> dict[str, Any]:
+        return {"user": name, "password": passwords[name], "permissions": permissions}
+
     return json.dumps(
         {
             "host": "127.0.0.1",
@@ -325,57 +357,62 @@ def _configuration(
             "max_payload": max_payload_mb * 2**20,
             "max_pending": 256 * 2**20,
             "jetstream": {"store_dir": str(folder / "store")},
-            "authorization": {
-                "users": [
-                    {"user": user, "password": password, "permissions": permissions[role]}
-                    for role, (user, password) in users.items()
-                ]
+            "accounts": {
+                STORE: {
+                    "jetstream": "enabled",
+                    "users": [user(STORE, _permissions_of_store(names))],
+                    "exports": exports,
+                },
+                "run": {
+                    "users": [user(party, permissions[party]) for party in _PARTIES],
+                    "imports": [
+                        {"service": {"account": STORE, "subject": export["service"]}} for export in exports
+                    ],
+                },
             },
         },
         indent=1,
     )
 
 
-def _permissions(names: Subjects) -> dict[str, dict[str, list[str]]]:
-    """Return the subjects that each role may publish and subscribe to. Each role has its own permissions, so
-    a worker can send false messages only about the work of its role."""
-    own = {role: [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"] for role in ROLES}
-    to_kernel = {role: [f"{names.root}.kernel.{role}.>", names.answers("kernel", role)] for role in ROLES}
-    return {
-        "kernel": {"publish": [">"], "subscribe": [">"]},
-        "trainer": {
-            "publish": [
-                *to_kernel["trainer"],
-                f"{names.root}.worker.trainer.>",
-                names.answers("trainer", "trainer"),
-                names.answers("inference", "trainer"),
-                f"$JS.API.DIRECT.GET.{names.log_stream}",
-                f"$JS.API.STREAM.MSG.GET.{names.log_stream}",
-            ],
-            "subscribe": own["trainer"],
-        },
-        "inference": {
-            "publish": [
-                *to_kernel["inference"],
-                names.answers("rollout", "inference"),
-                names.worker("trainer", "*", "weights"),
-                names.shared_rows,
-            ],
-            "subscribe": own["inference"],
-        },
-        "rollout": {
-            "publish": [
-                *to_kernel["rollout"],
-                f"{names.root}.worker.inference.>",
-                f"{names.root}.worker.verifier.>",
-                f"{names.log}.>",
-                f"$JS.API.CONSUMER.MSG.NEXT.{names.tickets_stream}.>",
-                f"$JS.ACK.{names.tickets_stream}.>",
-            ],
-            "subscribe": [*own["rollout"], names.abort_ticket],
-        },
-        "verifier": {
-            "publish": [*to_kernel["verifier"], names.answers("rollout", "verifier")],
-            "subscribe": own["verifier"],
-        },
+def _permissions_of_store(names: Subjects) -> _Permissions:
+    """Return the permissions of the kernel's connection to the streams and the state."""
+    stored = [names.journal, f"{names.tickets}.>", f"{names.log}.>", f"$KV.{names.state_bucket}.>"]
+    return {"publish": ["$JS.API.>", *stored], "subscribe": [f"{names.inbox('kernel')}.>"]}
+
+
+def _permissions(names: Subjects) -> dict[Party, _Permissions]:
+    """Return the subjects that each party may publish and subscribe to. A worker can ask for what the table
+    of verbs allows to its role, and answer only those who may ask it; so it can send false messages only
+    about the work of its role."""
+    permissions: dict[Party, _Permissions] = {
+        "kernel": {"publish": [names.beacon, names.abort_ticket], "subscribe": [f"{names.root}.>"]}
     }
+    for role in ROLES:
+        own = [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"]
+        permissions[role] = {"publish": [f"{names.root}.kernel.{role}.>"], "subscribe": own}
+        permissions["kernel"]["publish"].append(f"{names.answers(role, 'kernel')}.>")
+    for role in ROLES:
+        permissions[role]["publish"].append(f"{names.answers('kernel', role)}.>")
+        for verb, askers in WORKER_VERBS[role].items():
+            for asker in askers:
+                permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.{verb}")
+                permissions[role]["publish"].append(f"{names.answers(asker, role)}.>")
+    permissions["inference"]["publish"].append(names.shared_rows)
+    permissions["trainer"]["publish"] += _read_log(names)
+    permissions["rollout"]["publish"] += [f"{names.log}.>", *_take_tickets(names)]
+    permissions["rollout"]["subscribe"].append(names.abort_ticket)
+    return {
+        party: {key: list(dict.fromkeys(subjects)) for key, subjects in each.items()}
+        for party, each in permissions.items()
+    }
+
+
+def _take_tickets(names: Subjects) -> list[str]:
+    """Return the subjects with which a rollout worker takes and acknowledges tickets."""
+    return [f"$JS.API.CONSUMER.MSG.NEXT.{names.tickets_stream}.>", f"$JS.ACK.{names.tickets_stream}.>"]
+
+
+def _read_log(names: Subjects) -> list[str]:
+    """Return the subjects with which a trainer reads a message of the log by its sequence number."""
+    return [f"$JS.API.DIRECT.GET.{names.log_stream}", f"$JS.API.STREAM.MSG.GET.{names.log_stream}"]

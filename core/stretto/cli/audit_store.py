@@ -28,7 +28,7 @@ from nats.js.errors import APIError
 
 from stretto.bus.client import decoder
 from stretto.bus.messages import Message, Subjects
-from stretto.bus.server import binary
+from stretto.bus.server import STORE, binary
 from stretto.children.protocol import die_with_parent
 from stretto.errors import BusError, RunError
 
@@ -149,7 +149,7 @@ def _copy_streams(folder: Path, store: Path) -> str:
         RunError: if a kernel owns the run at the beginning or at the end of the copy, or if the run has no
             store of its own.
     """
-    streams = folder / "bus" / "store" / "jetstream" / "$G" / "streams"
+    streams = folder / "bus" / "store" / "jetstream" / STORE / "streams"
     journals = sorted(streams.glob("JOURNAL_*"))
     if len(journals) != 1:
         raise RunError(
@@ -160,7 +160,7 @@ def _copy_streams(folder: Path, store: Path) -> str:
     run = journals[0].name.removeprefix("JOURNAL_")
     for name in (f"JOURNAL_{run}", f"LOG_{run}"):
         if (streams / name).is_dir():
-            _copy_tree(streams / name, store / "jetstream" / "$G" / "streams" / name)
+            _copy_tree(streams / name, store / "jetstream" / STORE / "streams" / name)
     if _last_owner(folder) != before:
         raise RunError(f"a kernel took over the run in {folder} during the copy; audit it when it has ended")
     return run
@@ -204,7 +204,7 @@ async def _serve(folder: Path) -> AsyncGenerator[JetStreamContext]:
         "ports_file_dir": str(folder),
         "log_file": str(folder / "nats.log"),
         "jetstream": {"store_dir": str(folder / "store")},
-        "authorization": {"user": "audit", "password": password},
+        "accounts": {STORE: {"jetstream": "enabled", "users": [{"user": "audit", "password": password}]}},
     }
     (folder / "nats.conf").write_text(json.dumps(configuration))
     server = subprocess.Popen(

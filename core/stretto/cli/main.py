@@ -1,5 +1,5 @@
 """The command line: `stretto COMMAND`, with the commands `quickstart`, `run`, `resume`, `evaluate`, `status`,
-`audit`, `check`, `plugins` and `schema`.
+`audit`, `check`, `plugins`, `invite` and `schema`.
 
 Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
 before the run started a worker, or a run cannot be audited; 130 interrupted.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping
@@ -304,6 +305,18 @@ def plugins(
         _show_component(installed, kind, name)
     else:
         _list_components(installed, kind)
+
+
+@app.command()
+def invite(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id of a new worker: rollout-7.")],
+) -> None:
+    """Let one more worker join a run: write its bootstrap file, and print the command that starts it."""
+    from stretto.bus.joining import write_bootstrap
+
+    bootstrap = write_bootstrap(folder.absolute() / "bus", worker)
+    print(shlex.join([sys.executable, "-m", "stretto.workers", str(bootstrap)]))
 
 
 @app.command()

@@ -16,9 +16,10 @@ from anyio.abc import TaskGroup
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.plan import Worker
 from stretto.bus.client import sleep_and_measure_delay
+from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages import Heartbeat, Join, Leaving, Peer, Wait
 from stretto.engine import Load
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, Refused
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
 
 __all__ = ["Fleet", "FleetMember"]
@@ -167,11 +168,11 @@ class Fleet:
             self.restarts += 1
 
     def _job(self, worker: Worker) -> Job:
-        bootstrap = str(self._bootstraps / f"{worker.role}.json")
+        bootstrap = write_bootstrap(self._bootstraps, worker.id)
         return Job(
             worker=worker.id,
             role=worker.role,
-            command=(sys.executable, "-m", "stretto.workers", bootstrap, "--id", worker.id),
+            command=(sys.executable, "-m", "stretto.workers", str(bootstrap)),
             env=thread_variables(worker.resources),
             resources=worker.resources,
             log=str(self._logs / f"{worker.id}.out"),
@@ -179,8 +180,19 @@ class Fleet:
 
     # ------------------------------------------------------------------------------- membership
 
-    def join(self, message: Join) -> None:
-        """A process joins. If a former process has the same worker name, the former one is lost."""
+    def join(self, role: Role, message: Join) -> None:
+        """A process with the credentials of a role joins. If a former process has the same worker id, the
+        former one is lost.
+
+        Raises:
+            Refused: if the process does not prove that it may join under this id.
+        """
+        if message.role != role or not is_token_of(self._bootstraps, role, message.worker, message.token):
+            raise Refused(
+                "kernel",
+                f"a process with the credentials of role {role!r} may not join as {message.worker!r}: it "
+                "needs the bootstrap file of that worker, which `stretto invite` writes",
+            )
         former = self.members.get(message.worker)
         if former is not None and former.nonce != message.nonce:
             self._lose(message.worker, "replaced by a new process")

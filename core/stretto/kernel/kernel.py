@@ -38,7 +38,7 @@ from stretto.bus.messages import (
     TicketStarted,
     Welcome,
 )
-from stretto.errors import BusError, Refused, RunError
+from stretto.errors import BusError, RunError
 from stretto.kernel.canary import EngineErrors
 from stretto.kernel.changes import differences, values_file
 from stretto.kernel.checkpoint import KernelState, checkpoint_name
@@ -379,18 +379,8 @@ class Kernel:
     # --------------------------------------------------------------------------------- membership
 
     async def _welcome(self, role: Role, message: Join) -> Welcome:
-        """Admit a worker that joined on the subject of `role`.
-
-        Raises:
-            Refused: if the worker names another role, or has an id of another role.
-        """
-        if message.role != role or not message.worker.startswith(f"{role}-"):
-            raise Refused(
-                "kernel",
-                f"{message.worker!r} with role {message.role!r} joined on the subject of role {role!r}; "
-                f"ids of that role begin with '{role}-'",
-            )
-        self._fleet.join(message)
+        """Admit a worker that joined on the subject of `role`."""
+        self._fleet.join(role, message)
         log.info("worker joined", worker=message.worker, place=message.place)
         return Welcome(
             config=msgspec.msgpack.encode(msgspec.to_builtins(self._config)),

@@ -155,7 +155,7 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
             try:
                 async with _server(setup):
                     bootstrap = Bootstrap.read(setup.folder / "bus" / "kernel.json")
-                    async with connect(bootstrap, setup.names.inbox("kernel"), name="kernel") as bus:
+                    async with connect(bootstrap) as bus:
                         await own_run(setup, bus, ending)
             finally:
                 setup.view.stop()

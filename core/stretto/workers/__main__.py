@@ -1,4 +1,4 @@
-"""`python -m stretto.workers BOOTSTRAP --id ID`: run one worker process. Launchers start this command.
+"""`python -m stretto.workers BOOTSTRAP`: run one worker process. Launchers start this command.
 
 It is not a command of `stretto`, whose command line takes a tenth of a second to import.
 """
@@ -13,7 +13,5 @@ from stretto.workers.worker import main
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m stretto.workers", description="Run one worker process.")
-    parser.add_argument("bootstrap", type=Path, help="file with the bus address and the role's credentials")
-    parser.add_argument("--id", required=True, help="id of the worker, unique in the run")
-    arguments = parser.parse_args()
-    sys.exit(main(arguments.bootstrap, arguments.id))
+    parser.add_argument("bootstrap", type=Path, help="file with the bus address, credentials and id")
+    sys.exit(main(parser.parse_args().bootstrap))

@@ -68,16 +68,16 @@ class WorkerContext:
         self._listeners.append(listener)
 
     def check_lease(self, lease_epoch: int) -> None:
-        """Accept a command only from the kernel that owns the run.
+        """Accept a command only from the kernel that owns the run: a kernel announces its lease epoch with
+        its welcome and its beacons, and a command cannot announce another one.
 
         Raises:
-            Refused: if a newer kernel than the sender owns the run.
+            Refused: if the command has another lease epoch.
         """
-        if lease_epoch < self.lease_epoch:
+        if lease_epoch != self.lease_epoch:
             raise Refused(
                 self.worker, f"a kernel of lease epoch {self.lease_epoch} owns the run, not {lease_epoch}"
             )
-        self.lease_epoch = lease_epoch
 
     def receive_beacon(self, beacon: Beacon) -> None:
         """Store a beacon and call the listeners. Ignore a beacon of a kernel that has been replaced."""

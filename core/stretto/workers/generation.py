@@ -224,14 +224,14 @@ class Generations:
         self._bus = context.bus
         self._engines = engines
         self._deterministic = context.composed.config.inference.deterministic
-        self._reply = f"{context.bus.inbox('inference')}.chunks.in"
         self._running: dict[str, _Generation] = {}
         """Running requests by the name that their current engine knows."""
         context.on_beacon(self._look)
 
     async def open(self) -> None:
         """Listen for chunks. Called once, before `run`."""
-        await self._bus.subscribe(self._reply, ChunkBatch, self._take)
+        chunks = self._context.names.chunks(self._bus.inbox)
+        await self._bus.subscribe(chunks, ChunkBatch, self._take)
 
     async def run(
         self,
@@ -327,7 +327,7 @@ class Generations:
             min_version=generation.floor.version,
         )
         subject = self._context.names.worker("inference", engine, "generate")
-        await self._bus.publish(subject, Generate(request, self._reply, generation.exact_version))
+        await self._bus.publish(subject, Generate(request, self._bus.inbox, generation.exact_version))
 
     async def _release(self, engine: str, generation: _Generation, name: str) -> None:
         """Tell the engine that it can forget the request."""

@@ -53,8 +53,7 @@ class Heartbeats:
 
     def __init__(self, bootstrap: Bootstrap, role: Role, first: Heartbeat) -> None:
         self._bootstrap = bootstrap
-        names = Subjects(bootstrap.run)
-        self._subject, self._inbox = names.kernel(role, "heartbeat"), names.inbox(role)
+        self._subject = Subjects(bootstrap.run).kernel(role, "heartbeat")
         self._newest = first
         self._updated_at = time.monotonic()
         self._wrote_stacks = False
@@ -69,7 +68,7 @@ class Heartbeats:
         """Send heartbeats until cancelled. The thread runs it."""
         while True:
             try:
-                async with connect(self._bootstrap, self._inbox, name=self._newest.worker) as bus:
+                async with connect(self._bootstrap) as bus:
                     while True:
                         await bus.publish(self._subject, self._stamped())
                         # The whole process was suspended for that time, not its event loop alone.

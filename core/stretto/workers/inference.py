@@ -74,8 +74,8 @@ _ROWS_S = 30.0
 class _Request:
     """A request that is not confirmed yet, with all its chunks so far."""
 
-    reply: str
-    """Subject that the chunks go to."""
+    inbox: str
+    """Inbox of the rollout worker that gets the chunks."""
     unfinished: int
     """Samples that are not finished."""
     chunks: list[list[Chunk]] = field(default_factory=list[list[Chunk]])
@@ -153,17 +153,17 @@ class InferenceWorker:
         if known is None:
             count = len(request.seeds) - request.have.count(-1)
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
-            self._requests[request.id] = _Request(message.reply, count, no_chunks, time.monotonic())
+            self._requests[request.id] = _Request(message.inbox, count, no_chunks, time.monotonic())
             assert self._engine is not None
             self._engine.generate(request)
             return
-        known.reply, known.active_at = message.reply, time.monotonic()
+        known.inbox, known.active_at = message.inbox, time.monotonic()
         for sample, chunks in enumerate(known.chunks):
             have = request.have[sample] if request.have else 0
             if have < 0:
                 continue
             missing = [part for chunk in chunks if (part := _from(chunk, have)) is not None]
-            self._queue(known.reply, missing)
+            self._queue(known.inbox, missing)
 
     def _confirm(self, message: Confirm) -> None:
         for request in message.requests:
@@ -214,7 +214,7 @@ class InferenceWorker:
         request.chunks[chunk.sample].append(chunk)
         request.active_at = time.monotonic()
         request.unfinished -= bool(chunk.finish)
-        self._queue(request.reply, [chunk])
+        self._queue(request.inbox, [chunk])
 
     def _trust(self, version: int) -> None:
         """Mark a version as verified, and send the chunks that were held because of it."""
@@ -223,9 +223,9 @@ class InferenceWorker:
         for chunks in held_chunks.values():
             self._emit(chunks)
 
-    def _queue(self, reply: str, chunks: list[Chunk]) -> None:
+    def _queue(self, inbox: str, chunks: list[Chunk]) -> None:
         if chunks:
-            self._outgoing.setdefault(reply, []).extend(chunks)
+            self._outgoing.setdefault(inbox, []).extend(chunks)
             self._pending.set()
 
     async def _send(self) -> None:
@@ -235,10 +235,10 @@ class InferenceWorker:
             self._pending = anyio.Event()
             outgoing, self._outgoing = self._outgoing, {}
             samples = 0
-            for reply, chunks in outgoing.items():
+            for inbox, chunks in outgoing.items():
                 batch = _batch(self._context.worker, chunks)
                 samples += len(batch.heads)
-                await self._bus.publish(reply, batch)
+                await self._bus.publish(self._context.names.chunks(inbox), batch)
             await anyio.sleep(min(_BASE_PAUSE_S + _SAMPLE_PAUSE_S * samples, _MAX_PAUSE_S))
 
     async def _load(self, message: AskLoad) -> LoadReport:

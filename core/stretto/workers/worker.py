@@ -52,17 +52,17 @@ _COLLECT_WHILE_LOADING = 1_000_000
 objects that stay; with Python's default the collector takes a fifth of the time that they need."""
 
 
-def main(bootstrap_file: Path, worker: str) -> int:
+def main(bootstrap_file: Path) -> int:
     """Run a worker process, and return its exit status."""
-    faulthandler.register(
-        signal.SIGUSR1
-    )  # writes the stacks of all threads to stderr, even of a hanging loop
+    # Writes the stacks of all threads to stderr, even while the event loop hangs.
+    faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
     bootstrap = Bootstrap.read(bootstrap_file)
+    worker = bootstrap.worker
     file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
     log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
     try:
-        anyio.run(_work, bootstrap, worker)
+        anyio.run(_work, bootstrap)
     except BaseExceptionGroup as group:
         for error in leaves(group):
             log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
@@ -75,15 +75,15 @@ def main(bootstrap_file: Path, worker: str) -> int:
     return 0
 
 
-async def _work(bootstrap: Bootstrap, worker: str) -> None:
-    names = Subjects(bootstrap.run)
+async def _work(bootstrap: Bootstrap) -> None:
+    names, worker = Subjects(bootstrap.run), bootstrap.worker
     role: Role = bootstrap.role  # pyright: ignore[reportAssignmentType] - the kernel's bootstrap is not a worker's
     nonce = secrets.token_hex(4)
     first = Heartbeat(worker, nonce, ready=False)
-    async with connect(bootstrap, names.inbox(role), name=worker) as bus:
+    async with connect(bootstrap) as bus:
         with heartbeats(bootstrap, role, first) as beats:
             place = f"{socket.gethostname()} pid {os.getpid()}"
-            join = Join(worker, role, place, nonce)
+            join = Join(worker, role, place, nonce, bootstrap.token)
             welcome = await bus.request(
                 names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=_JOIN_S
             )

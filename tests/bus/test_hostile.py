@@ -1,0 +1,320 @@
+"""Hostile messages: names that are protocol, replies to foreign subjects, counts that would take memory."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import nats
+import nats.errors
+import psutil
+import pytest
+from nats.aio.client import Client
+
+from stretto.array import Array
+from stretto.bus.client import Bus, decoder
+from stretto.bus.joining import is_token_of, write_bootstrap
+from stretto.bus.lock import KernelLock
+from stretto.bus.messages import (
+    Beacon,
+    ChunkBatch,
+    Generate,
+    GroupFailed,
+    Heartbeat,
+    Join,
+    KernelLease,
+    Leaving,
+    Peer,
+    Scored,
+    ScoreSamples,
+    Subjects,
+    Ticket,
+    TrajectoryBundle,
+    Welcome,
+)
+from stretto.bus.server import Bootstrap, NatsServer
+from stretto.engine import GenerateRequest, Sampling
+from stretto.errors import BusError, ConfigError, NoAnswer
+
+OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
+
+INJECTION = "rollout-0 0\r\n\r\nPUB $JS.API.STREAM.PURGE.JOURNAL_test-run 0\r\n\r\nPUB x"
+PART = struct.Struct(">B16sII")
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
+    with anyio.fail_after(deadline_s):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+@pytest.fixture
+async def raw(server: NatsServer, tmp_path: Path) -> Any:
+    """`await raw("rollout")`: a plain NATS client with the credentials of a role."""
+    clients: list[Client] = []
+
+    async def connect(role: str) -> Client:
+        login = msgspec.json.decode((tmp_path / "bus" / f"{role}.json").read_bytes())
+        clients.append(
+            await nats.connect(
+                server.url,
+                user=login["user"],
+                password=login["password"],
+                inbox_prefix=f"st.test-run.inbox.{role}".encode(),
+                error_cb=ignore,
+            )
+        )
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        await client.close()
+
+
+async def ignore(error: Exception) -> None:
+    del error
+
+
+# --------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Join(INJECTION, "rollout", "p", "n", "t"),
+        Heartbeat(INJECTION, "n", True),
+        Leaving("inference-0.x", "n", "bye"),
+        Beacon(1, 0, "running", (Peer(INJECTION, "verifier"),)),
+        ChunkBatch("nobody-0", (), *[Array.of([], "<i4")] * 3),
+        Generate(GenerateRequest("q", Array.of([1]), (1,), Sampling(), 0), INJECTION),
+        Generate(GenerateRequest("q", Array.of([1]), (1,), Sampling(), 0), "a.b"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_names_that_are_no_names_are_malformed(message: Any) -> None:
+    with pytest.raises(msgspec.ValidationError, match="matching regex"):
+        decoder(type(message))(msgspec.msgpack.encode(message))
+
+
+@pytest.mark.parametrize(
+    "name", [INJECTION, "", "rollout", "rollout-", "kernel-0", "rollout-0\n", "rollout-*", "rollout-0.x"]
+)
+def test_no_subject_is_made_from_such_a_name(name: str) -> None:
+    with pytest.raises(BusError, match="is not the id of a worker"):
+        Subjects("r").worker("rollout", name, "generate")
+
+
+async def test_the_client_checks_subjects_too(open_bus: OpenBus, names: Subjects) -> None:
+    async with open_bus("rollout") as rollout:
+        with pytest.raises(nats.errors.BadSubjectError):
+            await rollout.publish(f"{names.progress} 0\r\n\r\nPING", Leaving("rollout-0", "n", ""))
+
+
+def test_a_worker_joins_only_under_the_id_of_its_token(tmp_path: Path, server: NatsServer) -> None:
+    del server
+    bus = tmp_path / "bus"
+    file = write_bootstrap(bus, "rollout-7")
+    assert file.stat().st_mode & 0o777 == 0o600
+    bootstrap = Bootstrap.read(file)
+    assert (bootstrap.role, bootstrap.worker, bootstrap.user) == ("rollout", "rollout-7", "rollout")
+    assert is_token_of(bus, "rollout", "rollout-7", bootstrap.token)
+    assert not is_token_of(bus, "rollout", "rollout-8", bootstrap.token)
+    assert not is_token_of(bus, "trainer", "rollout-7", bootstrap.token)
+    assert not is_token_of(bus, "rollout", "rollout-7", "")
+    assert Bootstrap.read(write_bootstrap(bus, "rollout-7")).token == bootstrap.token
+    with pytest.raises(ConfigError, match="is not the id of a worker"):
+        write_bootstrap(bus, "../rollout-7")
+
+
+# --------------------------------------------------------------------------- replies
+
+
+async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
+    open_bus: OpenBus, names: Subjects, raw: Any
+) -> None:
+    joins: list[str] = []
+
+    async def welcome(message: Join) -> Welcome:
+        joins.append(message.worker)
+        return Welcome(b"", "r", "", 1, 1.0, {}, 1.0, KernelLock("", "", ""))
+
+    async with open_bus("kernel") as kernel:
+        await kernel.make_log(names.journal_stream, [names.journal])
+        await kernel.make_state(names.state_bucket)
+        lease = await kernel.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        await kernel.serve(names.kernel("rollout", "join"), Join, welcome)
+        attacker = await raw("rollout")
+        join = msgspec.msgpack.encode(Join("rollout-0", "rollout", "p", "n", "t"))
+        foreign = (
+            *(names.journal, f"$KV.{names.state_bucket}.kernel", f"$JS.API.STREAM.PURGE.{names.log_stream}"),
+            *(names.beacon, f"{names.answers('trainer', 'kernel')}.x.1", "", "x"),
+            f"{names.answers('rollout', 'kernel')}.x.1.y",
+            f"{names.answers('rollout', 'inference')}.x.1",
+        )
+        for subject in foreign:
+            await attacker.publish(names.kernel("rollout", "join"), join, reply=subject)
+        await until(lambda: kernel.refused == len(foreign))
+        assert not joins
+        assert await kernel.last_sequence(names.journal_stream, names.journal) == 0
+        assert await kernel.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
+
+
+async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
+    open_bus: OpenBus, names: Subjects, raw: Any
+) -> None:
+    """The server answers on any subject that a request names. The attacker names those of the kernel."""
+    async with open_bus("kernel") as kernel, open_bus("rollout") as honest:
+        await kernel.make_log(names.journal_stream, [names.journal])
+        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
+        await kernel.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=60)
+        await kernel.make_state(names.state_bucket)
+        lease = await kernel.put_state(names.state_bucket, "kernel", KernelLease("here"))
+        await honest.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
+        attacker, trainer = await raw("rollout"), await raw("trainer")
+        targets = (
+            names.journal,
+            names.groups,
+            f"$KV.{names.state_bucket}.kernel",
+            f"$JS.API.STREAM.PURGE.{names.log_stream}",
+        )
+        for index, target in enumerate(targets):
+            ticket = Ticket(index, 1, "train", 0, 0, 1)
+            await kernel.append(names.ticket("train"), ticket, id=ticket.name)
+            consumer = names.ticket("train").replace(".", "_")
+            take = f"$JS.API.CONSUMER.MSG.NEXT.{names.tickets_stream}.{consumer}"
+            await attacker.publish(take, b"1", reply=target)
+            await attacker.publish(names.trajectories, b"acknowledged", reply=target)
+            await trainer.publish(f"$JS.API.DIRECT.GET.{names.log_stream}", b'{"seq": 1}', reply=target)
+        await attacker.flush()
+        await trainer.flush()
+        # The store answers in order: an append after the attacks is after their effects.
+        await honest.append(names.groups, GroupFailed("train", 2, 1, "w", ""), id="2")
+        assert await kernel.last_sequence(names.journal_stream, names.journal) == 0
+        assert await kernel.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
+        seen: list[tuple[int, Any]] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def follow() -> None:
+                async for item in kernel.follow(names.log_stream, names.groups, GroupFailed, start=1):
+                    seen.append(item)
+
+            tasks.start_soon(follow)
+            await until(lambda: len(seen) == 2)
+            tasks.cancel_scope.cancel()
+        assert [message.ticket for _, message in seen] == [1, 2]
+        assert kernel.refused == 0
+
+
+async def test_no_other_role_can_answer_a_request(open_bus: OpenBus, names: Subjects, raw: Any) -> None:
+    """An inference worker knows the inbox of a rollout worker; it must not give rewards."""
+    score = names.worker("verifier", "verifier-0", "score")
+    async with open_bus("rollout") as rollout:
+        forger = await raw("inference")
+        forged = msgspec.msgpack.encode(Scored(((1.0, {}),)))
+
+        async def forge() -> None:
+            for _ in range(20):
+                await forger.publish(f"{names.answers('rollout', 'inference')}.{rollout.inbox}.1", forged)
+                await anyio.sleep(0.02)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(forge)
+            with pytest.raises(NoAnswer):
+                await rollout.request(
+                    score, ScoreSamples(b"", ("x",), b""), Scored, who="verifier-0", deadline_s=0.5
+                )
+
+
+async def test_a_role_may_ask_only_for_what_the_table_of_verbs_allows(
+    open_bus: OpenBus, names: Subjects, server: NatsServer, tmp_path: Path
+) -> None:
+    del open_bus
+    errors: list[str] = []
+
+    async def note(error: Exception) -> None:
+        errors.append(str(error).lower())
+
+    forbidden = {
+        "rollout": [
+            *(names.worker("inference", "inference-0", verb) for verb in ("swap", "load")),
+            names.worker("trainer", "trainer-0", "call"),
+            f"$JS.API.CONSUMER.CREATE.{names.log_stream}",
+        ],
+        "inference": [names.worker("trainer", "trainer-0", "column"), names.groups],
+        "trainer": [names.groups, names.worker("inference", "inference-0", "swap")],
+        "kernel": ["anything", names.journal, f"$JS.API.STREAM.PURGE.{names.log_stream}"],
+    }
+    for role, subjects in forbidden.items():
+        login = msgspec.json.decode((tmp_path / "bus" / f"{role}.json").read_bytes())
+        client = await nats.connect(server.url, user=login["user"], password=login["password"], error_cb=note)
+        errors.clear()
+        for subject in subjects:
+            await client.publish(subject, b"x")
+        await until(lambda subjects=subjects: len(errors) == len(subjects))
+        assert all("permissions violation" in error for error in errors)
+        await client.close()
+
+
+# ---------------------------------------------------------------------- parts and the log
+
+
+async def test_a_message_of_the_log_whose_parts_are_not_there_is_passed_over(
+    open_bus: OpenBus, names: Subjects, raw: Any
+) -> None:
+    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+        await kernel.make_log(names.log_stream, [names.trajectories, names.groups])
+        attacker = await raw("rollout")
+        stream = attacker.jetstream()
+        part = (await stream.publish(f"{names.groups}.part", bytes(2**19))).seq
+        plain = (await stream.publish(names.trajectories, b"no part")).seq
+        for sequences in ([99_999_999], [0], [-1], [plain], [part] * 4096, [part] * 5000, ["x"], 7):
+            await stream.publish(names.groups, b"\xc1" + msgspec.msgpack.encode(sequences))
+        await stream.publish(names.groups, b"\xc1")
+        await rollout.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
+        with anyio.fail_after(20):
+            _, message = await anext(kernel.follow(names.log_stream, names.groups, GroupFailed, start=1))
+        assert message.ticket == 1
+        assert kernel.refused == 9
+
+
+async def test_announced_parts_take_no_memory(open_bus: OpenBus, names: Subjects, raw: Any) -> None:
+    """A part says how many parts there are: 25 bytes that announce 2^32, and 200 MiB that never end."""
+    beats: list[Heartbeat] = []
+    async with open_bus("kernel") as kernel:
+        await kernel.subscribe(names.kernel("rollout", "heartbeat"), Heartbeat, beats.append)
+        attacker = await raw("rollout")
+        before = psutil.Process().memory_info().rss
+        for index in range(300):
+            head = PART.pack(0xC1, os.urandom(16), index % 2, 2**32 - 1)
+            await attacker.publish(names.kernel("rollout", "heartbeat"), head)
+        await until(lambda: kernel.refused == 300)
+        for index in range(400):
+            head = PART.pack(0xC1, os.urandom(16), 0, 2 + index)
+            await attacker.publish(names.kernel("rollout", "heartbeat"), head + bytes(2**19))
+            if index % 20 == 0:
+                await attacker.flush()
+        beat = Heartbeat("rollout-0", "n", True)
+        await attacker.publish(names.kernel("rollout", "heartbeat"), msgspec.msgpack.encode(beat))
+        await until(lambda: beats == [beat])
+        assert psutil.Process().memory_info().rss - before < 100 * 2**20
+
+
+async def test_a_payload_that_nobody_would_accept_is_refused_by_its_sender(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    async with open_bus("rollout") as rollout:
+        with pytest.raises(BusError, match="cannot be sent"):
+            await rollout.publish(names.progress, Leaving("rollout-0", "n", "x" * (49 * 2**20)))
+        del rollout
+
+
+def test_a_bundle_with_a_torn_array_is_malformed() -> None:
+    torn = ["TrajectoryBundle/1", 1, 1, 0, [["1/1/0", *[["<i4", [9], b"1234"]] * 4, 0.0, {}, "stop", "e", 0]]]
+    with pytest.raises(msgspec.ValidationError, match="bytes, not 4"):
+        decoder(TrajectoryBundle)(msgspec.msgpack.encode(torn))
