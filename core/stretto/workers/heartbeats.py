@@ -71,8 +71,10 @@ class Heartbeats:
                 async with connect(self._bootstrap) as bus:
                     while True:
                         await bus.publish(self._subject, self._stamped())
-                        # The whole process was suspended for that time, not its event loop alone.
-                        self._updated_at += await sleep_and_measure_delay(BEAT_S)
+                        late = await sleep_and_measure_delay(BEAT_S)
+                        # The whole process was suspended for that time, not its event loop alone. Not in one
+                        # statement with the await: the sum would forget an update during the sleep.
+                        self._updated_at += late
             except BusError as error:
                 log.warning("no connection for heartbeats", error=str(error))
 
