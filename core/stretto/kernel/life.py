@@ -39,6 +39,8 @@ log = structlog.get_logger()
 
 _NO_ROOM = ("No space left", "no space left", "Disk quota", "insufficient resources", "insufficient storage")
 """Words of the system and of nats-server for a disk without room."""
+_LITTLE_ROOM = 2**20
+"""Bytes. With less room, workers fail or fall silent for reasons that do not name the disk."""
 
 
 def run_to_end(composed: Composed) -> int:
@@ -168,7 +170,10 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
         log.error("run failed", exc_info=error)
     if ending.status == "repeated" and not setup.report.begun:  # there was nothing to repeat
         return {"status": ending.status}, ending.next_values
-    summary = setup.report.finish(ending.status, ending.reason + _full_disk(setup.folder, ending.reason))
+    reason = ending.reason
+    if ending.status == "failed":
+        reason += _full_disk(setup.folder, reason)
+    summary = setup.report.finish(ending.status, reason)
     if ending.status == "failed":
         setup.notify_plugins("stretto_run_failed", summary=summary, error=error or RunError(ending.reason))
     elif ending.status != "repeated":
@@ -177,11 +182,11 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
 
 
 def _full_disk(folder: Path, reason: str) -> str:
-    """Return which disk has no room and how much it has, if that is the reason for the end of the run; empty
-    otherwise."""
-    if not any(words in reason for words in _NO_ROOM):
-        return ""
+    """Return which disk has no room and how much it has, if that is the reason for the end of the run, or may
+    be; empty otherwise."""
     disk, size = folder, shutil.disk_usage(folder)
+    if not reason or (size.free >= _LITTLE_ROOM and not any(words in reason for words in _NO_ROOM)):
+        return ""
     while not disk.is_mount():
         disk = disk.parent
     return (
