@@ -33,7 +33,7 @@ from stretto.bus.messages import (
     Subjects,
     Welcome,
 )
-from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap
+from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.config import BusConfig
 from stretto.engine import Load
 from stretto.errors import NoAnswer
@@ -325,6 +325,44 @@ async def test_a_worker_on_another_machine_leaves_after_the_outage_time(
     with anyio.fail_after(30):
         assert "no beacon" in await watch.until_gone()
     assert time.monotonic() - began > 1.5
+
+
+async def test_a_worker_on_another_machine_stays_while_beacons_come(
+    kernel: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    del kernel
+    elsewhere = msgspec.structs.replace(KernelLock.of(tmp_path), machine="another")
+    watch = KernelWatch(elsewhere, grace_s=0.1, outage_s=1.0)
+    gone: list[str] = []
+
+    async def wait() -> None:
+        gone.append(await watch.until_gone())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        for _ in range(30):
+            await anyio.sleep(0.1)
+            watch.hear()
+        assert not gone
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_worker_that_starts_after_the_kernels_death_does_not_wait_to_join(tmp_path: Path) -> None:
+    bus = tmp_path / "bus"
+    lock = lock_run(bus)
+    server = await NatsServer.start(bus, "r", BusConfig(grace_s=1.0), tmp_path)
+    bootstrap = write_bootstrap(bus, "rollout-0")
+    lock.close()
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "stretto.workers", bootstrap], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        output, _ = worker.communicate(timeout=30)
+    finally:
+        worker.kill()
+        await server.stop()
+    assert worker.returncode == 1
+    assert "kernel did not answer on 'join'" in output
 
 
 def test_a_worker_leaves_when_a_later_kernel_owns_the_run() -> None:

@@ -74,6 +74,8 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """Folder for the worker's log."""
     outage_s: float = 300.0
     """Seconds for which the process repeats what a silent nats-server does not answer (`bus.outage_s`)."""
+    grace_s: float = 10.0
+    """Seconds without a kernel after which a worker that has not joined yet leaves (`bus.grace_s`)."""
     worker: str = ""
     """Id of the worker. Empty in the files of the kernel and of whole roles."""
     token: str = ""
@@ -172,7 +174,13 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
             ) from error
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     shared = Bootstrap(
-        url=config.url, run=run, role="", credentials_file=creds, logs=str(logs), outage_s=config.outage_s
+        url=config.url,
+        run=run,
+        role="",
+        credentials_file=creds,
+        logs=str(logs),
+        outage_s=config.outage_s,
+        grace_s=config.grace_s,
     )
     _bootstrap_files(folder, dict.fromkeys(_PARTIES, (user, password)), shared)
 
@@ -232,6 +240,7 @@ class NatsServer:
             store_password=passwords[STORE],
             logs=str(logs),
             outage_s=config.outage_s,
+            grace_s=config.grace_s,
         )
         _bootstrap_files(folder, {party: (party, passwords[party]) for party in _PARTIES}, shared)
         command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]

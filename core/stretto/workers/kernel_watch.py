@@ -37,8 +37,10 @@ class KernelWatch:
         """Wait until the kernel is gone, and return how it was noticed."""
         interval_s = min(0.5, self._limit_s / 4)
         while True:
-            # Suspended processes receive no beacons, so the time of a suspension does not count.
-            self._heard_at += await sleep_and_measure_delay(interval_s)
+            # Suspended processes receive no beacons, so the time of a suspension does not count. Not in one
+            # statement with the await: the sum would forget a beacon that comes during the sleep.
+            late = await sleep_and_measure_delay(interval_s)
+            self._heard_at += late
             silent_s = time.monotonic() - self._heard_at
             if silent_s > min(_SILENT_S, self._limit_s / 2) and self._sees_lock and self._lock.is_held():
                 self.hear()

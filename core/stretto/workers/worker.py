@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,9 +23,10 @@ import structlog
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import resources_of
 from stretto.bus.client import connect
+from stretto.bus.guard import is_locked
 from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Welcome
 from stretto.bus.server import Bootstrap
-from stretto.errors import ConfigError, ContractError, StrettoError, leaves
+from stretto.errors import ConfigError, ContractError, NoAnswer, leaves
 from stretto.launcher import Role, thread_variables
 from stretto.workers.context import RoleWorker, WorkerContext
 from stretto.workers.heartbeats import BEAT_S, Heartbeats, heartbeats
@@ -62,20 +64,40 @@ def main(bootstrap_file: Path) -> int:
     file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
     log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
     try:
-        anyio.run(_work, bootstrap)
+        anyio.run(_work, bootstrap, bootstrap_file.with_name("kernel.lock"))
     except BaseExceptionGroup as group:
         for error in leaves(group):
             log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
             print(f"{worker}: {type(error).__name__}: {error}", flush=True)
         return 1
-    except StrettoError as error:
-        log.error("worker failed", error=str(error))
-        print(f"{worker}: {error}", flush=True)
-        return 1
     return 0
 
 
-async def _work(bootstrap: Bootstrap) -> None:
+async def _work(bootstrap: Bootstrap, lock: Path) -> None:
+    async with anyio.create_task_group() as tasks:
+        joining = anyio.CancelScope()
+        tasks.start_soon(_expect_kernel, lock, bootstrap.grace_s, joining)
+        await _join_and_work(bootstrap, joining)
+
+
+async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope) -> None:
+    """Watch the kernel's lock, if this machine has it, until the worker has joined: before, the worker hears
+    no beacon.
+
+    Raises:
+        NoAnswer: if no kernel has held the lock for `grace_s` seconds.
+    """
+    with joining:
+        held_at = time.monotonic()
+        while lock.exists():
+            if is_locked(lock):
+                held_at = time.monotonic()
+            elif (waited_s := time.monotonic() - held_at) > grace_s:
+                raise NoAnswer("kernel", "join", waited_s)
+            await anyio.sleep(min(0.5, grace_s / 4))
+
+
+async def _join_and_work(bootstrap: Bootstrap, joining: anyio.CancelScope) -> None:
     names, worker = Subjects(bootstrap.run), bootstrap.worker
     role: Role = bootstrap.role  # pyright: ignore[reportAssignmentType] - the kernel's bootstrap is not a worker's
     nonce = secrets.token_hex(4)
@@ -87,6 +109,7 @@ async def _work(bootstrap: Bootstrap) -> None:
             welcome = await bus.request(
                 names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=_JOIN_S
             )
+            joining.cancel()
             context = WorkerContext(bus, names, worker, role, nonce, welcome)
             bus.explain = context.explain
             await _work_and_leave(context, beats)
