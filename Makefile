@@ -3,6 +3,8 @@
 # make coverage     the same tests, and which lines they run in all processes; fails below the floor in pyproject.toml
 # make lint         ruff, pyright (strict), import rules, spelling
 # make format       what ruff can mend
+# make test-slow   the tests that take a minute or more
+# make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
 #
@@ -25,20 +27,24 @@ JOBS ?= 3
 SLOW_JOBS ?= 2
 # A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
 PARALLEL := --dist loadfile --no-loadscope-reorder
+DEFAULT := not slow and not integration and not chaos
 ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart test test-slow test-integration coverage lint format bench clean
+.PHONY: quickstart test test-slow test-chaos test-integration coverage lint format bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(SLOW_JOBS) $(PARALLEL) -m slow --timeout=1200 $(ARGS)
+
+test-chaos: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m chaos --timeout=3600 $(ARGS)
 
 test-integration: $(VENV)/installed
 test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLLM_PYTHON),,$(ENGINES)/vllm/installed)
@@ -49,7 +55,7 @@ test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLL
 coverage: $(VENV)/installed
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest -q -n $(JOBS) $(PARALLEL) -m "not slow and not integration" $(ARGS)
+	$(BIN)/python -m coverage run -m pytest -q -n $(JOBS) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

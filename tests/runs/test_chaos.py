@@ -28,16 +28,14 @@ def test_kills_at_random_moments_lose_and_double_nothing(tmp_path: Path) -> None
     assert (figures["lost"], figures["doubled"]) == (0, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
+@pytest.mark.chaos
 def test_kills_in_all_configurations_lose_and_double_nothing(tmp_path: Path) -> None:
     figures = chaos(tmp_path / "chaos", "--kills=32", "--seed=2")
     assert figures["kills"] >= 24
     assert (figures["lost"], figures["doubled"]) == (0, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
+@pytest.mark.chaos
 def test_kills_change_no_bit_of_a_synchronous_deterministic_run(tmp_path: Path) -> None:
     figures = chaos(tmp_path / "chaos", "--identical=5")
     assert figures["kills"] >= 10
