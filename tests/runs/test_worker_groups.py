@@ -156,6 +156,6 @@ def test_rows_that_cannot_be_trained_on_are_refused_or_end_the_run(start: Start,
     assert run.end() == 1
     reason = run.summary()["reason"]
     assert "row 1 of the dataset: column 'solution'" in reason
-    assert "correct the row, then resume the run" in reason
+    assert "correct the row, then: stretto resume RUN --accept-dataset" in reason
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "solution": "3"}) + "\n" for row in rows))
-    start(resume=run).assert_completed(8, bound=0)
+    start("--accept-dataset", resume=run).assert_completed(8, bound=0)

@@ -295,10 +295,7 @@ class Intake(Generic[Sample]):
         return begun, request.have or (0,) * count
 
     def _check_tokens(self, array: Array, name: str) -> NDArray[np.int32]:
-        try:
-            tokens = array.numpy()
-        except ValueError as error:
-            raise RequestError(f"{name!r}: {error}") from error
+        tokens = array.numpy()
         if not tokens.size:
             return _NO_TOKENS
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":

@@ -267,7 +267,9 @@ def _name_row(place: int) -> Generator[None]:
     try:
         yield
     except ConfigError as error:
-        message = f"row {place} of the dataset: {error}; correct the row, then resume the run"
+        message = (
+            f"row {place} of the dataset: {error}; correct the row, then: stretto resume RUN --accept-dataset"
+        )
         raise ConfigError(message, path="dataset") from error
 
 
