@@ -168,8 +168,11 @@ class Run:
 
     def worker(self, name: str) -> psutil.Process | None:
         """The process of a worker, if it runs."""
-        bootstrap = str(self.folder / "bus" / f"{name}.json")
-        return next((process for process in self.look() if bootstrap in _arguments(process)), None)
+        return self.process_with(str(self.folder / "bus" / f"{name}.json"))
+
+    def process_with(self, argument: str) -> psutil.Process | None:
+        """The process of the run that has this argument, if it runs."""
+        return next((process for process in self.look() if argument in _arguments(process)), None)
 
     def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
         deadline = time.monotonic() + deadline_s

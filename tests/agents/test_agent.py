@@ -745,7 +745,7 @@ def test_agents_that_never_end_fail_their_tickets_and_leave_nothing(start: Calla
         "queue.batch_size=1",
         out="never",
     )
-    run.until(lambda: run.worker("1000"))
+    run.until(lambda: run.process_with("1000"))
     assert run.end() == 1
     assert "was killed after agent_timeout_s=0.5" in run.summary()["reason"]
     run.assert_balanced()
