@@ -34,12 +34,13 @@ import tempfile
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -195,21 +196,37 @@ class Hopeless(Exception):
 class AttackedRun:
     """One run: its kernel process, from start or resume to its end, and all that it has started."""
 
-    def __init__(self, folder: Path, file: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        file: Path,
+        overrides: Sequence[str],
+        *,
+        output: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start the run in `folder`.
+
+        Args:
+            output: file for what the run prints; default next to its folder.
+            environment: more variables for its processes.
+        """
         self.folder = folder
+        self.output = output or folder.with_suffix(".txt")
         self.resumes = 0
+        self._environment = environment
         self._mark = f"{folder.name}-{time.time_ns()}"
         self._seen: dict[int, psutil.Process] = {}
         self._process = self._spawn("run", str(file), f"out={folder}", *overrides)
 
-    def resume(self) -> None:
+    def resume(self, *options: str) -> None:
         """Continue the run."""
         self.resumes += 1
-        self._process = self._spawn("resume", str(self.folder))
+        self._process = self._spawn("resume", str(self.folder), *options)
 
     def _spawn(self, *arguments: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "STRETTO_CHAOS": self._mark, "OMP_NUM_THREADS": "1"}
-        with self.folder.with_suffix(".txt").open("ab") as output:
+        environment = {**os.environ, **self._environment, "STRETTO_CHAOS": self._mark, "OMP_NUM_THREADS": "1"}
+        with self.output.open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "stretto", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -247,9 +264,7 @@ class AttackedRun:
 
     def kill(self, kinds: Sequence[str], draw: random.Random) -> int:
         """Kill one process of each kind, or all processes if there is no kind. Return their number."""
-        by_kind: defaultdict[str, list[psutil.Process]] = defaultdict(list)
-        for process in self.living():
-            by_kind[self._kind_of(process)].append(process)
+        by_kind = self.by_kind()
         if kinds:
             victims = [draw.choice(by_kind[kind]) for kind in kinds if by_kind[kind]]
         else:
@@ -258,6 +273,13 @@ class AttackedRun:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         return len(victims)
+
+    def by_kind(self) -> defaultdict[str, list[psutil.Process]]:
+        """Its processes that are still there, by their kind."""
+        found: defaultdict[str, list[psutil.Process]] = defaultdict(list)
+        for process in self.living():
+            found[self._kind_of(process)].append(process)
+        return found
 
     def living(self) -> list[psutil.Process]:
         """All processes of the run that are still there, the kernel's included."""
@@ -298,13 +320,15 @@ class AttackedRun:
 
     def text(self) -> str:
         """The end of what the run printed."""
-        lines = self.folder.with_suffix(".txt").read_text(errors="replace").splitlines()
+        lines = self.output.read_text(errors="replace").splitlines()
         return "\n".join(lines[-15:])
 
 
 KIND_TESTS: dict[str, Callable[[list[str]], bool]] = {
     **{
-        role: lambda arguments, role=role: "--id" in arguments and arguments[-1].startswith(f"{role}-")
+        role: lambda arguments, role=role: (
+            "stretto.workers" in arguments and Path(arguments[-1]).name.startswith(f"{role}-")
+        )
         for role in WORKERS
     },
     "scoring": lambda arguments: "stretto.children.reward" in arguments,
@@ -342,21 +366,27 @@ class Round:
     """Of the final weights and the optimizer, for `--identical`."""
 
 
-def attack(name: str, setup: Setup, kills: Sequence[Kill], seed: str, root: Path, steps: int) -> Round:
-    """Run a round in a folder below `root`. The folder stays if the round fails."""
-    result, began = Round(name), time.monotonic()
-    folder = root / re.sub(r"\W+", "-", name)
+def write_run_file(folder: Path, steps: int, grace_s: float) -> Path:
+    """Make a folder with a dataset and the file of a run of the mock engines. Return the run file."""
     folder.mkdir()
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = folder / "run.yaml"
-    file.write_text(RUN_FILE.format(rows=folder / "rows.jsonl", grace_s=GRACE_S, steps=steps))
+    file.write_text(RUN_FILE.format(rows=folder / "rows.jsonl", grace_s=grace_s, steps=steps))
+    return file
+
+
+def attack(name: str, setup: Setup, kills: Sequence[Kill], seed: str, root: Path, steps: int) -> Round:
+    """Run a round in a folder below `root`. The folder stays if the round fails."""
+    result, began = Round(name), time.monotonic()
+    folder = root / re.sub(r"\W+", "-", name)
+    file = write_run_file(folder, steps, GRACE_S)
     run = AttackedRun(folder / "run", file, setup.overrides)
     try:
         _carry_out(run, kills, random.Random(seed), result)
         _until_step(run, math.inf, result)
-        _check_nothing_is_left(run, result)
-        _audit(run, result)
+        check_nothing_is_left(run, result)
+        audit(run, result)
         result.digest = _digest_of(run.folder)
     except Hopeless as failure:
         result.failures.append(f"{failure}\n{run.text()}")
@@ -374,6 +404,8 @@ def _carry_out(run: AttackedRun, kills: Sequence[Kill], draw: random.Random, res
     """Carry out the plan, as far as the run lasts, and measure the recoveries."""
     newest = 0
     _until_step(run, 1, result)
+    if missing := {*WORKERS, "kernel", "nats-server", "guard"} - run.by_kind().keys():
+        raise Hopeless(f"does not recognise its processes: {', '.join(sorted(missing))}")
     for kill, following in pairwise([*kills, None]):
         assert kill is not None
         if kill.steps:
@@ -419,7 +451,7 @@ def _until_step(run: AttackedRun, step: float, result: Round, kill: Kill | None 
                 raise Hopeless(f"ended {resumes} times after step {newest}")
             if kill is not None and kill.late_resume:
                 # After a kill of all processes nobody is there to clean shared memory: `resume` does it.
-                _check_nothing_is_left(run, result, memory=bool(kill.kinds))
+                check_nothing_is_left(run, result, memory=bool(kill.kinds))
             run.resume()
             since, resumes = time.monotonic(), resumes + 1
         if time.monotonic() > since + HANG_S:
@@ -432,9 +464,11 @@ def _steps_of(run: AttackedRun) -> int:
     return int(re.findall(r"^steps: (\d+)$", text, re.MULTILINE)[0])
 
 
-def _check_nothing_is_left(run: AttackedRun, result: Round, *, memory: bool = True) -> None:
+def check_nothing_is_left(
+    run: AttackedRun, result: Round, *, memory: bool = True, grace_s: float = GRACE_S
+) -> None:
     """Wait, for the grace time at most, until no process of the run is left, and nothing in shared memory."""
-    deadline = time.monotonic() + GRACE_S + END_S
+    deadline = time.monotonic() + grace_s + END_S
     while left := [*run.processes(), *(run.shared_memory() if memory else [])]:
         if time.monotonic() > deadline:
             result.failures.append(f"left behind: {', '.join(left)}")
@@ -442,14 +476,14 @@ def _check_nothing_is_left(run: AttackedRun, result: Round, *, memory: bool = Tr
         time.sleep(0.1)
 
 
-def _audit(run: AttackedRun, result: Round) -> None:
+def audit(run: AttackedRun, result: Round) -> None:
     """Audit the run. Compare the mock trainer's own count of its steps, too."""
     command = [sys.executable, "-m", "stretto", "audit", str(run.folder), "--json"]
-    audit = subprocess.run(command, capture_output=True, text=True)
-    if audit.returncode not in (0, 1):
-        result.failures.append(f"cannot be audited: {audit.stderr}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        result.failures.append(f"cannot be audited: {done.stderr}")
         return
-    report = json.loads(audit.stdout)
+    report = json.loads(done.stdout)
     result.lost, result.doubled = report["lost"], report["doubled"]
     for check in report["checks"]:
         result.failures += [f"audit: {check['name']}: {each}" for each in check["violations"]]
