@@ -23,6 +23,7 @@ from stretto.bus.client import Bus
 from stretto.bus.joining import write_bootstrap
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
+    SERVER,
     AskLoad,
     Beacon,
     Heartbeat,
@@ -30,10 +31,11 @@ from stretto.bus.messages import (
     KernelLease,
     LoadReport,
     Message,
+    Refusal,
     Subjects,
     Welcome,
 )
-from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
+from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run, restart_server
 from stretto.config import BusConfig
 from stretto.engine import Load
 from stretto.errors import NoAnswer
@@ -138,6 +140,39 @@ async def test_a_killed_guard_is_started_again_with_the_same_server(
         assert after > before  # the same store, and the same credentials
         assert int(pid_file.read_text()) == server.process.pid != former.pid
         tasks.cancel_scope.cancel()
+
+
+async def test_a_store_that_a_full_disk_has_broken_is_named_and_works_after_a_restart(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of file sizes fails the server's writes as a full disk does."""
+    monkeypatch.setattr(client, "_STORE_ANSWER_S", 1.0)
+
+    def message(number: int) -> Refusal:
+        return Refusal(f"{number}" * 100_000)
+
+    async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
+        await kernel.make_log(names.journal_stream, [names.journal])
+        await kernel.append(names.journal, message(0), id="0")
+        assert kernel.longest_wait() is None
+        server = psutil.Process(server_pid(tmp_path))
+        server.rlimit(psutil.RLIMIT_FSIZE, (50_000, psutil.RLIM_INFINITY))
+        sequences: list[int] = []
+
+        async def append() -> None:
+            sequences.append(await kernel.append(names.journal, message(1), id="1"))
+
+        tasks.start_soon(append)
+        await until(lambda: (wait := kernel.longest_wait()) is not None and wait.seconds > 1.5)
+        wait = kernel.longest_wait()
+        assert wait is not None
+        assert (wait.who, wait.verb) == (SERVER, f"append to {names.journal}")
+        server.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+        await anyio.sleep(3)
+        assert not sequences, "the server stores again by itself: no restart is needed"
+        restart_server(tmp_path / "bus")
+        await until(lambda: sequences == [2])
+        assert kernel.longest_wait() is None
 
 
 async def test_a_guard_ends_a_server_that_outlived_the_former_guard(

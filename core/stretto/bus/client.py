@@ -53,7 +53,7 @@ from nats.js.api import (
 from nats.js.errors import APIError, KeyNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
-from stretto.bus.messages import Message, Refusal, Subjects, Wait
+from stretto.bus.messages import SERVER, Message, Refusal, Subjects, Wait
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Refused, StrettoError
 
@@ -70,6 +70,8 @@ log = structlog.get_logger()
 _PART = 0xC1
 _PART_HEAD = struct.Struct(">B16sII")  # mark, id of the whole payload, index, count
 _CONNECT_S = 20.0
+_STORE_ANSWER_S = 10.0
+"""Seconds for one attempt of an operation on the store."""
 _RESEND_S = 2.0
 _KEEP_ANSWERS = 1024
 _MAX_PAYLOAD = 48 * 2**20
@@ -232,7 +234,7 @@ class Bus:
         self._nats = client
         self._store_client = store
         self._outage_s = bootstrap.outage_s
-        self._jetstream: JetStreamContext = store.jetstream(timeout=10)
+        self._jetstream: JetStreamContext = store.jetstream(timeout=_STORE_ANSWER_S)
         self._names = Subjects(bootstrap.run)
         self._prefix = _inbox_of(bootstrap)
         self._token = secrets.token_hex(11)
@@ -241,7 +243,7 @@ class Bus:
         can answer."""
         self._requests = 0
         self._unanswered: dict[str, tuple[str, str, float]] = {}
-        """Process, verb and time of each request without an answer, oldest first."""
+        """Process, verb and time of each request without an answer, and of each operation on the store."""
         self._parts = _Parts()
         self._tasks: TaskGroup | None = None
         self._complaint = ""
@@ -349,12 +351,16 @@ class Bus:
         raise NoAnswer(who, subject, deadline_s)
 
     def longest_wait(self) -> Wait | None:
-        """Return the oldest request of this process that is not answered yet, if it is older than a
-        second."""
-        for who, verb, since in self._unanswered.values():
-            seconds = anyio.current_time() - since
-            return Wait(who, verb, seconds) if seconds > 1 else None
-        return None
+        """Return the oldest request of this process that is not answered yet, if it is older than a second.
+
+        Operations on the store count, too: then the server has to answer, and time without a connection does
+        not count.
+        """
+        if not self._unanswered:
+            return None
+        who, verb, since = min(self._unanswered.values(), key=lambda wait: wait[2])
+        seconds = anyio.current_time() - since
+        return Wait(who, verb, seconds) if seconds > 1 else None
 
     async def serve(
         self,
@@ -707,9 +713,12 @@ class Bus:
         """Run a JetStream operation, and repeat it for up to `outage_s` while the server does not answer. The
         time without a connection does not count. All these operations are idempotent."""
         remaining_s = self._outage_s
+        self._requests += 1
+        key = f"{action} {self._requests}"
         while True:
             await self._store_up.wait()
             began = anyio.current_time()
+            self._unanswered[key] = (SERVER, action, began - (self._outage_s - remaining_s))
             try:
                 return await operation()
             except (NotFoundError, KeyNotFoundError):
@@ -719,7 +728,9 @@ class Bus:
                     raise BusError(f"nats-server refuses {action!r}: {error.description}") from error
             except (TimeoutError, nats.errors.Error) as error:
                 if remaining_s <= 0:
-                    raise NoAnswer("nats-server", action, self._outage_s) from error
+                    raise NoAnswer(SERVER, action, self._outage_s) from error
+            finally:
+                del self._unanswered[key]
             await anyio.sleep(0.2)
             remaining_s -= anyio.current_time() - began
 

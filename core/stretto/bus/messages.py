@@ -23,6 +23,7 @@ from stretto.tools import ToolAnswer
 from stretto.weights import WeightsNote
 
 __all__ = [
+    "SERVER",
     "WORKER_VERBS",
     "Abort",
     "AbortTicket",
@@ -172,11 +173,15 @@ class Welcome(Message, frozen=True, tag="Welcome/2"):
     lock: KernelLock
 
 
+SERVER = "nats-server"
+"""Name of the server in `Wait.who`."""
+
+
 class Wait(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that a process has sent and that is not answered yet."""
 
     who: str
-    """The process that has to answer."""
+    """The process that has to answer: a worker, `kernel` or `SERVER`."""
     verb: str
     seconds: float
 

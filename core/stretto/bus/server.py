@@ -41,6 +41,7 @@ __all__ = [
     "fault_of_server",
     "foreign_bootstrap",
     "lock_run",
+    "restart_server",
     "run_id",
     "write_private",
 ]
@@ -283,6 +284,12 @@ class NatsServer:
         file = folder / "nats.log"
         tail = "\n".join(file.read_text().splitlines()[-5:]) if file.exists() else "it wrote no log"
         raise BusError(f"the bundled nats-server did not come up on port {port}: {tail}")
+
+
+def restart_server(folder: Path) -> None:
+    """Kill the bundled server whose folder is `folder`. Its guard starts it again, with the same store."""
+    with suppress(OSError, ValueError):  # it is starting just now
+        os.kill(int((folder / "nats.pid").read_text()), signal.SIGKILL)
 
 
 def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:

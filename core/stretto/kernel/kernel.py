@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 from stretto.bus.client import Bus
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
+    SERVER,
     Answers,
     Beacon,
     GroupDone,
@@ -38,6 +39,7 @@ from stretto.bus.messages import (
     TicketStarted,
     Welcome,
 )
+from stretto.bus.server import restart_server
 from stretto.errors import BusError, RunError
 from stretto.kernel.canary import EngineErrors
 from stretto.kernel.changes import differences, values_file
@@ -79,6 +81,8 @@ _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 _LEAVE_S = 8.0
 """At the end of the run, workers have this many seconds to leave before the kernel stops them."""
+_STORE_S = 30.0
+"""A server that answers pings, but nothing that asks its store, is started again after this many seconds."""
 _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine, in seconds."""
 _TURNS_PER_WORKFLOW = 10
@@ -162,6 +166,7 @@ class Kernel:
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(self._watch_bus)
+        self._tasks.start_soon(self._watch_store)
         self._tasks.start_soon(keep_status, self._setup, self._bus)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
@@ -375,6 +380,32 @@ class Kernel:
             f"no connection to nats-server at {self._bus.url} for {outage_s:g} s (bus.outage_s); "
             f"`stretto resume {self._setup.folder}` continues the run",
         )
+
+    async def _watch_store(self) -> None:
+        """Start the bundled nats-server again when it answers pings, but not what asks its store.
+
+        After a write that failed, the server writes to that stream no more, even if its disk has room again.
+        The run ends a little before workers give up by themselves.
+        """
+        folder, config = self._setup.folder, self._config.bus
+        next_restart_s = _STORE_S
+        while (waited_s := self._waited_for_store_s()) < 0.9 * config.outage_s:
+            if waited_s < _STORE_S:
+                next_restart_s = _STORE_S
+            elif waited_s >= next_restart_s and config.url is None:
+                next_restart_s = waited_s + _STORE_S
+                log.warning("the store does not answer; starting nats-server again", seconds=waited_s)
+                restart_server(folder / "bus")
+            await anyio.sleep(1)
+        self._ending.end(
+            "failed",
+            f"nats-server at {self._bus.url} answers, but its store has not for {waited_s:.0f} s; see "
+            f"{folder / 'bus' / 'nats.log'}; `stretto resume {folder}` continues the run",
+        )
+
+    def _waited_for_store_s(self) -> float:
+        waits = [self._bus.longest_wait(), *(member.wait for member in self._fleet.members.values())]
+        return max((wait.seconds for wait in waits if wait is not None and wait.who == SERVER), default=0.0)
 
     # --------------------------------------------------------------------------------- membership
 
