@@ -158,9 +158,11 @@ class Scorer:
     def _ask(self, data: bytes) -> bytes:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(framed(data))
+        self.process.stdin.write(framed(7, data))
         self.process.stdin.flush()
-        return self.process.stdout.read(HEAD.unpack(self.process.stdout.read(HEAD.size))[0])
+        size, number = HEAD.unpack(self.process.stdout.read(HEAD.size))
+        assert number == 7
+        return self.process.stdout.read(size)
 
     def end(self) -> None:
         self.process.kill()
@@ -294,6 +296,12 @@ def test_a_fork_never_returns_into_its_parents_code() -> None:
 
     with pytest.raises(RewardError, match="KeyError: 0"):
         score_within(AnswerLimits(cpu_s=5), fail, 1)
+
+    def fail_unspeakably(index: int) -> tuple[float, dict[str, float]]:
+        raise ValueError("\ud800")  # UTF-8 cannot say it
+
+    with pytest.raises(RewardError, match=r"ValueError: \\ud800"):
+        score_within(AnswerLimits(cpu_s=5), fail_unspeakably, 1)
 
 
 # ---------------------------------------------------------------------------------------------- rows

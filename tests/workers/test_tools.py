@@ -16,7 +16,7 @@ import anyio
 import msgspec
 import pytest
 
-from stretto.children.tools import Invocation, command, setup_frame
+from stretto.children.tools import Invocation, command, max_answer, setup_frame
 from stretto.serving.server import Server
 from stretto.tools import (
     MCPServer,
@@ -193,6 +193,10 @@ def broken() -> None:
     """Raises."""
     raise KeyError("no such key")
 
+def unspeakable() -> None:
+    """Raises what UTF-8 cannot say."""
+    raise ValueError("oh \\ud800")
+
 def text() -> str:
     """Long, with what UTF-8 cannot say."""
     return "\\ud800" + "x" * 500
@@ -212,7 +216,14 @@ async def tool_process(
     config: ToolsConfig, folder: Path, count: int = 1
 ) -> AsyncGenerator[tuple[ChildPool, bytes]]:
     sandboxed = command(config, "bubblewrap", str(folder))
-    program = Program("the tools", sandboxed.argv, setup_frame(config), sandboxed.env, sandboxed.folder)
+    program = Program(
+        "the tools",
+        sandboxed.argv,
+        setup_frame(config),
+        sandboxed.env,
+        sandboxed.folder,
+        max_answer(config),
+    )
     children = ChildPool(program, count)
     try:
         async with anyio.create_task_group() as tasks:
@@ -224,7 +235,7 @@ async def tool_process(
 
 async def call(children: ChildPool, name: str, timeout_s: float = 20, **arguments: Any) -> ToolAnswer:
     invocation = Invocation(name, json.dumps(arguments).encode())
-    return msgspec.msgpack.decode(await children.ask(invocation, timeout_s), type=ToolAnswer)
+    return await children.ask(invocation, ToolAnswer, timeout_s)
 
 
 async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
@@ -236,7 +247,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
     credentials = tmp_path / "out" / "bus" / "rollout.json"
     credentials.parent.mkdir(parents=True)
     credentials.write_text("{}")
-    names = ("double", "seen", "broken", "text", "hang", "leave")
+    names = ("double", "seen", "broken", "unspeakable", "text", "hang", "leave")
     config = ToolsConfig(
         tools=tuple(f"{tmp_path}/tools.py:{name}" for name in names), max_result_chars=400, env={"KEY": "k"}
     )
@@ -247,6 +258,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
             "error: wrong arguments: Expected `int`, got `str` - at `$.n`", failed=True
         )
         assert (await call(children, "broken")).text == "error: KeyError: 'no such key'"
+        assert (await call(children, "unspeakable")).text == "error: ValueError: oh ?"
         unknown = await call(children, "duoble")
         assert unknown.failed
         assert "no tool 'duoble'; did you mean 'double'?" in unknown.text

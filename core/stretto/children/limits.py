@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from stretto.children.protocol import HEAD, die_with_parent, framed
+from stretto.children.protocol import HEAD, die_with_parent, encodable, framed
 from stretto.errors import RewardError, place_of
 
 __all__ = ["LIMIT_METRICS", "AnswerLimits", "LimitedScore", "score_within"]
@@ -110,13 +110,13 @@ def _score_all(
                     status = _NO_MEMORY
                     return
                 except RewardError as error:
-                    result = LimitedScore(error=str(error))
+                    result = LimitedScore(error=encodable(str(error)))
                 except Exception as error:  # noqa: BLE001 - user code may raise anything; the score reports it
-                    result = LimitedScore(error=f"reward raised {place_of(error)}")
+                    result = LimitedScore(error=f"reward raised {encodable(place_of(error))}")
                     if result.error not in _printed:
                         traceback.print_exc()
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                pipe.write(framed(msgspec.msgpack.encode(result)))
+                pipe.write(framed(index, msgspec.msgpack.encode(result)))
                 if result.error:
                     break
         status = 0
@@ -137,7 +137,7 @@ def _frames(pipe: BinaryIO) -> list[LimitedScore]:
     """Return the scores that the fork wrote; skip a frame that is incomplete."""
     data, scores, start = pipe.read(), list[LimitedScore](), 0
     while len(data) >= start + HEAD.size:
-        [size] = HEAD.unpack_from(data, start)
+        size, _ = HEAD.unpack_from(data, start)
         start += HEAD.size
         if len(data) < start + size:
             break

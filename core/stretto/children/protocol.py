@@ -1,7 +1,9 @@
 """The protocol between a verifier worker and its child processes, over the child's standard pipes.
 
-Each frame is 4 bytes of length (big-endian), then msgpack. The first frame sets the child up, and the child
-answers with `Started`. Then the child answers each question, one at a time, until its input ends.
+Each frame is a head and msgpack: 4 bytes of length and 8 bytes with the number of the question, both
+big-endian. The first frame sets the child up, and the child answers with `Started`. Then the child answers
+each question, one at a time, until its input ends. An answer has the number of its question. Numbers are
+random: code that runs in the child cannot write a frame that answers a later question.
 """
 
 from __future__ import annotations
@@ -21,11 +23,26 @@ import msgspec
 from stretto.errors import RewardError, StrettoError, place_of
 from stretto.user_code.child_process import last_line, run_child
 
-__all__ = ["HEAD", "Pipes", "Started", "die_with_parent", "framed", "serve", "try_to_ask", "try_to_start"]
+__all__ = [
+    "HEAD",
+    "MAX_FRAME",
+    "Pipes",
+    "Started",
+    "die_with_parent",
+    "encodable",
+    "framed",
+    "serve",
+    "try_to_ask",
+    "try_to_start",
+]
 
 T = TypeVar("T")
 
-HEAD = struct.Struct(">I")
+HEAD = struct.Struct(">IQ")
+"""Length of the content in bytes, and number of the question."""
+MAX_FRAME = 64 * 2**20
+"""Largest content of a frame in bytes, in both directions. The largest contents are the scores of a group
+with their metrics, and conversations with the state of their environment: a few MiB at most."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,15 +63,28 @@ class Pipes:
         self._read, self._write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         sys.stdin = open(os.devnull)  # noqa: SIM115, PTH123
+        self._number = 0
 
     def receive(self) -> bytes | None:
-        """Return the content of the next frame; None at the end of the input."""
+        """Return the content of the next frame; None at the end of the input.
+
+        Raises:
+            ValueError: if the frame announces more than `MAX_FRAME` bytes.
+        """
         head = self._read.read(HEAD.size)
-        return self._read.read(HEAD.unpack(head)[0]) if len(head) == HEAD.size else None
+        if len(head) < HEAD.size:
+            return None
+        size, self._number = HEAD.unpack(head)
+        _check_size(size)
+        return self._read.read(size)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message as one frame."""
-        self._write.write(framed(msgspec.msgpack.encode(message)))
+        """Answer the latest frame.
+
+        Raises:
+            ValueError: if the message has more than `MAX_FRAME` bytes.
+        """
+        self._write.write(framed(self._number, msgspec.msgpack.encode(message)))
         self._write.flush()
 
 
@@ -84,7 +114,8 @@ def serve(
         user_code = make(first)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; `Started` reports it
         traceback.print_exc()
-        pipes.send(Started(f"{cannot}: {error if isinstance(error, StrettoError) else place_of(error)}"))
+        reason = str(error) if isinstance(error, StrettoError) else place_of(error)
+        pipes.send(Started(f"{cannot}: {encodable(reason)}"))
         return
     pipes.send(Started())
     reasons: set[str] = set()
@@ -92,18 +123,33 @@ def serve(
         try:
             pipes.send(answer(user_code, data))
         except RewardError as error:
-            pipes.send(failure(str(error)))
+            pipes.send(failure(encodable(str(error))))
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer reports it
-            reason = place_of(error)
+            reason = encodable(place_of(error))
             if reason not in reasons:  # print each traceback once to the verifier's output
                 reasons.add(reason)
                 traceback.print_exc()
             pipes.send(failure(f"{name} raised {reason}"))
 
 
-def framed(data: bytes) -> bytes:
-    """Return bytes as a frame."""
-    return HEAD.pack(len(data)) + data
+def framed(number: int, data: bytes) -> bytes:
+    """Return bytes as a frame.
+
+    Raises:
+        ValueError: if there are more than `MAX_FRAME` bytes.
+    """
+    _check_size(len(data))
+    return HEAD.pack(len(data), number) + data
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_FRAME:
+        raise ValueError(f"a frame has {size} bytes; at most {MAX_FRAME} are allowed")
+
+
+def encodable(text: str) -> str:
+    """Return text without lone surrogates, which UTF-8 and so msgpack cannot encode."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def die_with_parent() -> None:
@@ -148,7 +194,8 @@ def try_to_ask(
     Raises:
         TimeoutError: if the child does not end within `timeout_s`; the child is then killed.
     """
-    frames_in = b"".join(map(framed, [setup, *map(msgspec.msgpack.encode, questions)]))
+    contents = [setup, *map(msgspec.msgpack.encode, questions)]
+    frames_in = b"".join(framed(number, content) for number, content in enumerate(contents))
     done = run_child(argv, frames_in, timeout_s, env=env, folder=folder)
     frames = list(_unframed(done.stdout))
     started = msgspec.msgpack.decode(frames[0], type=Started) if frames else None
@@ -158,7 +205,12 @@ def try_to_ask(
 
 
 def _unframed(data: bytes) -> Iterator[bytes]:
-    """Yield the contents of the complete frames."""
-    while len(data) >= HEAD.size and len(data) >= (end := HEAD.size + HEAD.unpack(data[: HEAD.size])[0]):
-        yield data[HEAD.size : end]
-        data = data[end:]
+    """Yield the contents of the complete frames that have the numbers 0, 1, and so on."""
+    start = expected = 0
+    while len(data) >= start + HEAD.size:
+        size, number = HEAD.unpack_from(data, start)
+        start += HEAD.size + size
+        if len(data) < start or number != expected:
+            return
+        yield data[start - size : start]
+        expected += 1

@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from stretto.children.protocol import Pipes, Started, try_to_start
+from stretto.children.protocol import MAX_FRAME, Pipes, Started, encodable, try_to_start
 from stretto.component import Problem, SandboxMode
 from stretto.errors import nearest, place_of
 from stretto.tools import MCPServer, Tool, ToolAnswer, ToolsConfig, text_of, tool_of
@@ -32,10 +32,14 @@ if TYPE_CHECKING:
 
     from stretto.config import RunConfig
 
-__all__ = ["Invocation", "command", "setup_frame", "try_to_make"]
+__all__ = ["Invocation", "command", "max_answer", "setup_frame", "try_to_make"]
 
 _TRY_S = 60.0
 """Time limit for making the tools in a trial."""
+_MAX_CHARACTER = 4
+"""Bytes of the longest character in UTF-8."""
+_MAX_REST = 1024
+"""Bytes of an answer besides the result, such as the note that the result is cut."""
 
 
 class Invocation(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +87,11 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
 def setup_frame(config: ToolsConfig) -> bytes:
     """Return the first frame for the process: the tools and the MCP servers."""
     return msgspec.msgpack.encode(_Setup(config.tools, config.mcp, config.max_result_chars))
+
+
+def max_answer(config: ToolsConfig) -> int:
+    """Return the size in bytes of the largest answer to a call: a result of the maximum length."""
+    return min(_MAX_CHARACTER * config.max_result_chars + _MAX_REST, MAX_FRAME)
 
 
 def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
@@ -175,22 +184,29 @@ class _ServerError(Exception):
 
 async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: int) -> ToolAnswer:
     """Return the result of a call as text, or the error as text for the policy."""
+
+    def failed(reason: str) -> ToolAnswer:
+        return ToolAnswer(_without_surrogates(text_of(f"error: {reason}", max_chars)), failed=True)
+
     tool = tools.get(invocation.name)
     if tool is None:
         hint = nearest(invocation.name, tools)
-        return ToolAnswer(
-            f"error: no tool {invocation.name!r}{hint or ';'} tools: {', '.join(tools)}", failed=True
-        )
+        return failed(f"no tool {invocation.name!r}{hint or ';'} tools: {', '.join(tools)}")
     try:
         text = text_of(await tool.run(json.loads(invocation.arguments)), max_chars)
     except msgspec.ValidationError as error:
-        return ToolAnswer(f"error: wrong arguments: {error}", failed=True)
+        return failed(f"wrong arguments: {error}")
     except _ServerError as error:
-        return ToolAnswer(text_of(f"error: {error}", max_chars), failed=True)
+        return failed(str(error))
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer tells the policy
         print(f"tool {tool.name!r} raised {place_of(error)}", file=sys.stderr, flush=True)
-        return ToolAnswer(text_of(f"error: {type(error).__name__}: {error}", max_chars), failed=True)
-    return ToolAnswer(text.encode(errors="replace").decode())
+        return failed(f"{type(error).__name__}: {error}")
+    return ToolAnswer(_without_surrogates(text))
+
+
+def _without_surrogates(text: str) -> str:
+    """Replace each lone surrogate, which UTF-8 cannot encode, by one question mark."""
+    return text.encode(errors="replace").decode()
 
 
 async def _serve(pipes: Pipes) -> None:
@@ -203,7 +219,7 @@ async def _serve(pipes: Pipes) -> None:
             tools = await _tools(setup, stack)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; `Started` reports it
             traceback.print_exc()
-            pipes.send(Started(f"the tools cannot be made: {place_of(error)}"))
+            pipes.send(Started(f"the tools cannot be made: {encodable(place_of(error))}"))
             return
         pipes.send(Started(data=msgspec.msgpack.encode([tool.schema for tool in tools.values()])))
         while (data := await anyio.to_thread.run_sync(pipes.receive)) is not None:

@@ -24,6 +24,7 @@ import anyio
 
 from stretto.component import Problem, SandboxMode
 from stretto.user_code.child_process import last_line, run_child
+from stretto.user_code.guard import guarded
 
 if TYPE_CHECKING:
     from anyio.abc import Process
@@ -44,18 +45,6 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc
 _SCRATCH = "/tmp"  # noqa: S108
 _NEVER_WHOLE = (Path("/"), Path(_SCRATCH), Path.home())
 _TRY_S = 20.0
-
-# Without a sandbox: a new process group, which is killed as one and ends with the process that started it.
-_UNSAFE = """\
-import ctypes, os, signal, subprocess, sys
-os.setsid()
-signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    os.getppid() == int(sys.argv[1]) or sys.exit("the process that started this one has gone")
-status = subprocess.call(sys.argv[2:])
-sys.exit(status if status >= 0 else 128 - status)
-"""
 
 
 @dataclass(frozen=True)
@@ -117,8 +106,7 @@ def sandbox_command(
     limited_argv = _with_limits(argv, memory_mb)
     folder = folder or writable
     if sandbox == "unsafe":
-        command = [sys.executable, "-I", "-S", "-c", _UNSAFE, str(os.getpid()), *limited_argv]
-        return SandboxedCommand(command, _environment(str(Path.home()), env), folder)
+        return SandboxedCommand(guarded(limited_argv), _environment(str(Path.home()), env), folder)
     options = [
         *_namespaces(network),
         *("--size", str(scratch_mb * 2**20), "--tmpfs", _SCRATCH),
@@ -135,11 +123,14 @@ def can_show(folder: Path) -> bool:
 
 
 def kill(process: Process) -> None:
-    """Kill a process that `SandboxedCommand.start` started, and all processes that it started in turn."""
-    with suppress(ProcessLookupError):
-        process.kill()
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a process group only without a sandbox
+    """End a process that `SandboxedCommand.start` or a guarded command started, and all processes that it
+    started in turn. It may take a moment: wait for the process."""
+    # The guard and bubblewrap end with all their processes at SIGTERM, also if they were stopped. The
+    # process's own `kill` could collect the exit status before asyncio does: the status would be lost.
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
 def sandbox_problem() -> str:

@@ -3,27 +3,40 @@ long."""
 
 from __future__ import annotations
 
+import secrets
+import signal
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import msgspec
+import structlog
 from anyio.abc import Process, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from stretto.children.protocol import HEAD, Started, framed
+from stretto.children.protocol import HEAD, MAX_FRAME, Started, framed
 from stretto.errors import RewardError
 from stretto.user_code.sandbox import kill
+from stretto.workers.output import ChildOutput
 
 __all__ = ["ChildEnded", "ChildPool", "Program"]
 
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
 _START_S = 120.0
 _END_S = 2.0
+_ATTEMPTS = 2
+"""Children that a question, or the start of a child, may lose to causes outside them."""
 _PIPE_ERRORS = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.IncompleteRead)
+_NOT_AN_ANSWER = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_KILLS = (signal.SIGKILL, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -33,28 +46,42 @@ class Program:
     name: str
     """Name of the child in messages."""
     argv: Sequence[str]
+    """The command: in the sandbox, or under a guard (see `stretto.user_code.guard`)."""
     setup: bytes
     """Content of the child's first frame."""
     env: Mapping[str, str] | None = None
     """Environment variables; None for those of this process."""
     folder: Path | None = None
     """Working folder; None for that of this process."""
+    max_answer: int = MAX_FRAME
+    """Size in bytes of the largest answer to a question."""
 
 
 class ChildEnded(Exception):
     """A child ended before it answered a question; the text says how it ended."""
 
 
+class _Blameless(ChildEnded):
+    """A child was lost, and the question may not be the cause: another child may answer it."""
+
+
 class ChildPool:
-    """Up to `count` processes of one program. The pool starts each when it is needed."""
+    """Up to `count` processes of one program. The pool starts each when it is needed.
+
+    Once the pool has lost a child, it also keeps a spare: a process that has started Python, but has not made
+    the user's code. So the next child that replaces one is ready sooner.
+    """
 
     def __init__(self, program: Program, count: int) -> None:
         self._program = program
         self._missing = count
         self._children: set[_Child] = set()
         self._free: list[_Child] = []
+        self._spare: _Child | None = None
+        self._preparing = anyio.Lock()
         self._available = anyio.Semaphore(0)
         self._waiting = 0
+        self._output = ChildOutput()
         self.busy_s = 0.0
         """Seconds that the children spent on questions, summed over all children."""
 
@@ -71,28 +98,49 @@ class ChildPool:
         self._missing -= 1
         return await self._start()
 
-    async def ask(self, question: msgspec.Struct, timeout_s: float) -> bytes:
-        """Ask a child, and return its answer.
+    async def ask(self, question: msgspec.Struct, answer: type[T], timeout_s: float) -> T:
+        """Ask a child, and return its answer. A question whose child is killed from outside, or answers
+        another question, gets a second attempt on another child.
+
+        Args:
+            answer: the type of the answer.
 
         Raises:
             TimeoutError: if the child does not answer within `timeout_s`; it is killed. Waiting for a free
                 child does not count.
-            ChildEnded: if the child ends before it answers.
+            ChildEnded: if the child ends before it answers, or its answer is not an `answer`.
+            RewardError: if the question is larger than `MAX_FRAME`.
         """
+        data = msgspec.msgpack.encode(question)
+        if len(data) > MAX_FRAME:
+            raise RewardError(
+                f"a question to {self._program.name} has {len(data)} bytes; at most {MAX_FRAME} are allowed"
+            )
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return await self._ask_one(data, answer, timeout_s)
+            except _Blameless as error:
+                log.warning(
+                    "child lost, its question is asked again", child=self._program.name, why=str(error)
+                )
+        return await self._ask_one(data, answer, timeout_s)
+
+    async def _ask_one(self, question: bytes, answer: type[T], timeout_s: float) -> T:
         async with self._child() as child:
             start = time.perf_counter()
             try:
                 with anyio.fail_after(timeout_s):
-                    return await child.ask(msgspec.msgpack.encode(question))
-            except _PIPE_ERRORS as error:
-                raise ChildEnded(await child.last_status()) from error
+                    return msgspec.msgpack.decode(await child.ask(question), type=answer)
+            except _NOT_AN_ANSWER as error:
+                raise ChildEnded(f"killed, because its answer is not valid: {error}") from error
             finally:
                 self.busy_s += time.perf_counter() - start
 
     async def close(self) -> None:
         """Kill all children. Call this after the task group has ended: until then the pool replaces them."""
-        for child in self._children:
+        for child in (*self._children, *([self._spare] if self._spare else [])):
             await child.end()
+        self._output.close()
 
     @asynccontextmanager
     async def _child(self) -> AsyncGenerator[_Child]:
@@ -117,86 +165,122 @@ class ChildPool:
                 self._available.release()
             else:
                 self._children.discard(child)
-                self._tasks.start_soon(self._start)
+                self._tasks.start_soon(self._replace)
                 await child.end()
+
+    async def _replace(self) -> None:
+        """Start a child in place of one that was lost, then prepare for the next loss."""
+        await self._start()
+        async with self._preparing:
+            if self._spare is None:
+                self._spare = await _Child.start(self._program, self._output)
 
     async def _start(self) -> bytes:
         """Start one more child. If that fails, the error ends the worker, and the worker is restarted."""
-        child, data = await _Child.start(self._program)
-        self._children.add(child)
-        self._free.append(child)
-        self._available.release()
-        return data
+        for _ in range(_ATTEMPTS):
+            child, self._spare = self._spare, None
+            child = child or await _Child.start(self._program, self._output)
+            try:
+                data = await child.set_up()
+            except _Blameless as error:
+                log.warning("child lost at its start", child=self._program.name, why=str(error))
+                continue
+            self._children.add(child)
+            self._free.append(child)
+            self._available.release()
+            return data
+        raise RewardError(f"{self._program.name} did not start: it was killed {_ATTEMPTS} times")
 
 
 class _Child:
     """One child process and its pipes."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, program: Program, process: Process) -> None:
+        self._program = program
         self._process = process
         assert process.stdout is not None
         self._answers = BufferedByteReceiveStream(process.stdout)
+        self._max_answer = MAX_FRAME
         self.alive = True
 
     @classmethod
-    async def start(cls, program: Program) -> tuple[_Child, bytes]:
-        """Start a child, wait until it is ready, and return it with the data that it reports.
-
-        Raises:
-            RewardError: if the child ends, fails, or is not ready within `_START_S`.
-        """
+    async def start(cls, program: Program, output: ChildOutput) -> _Child:
+        """Start a child. It waits to be set up."""
         process = await anyio.open_process(
             program.argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None,
+            stderr=output.pipe,
             env=program.env,
             cwd=program.folder,
         )
-        child = cls(process)
+        return cls(program, process)
+
+    async def set_up(self) -> bytes:
+        """Send the first frame, wait until the child is ready, and return the data that it reports. Kill it
+        if it fails.
+
+        Raises:
+            RewardError: if the child ends, fails, or is not ready within `_START_S`.
+            ChildEnded: if the child was killed from outside.
+        """
+        name = self._program.name
         try:
             with anyio.fail_after(_START_S):
-                report = msgspec.msgpack.decode(await child.ask(program.setup), type=Started)
-        except TimeoutError as error:
-            await child.end()
-            raise RewardError(f"{program.name} did not start within {_START_S:g} s") from error
-        except _PIPE_ERRORS as error:
-            status = await child.last_status()
-            await child.end()
-            raise RewardError(f"{program.name} did not start: {status}") from error
-        except BaseException:
-            await child.end()
+                report = msgspec.msgpack.decode(await self.ask(self._program.setup), type=Started)
+            if report.error:
+                raise RewardError(report.error)
+        except BaseException as error:
+            await self.end()
+            if isinstance(error, TimeoutError):
+                raise RewardError(f"{name} did not start within {_START_S:g} s") from error
+            if isinstance(error, ChildEnded) and not isinstance(error, _Blameless):
+                raise RewardError(f"{name} did not start: {error}") from error
             raise
-        if report.error:
-            await child.end()
-            raise RewardError(report.error)
-        return child, report.data
+        self._max_answer = self._program.max_answer
+        return report.data
 
     async def ask(self, data: bytes) -> bytes:
-        """Send a frame, and return the content of the answer's frame."""
+        """Send a frame, and return the content of the answer's frame.
+
+        Raises:
+            ChildEnded: if the child ends, answers another question, or announces an answer that is too large.
+        """
         assert self._process.stdin is not None
-        await self._process.stdin.send(framed(data))
-        [size] = HEAD.unpack(await self._answers.receive_exactly(HEAD.size))
-        return await self._answers.receive_exactly(size)
+        number = secrets.randbits(64)
+        try:
+            await self._process.stdin.send(framed(number, data))
+            size, answered = HEAD.unpack(await self._answers.receive_exactly(HEAD.size))
+            if answered != number:
+                raise _Blameless("killed, because it wrote an answer to another question")
+            if size > self._max_answer:
+                raise ChildEnded(
+                    f"killed, because it announced an answer of {size} bytes; at most {self._max_answer} are "
+                    "allowed"
+                )
+            return await self._answers.receive_exactly(size)
+        except _PIPE_ERRORS as error:
+            raise await self._ending() from error
 
     def kill(self) -> None:
-        """Kill the child at once, with all processes that it has started."""
+        """End the child, with all processes that it has started."""
         self.alive = False
         kill(self._process)
 
     async def end(self) -> None:
-        """Kill the child, and close its pipes."""
+        """End the child, and close its pipes."""
         self.kill()
         with anyio.CancelScope(shield=True), anyio.move_on_after(_END_S):
             await self._process.aclose()
 
-    async def last_status(self) -> str:
-        """Return how the child ended, for an error message. Call it when the child has closed its pipes.
-
-        Read the exit status before killing the process: `kill` collects it, and then it is lost here.
-        """
+    async def _ending(self) -> ChildEnded:
+        """Return how the child ended, once it has closed its pipes."""
         self.alive = False
         with anyio.move_on_after(5):
             code = await self._process.wait()
-            return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        return "still running"
+            # bubblewrap, like a shell, ends with 128 + n when signal n has ended its command.
+            number = -code if code < 0 else code - 128
+            if number in _KILLS:
+                return _Blameless(f"killed by signal {number}")
+            return ChildEnded(f"killed by signal {-code}" if code < 0 else f"exit status {code}")
+        return ChildEnded("it closed its pipes")

@@ -26,6 +26,7 @@ from stretto.children import environment, reward, tools
 from stretto.environment import EnvironmentConfig
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
+from stretto.user_code.guard import guarded
 from stretto.workers.child_pool import ChildEnded, ChildPool, Program
 from stretto.workers.context import WorkerContext
 
@@ -90,7 +91,7 @@ class _Rewards:
         self._num_logged = 0
         composed = context.composed
         setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
-        program = Program("the scoring process", reward.COMMAND, setup)
+        program = Program("the scoring process", guarded(reward.COMMAND), setup)
         self.children = ChildPool(program, composed.config.verifier.children)
 
     async def open(self, tasks: TaskGroup) -> None:
@@ -101,12 +102,11 @@ class _Rewards:
         task = reward.Task(message.row, message.completions, message.columns)
         timeout_s = self._timeout_s + self._answer_s * len(message.completions)
         try:
-            data = await self.children.ask(task, timeout_s)
+            answer = await self.children.ask(task, reward.ScoringResult, timeout_s)
         except TimeoutError:
             return Scored((), f"reward took longer than reward.timeout_s={self._timeout_s:g}")
         except ChildEnded as error:
             return Scored((), f"reward ended its process: {error}")
-        answer = msgspec.msgpack.decode(data, type=reward.ScoringResult)
         for index, reason in answer.over.items():
             self._log_limit(message.completions[index], reason)
         return Scored(answer.scores, answer.error)
@@ -132,7 +132,12 @@ class _Tools:
         run = context.composed.config
         command = tools.command(config, run.sandbox, context.component_context.folder)
         program = Program(
-            "the tool process", command.argv, tools.setup_frame(config), command.env, command.folder
+            "the tool process",
+            command.argv,
+            tools.setup_frame(config),
+            command.env,
+            command.folder,
+            tools.max_answer(config),
         )
         self.children = ChildPool(program, run.verifier.tool_children)
 
@@ -147,12 +152,11 @@ class _Tools:
     async def _call(self, message: RunTool) -> ToolDone:
         invocation = tools.Invocation(message.name, message.arguments)
         try:
-            data = await self.children.ask(invocation, self._timeout_s)
+            return ToolDone(await self.children.ask(invocation, ToolAnswer, self._timeout_s))
         except TimeoutError:
             return self._failed(message, f"took longer than {self._timeout_s:g} s")
         except ChildEnded as error:
             return self._failed(message, f"ended its process: {error}")
-        return ToolDone(msgspec.msgpack.decode(data, type=ToolAnswer))
 
     def _failed(self, message: RunTool, fault: str) -> ToolDone:
         log.warning("tool failed", tool=message.name, error=fault)
@@ -166,7 +170,7 @@ class _Environments:
         self._context = context
         self._timeout_s = config.environment_timeout_s
         setup = environment.setup_frame(config.environment)
-        program = Program("the environment process", environment.COMMAND, setup)
+        program = Program("the environment process", guarded(environment.COMMAND), setup)
         self.children = ChildPool(program, context.composed.config.verifier.children)
 
     async def open(self, tasks: TaskGroup) -> None:
@@ -174,12 +178,12 @@ class _Environments:
         await self._context.bus.serve(self._context.subject("environment"), TellEnvironment, self._tell)
 
     async def _tell(self, message: TellEnvironment) -> EnvironmentAnswer:
+        question = environment.Question(message.arguments)
         try:
-            data = await self.children.ask(environment.Question(message.arguments), self._timeout_s)
+            reaction = await self.children.ask(question, environment.Reaction, self._timeout_s)
         except TimeoutError:
             limit = f"workflow.environment_timeout_s={self._timeout_s:g}"
             return EnvironmentAnswer(error=f"environment took longer than {limit}")
         except ChildEnded as error:
             return EnvironmentAnswer(error=f"environment ended its process: {error}")
-        reaction = msgspec.msgpack.decode(data, type=environment.Reaction)
         return EnvironmentAnswer(reaction.feedback, reaction.error)

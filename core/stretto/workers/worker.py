@@ -31,6 +31,7 @@ from stretto.launcher import Role, thread_variables
 from stretto.workers.context import RoleWorker, WorkerContext
 from stretto.workers.heartbeats import BEAT_S, Heartbeats, heartbeats
 from stretto.workers.inference import InferenceWorker
+from stretto.workers.output import limit_output
 from stretto.workers.rollout import RolloutWorker
 from stretto.workers.trainer import TrainerWorker
 from stretto.workers.verifier import VerifierWorker
@@ -59,6 +60,7 @@ def main(bootstrap_file: Path) -> int:
     # Writes the stacks of all threads to stderr, even while the event loop hangs.
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
+    limit_output()
     bootstrap = Bootstrap.read(bootstrap_file)
     worker = bootstrap.worker
     file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None

@@ -63,11 +63,12 @@ class LocalHandle:
 
     def tail(self, lines: int) -> str:
         """Return the last lines of the worker's stdout and stderr."""
-        path = Path(self._job.log)
-        if not path.exists():
-            return ""
-        with path.open(errors="replace") as file:
-            return "".join(deque(file, maxlen=lines)).rstrip()
+        last: deque[str] = deque(maxlen=lines)
+        for name in (f"{self._job.log}.1", self._job.log):  # the older part, if the worker rotated the file
+            if Path(name).exists():
+                with Path(name).open(errors="replace") as file:
+                    last += file
+        return "".join(last).rstrip()
 
 
 class LocalLauncher:

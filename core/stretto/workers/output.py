@@ -1,0 +1,89 @@
+"""What a worker and its children write to standard output and standard error: kept to a bounded size.
+
+A launcher sends both to one file. `limit_output` keeps that file small from within the worker, so it also
+works when the kernel has ended. Children of a verifier worker write to a pipe (`ChildOutput`): they cannot
+write faster than the worker copies, and they have no handle of the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["MAX_OUTPUT", "ChildOutput", "limit_output", "rotate_output"]
+
+MAX_OUTPUT = 16 * 2**20
+"""Bytes after which the file is rotated: its end is kept as `NAME.1`, and the file begins again."""
+_STDERR = 2
+_LOOK_S = 0.5
+_CHUNK = 2**16
+
+_rotating = threading.Lock()
+
+
+def limit_output() -> None:
+    """Start a thread that rotates the file of standard error, if there is one, until the process ends."""
+
+    def watch() -> None:
+        while True:
+            rotate_output()
+            never.wait(_LOOK_S)
+
+    never = threading.Event()
+    threading.Thread(target=watch, name="output", daemon=True).start()
+
+
+def rotate_output() -> None:
+    """Rotate the file of standard error if it is too large. Nothing happens if standard error is no file, or
+    a file that is not opened for appending: its writers would go on at their old place."""
+    with _rotating:
+        status = os.fstat(_STDERR)
+        appending = fcntl.fcntl(_STDERR, fcntl.F_GETFL) & os.O_APPEND
+        if status.st_size <= MAX_OUTPUT or not stat.S_ISREG(status.st_mode) or not appending:
+            return
+        # Other processes have the file open too, such as servers: so the file stays, and is emptied. Lines
+        # that they write meanwhile are lost.
+        with suppress(OSError):  # of a full disk: the space is needed more than the old output
+            _keep_end(status.st_size)
+        os.ftruncate(_STDERR, 0)
+
+
+def _keep_end(size: int) -> None:
+    """Write the end of the file beside it, as `NAME.1`. Linux only: other systems do not tell its name."""
+    if sys.platform != "linux":
+        return
+    file = Path(f"/proc/self/fd/{_STDERR}").resolve()
+    kept = file.with_name(f"{file.name}.1")
+    with file.open("rb") as source, kept.open("wb") as target:
+        source.seek(max(0, size - MAX_OUTPUT))
+        left = MAX_OUTPUT
+        while left and (data := source.read(min(left, _CHUNK))):
+            target.write(data)
+            left -= len(data)
+
+
+class ChildOutput:
+    """A pipe for the standard error of children, and a thread that copies from it to this process's."""
+
+    def __init__(self) -> None:
+        self._reading, self.pipe = os.pipe()
+        self._thread = threading.Thread(target=self._copy, name="output of children", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Copy what the children have written, and close the pipe. Call this when the children have ended."""
+        os.close(self.pipe)
+        self._thread.join(1)  # a process that a child has left behind may hold the pipe
+
+    def _copy(self) -> None:
+        with os.fdopen(self._reading, "rb", buffering=0) as pipe:
+            while data := pipe.read(_CHUNK):
+                # On a full disk output is lost. The thread goes on, since the children wait for it.
+                with suppress(OSError):
+                    os.write(_STDERR, data)
+                    rotate_output()

@@ -1,0 +1,290 @@
+"""Children of a verifier worker: real processes that are killed, that lie, and that leave others behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import psutil
+import pytest
+
+from stretto.children import environment
+from stretto.children.environment import Question, Reaction
+from stretto.user_code.guard import guarded
+from stretto.user_code.sandbox import kill
+from stretto.workers.child_pool import ChildEnded, ChildPool, Program
+
+OpenPool = Callable[..., AbstractAsyncContextManager[ChildPool]]
+
+
+@pytest.fixture
+def open_pool(tmp_path: Path) -> OpenPool:
+    """`async with open_pool("def environment(completion): …") as pool`: children that run that function."""
+
+    @asynccontextmanager
+    async def open_it(body: str, **options: Any) -> AsyncGenerator[ChildPool]:
+        (tmp_path / "mine.py").write_text(textwrap.dedent(body))
+        setup = environment.setup_frame(f"{tmp_path}/mine.py:environment")
+        pool = ChildPool(Program("the process", guarded(environment.COMMAND), setup, **options), 1)
+        try:
+            async with anyio.create_task_group() as tasks:
+                await pool.open(tasks)
+                yield pool
+                tasks.cancel_scope.cancel()
+        finally:
+            await pool.close()
+
+    return open_it
+
+
+async def ask(pool: ChildPool, completion: str, timeout_s: float = 60) -> str:
+    """The child's feedback, or its error."""
+    question = Question(msgspec.msgpack.encode({"completion": completion, "state": {}}))
+    reaction = await pool.ask(question, Reaction, timeout_s)
+    return reaction.error or str(reaction.feedback.messages[0])
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    with anyio.fail_after(60):
+        while not (result := condition()):
+            await anyio.sleep(0.02)
+        return result
+
+
+# ------------------------------------------------------------------------------------------ frames
+
+LIAR = """
+import os, stat, struct
+import msgspec
+from stretto.children.environment import Reaction
+from stretto.environment import Feedback
+
+def write(frame):
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISFIFO(os.fstat(fd).st_mode):
+            try:
+                os.write(fd, frame)
+            except OSError:
+                pass  # the end for reading
+
+def environment(completion):
+    forged = msgspec.msgpack.encode(Reaction(Feedback(messages=("forged",))))
+    if completion == "extra":
+        write(b"".join(struct.pack(">IQ", len(forged), n) + forged for n in range(3)))
+    return f"own {completion}"
+"""
+
+
+async def test_an_extra_frame_answers_no_later_question(open_pool: OpenPool) -> None:
+    # It may be read instead of the question's own answer or after it: either way it is not believed.
+    async with open_pool(LIAR) as pool:
+        assert await ask(pool, "first") == "own first"
+        with pytest.raises(ChildEnded, match="it wrote an answer to another question"):
+            await ask(pool, "extra")
+        for word in ("second", "third"):
+            assert await ask(pool, word) == f"own {word}"
+
+
+LATE = """
+import threading
+from mine_liar import environment as lie, write
+import struct, time
+
+def environment(completion):
+    if completion == "plant":
+        def plant():
+            time.sleep(0.3)  # after the answer to this question
+            write(struct.pack(">IQ", 3, 1) + b"abc")
+        threading.Thread(target=plant).start()
+    return f"own {completion}"
+"""
+
+
+async def test_a_question_does_not_fail_for_a_frame_that_an_earlier_one_left_behind(
+    open_pool: OpenPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_liar.py").write_text(LIAR)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with open_pool(LATE) as pool:
+        assert await ask(pool, "plant") == "own plant"
+        await anyio.sleep(0.6)
+        assert await ask(pool, "next") == "own next"
+
+
+async def test_a_frame_that_announces_too_much_is_refused_at_its_head(open_pool: OpenPool) -> None:
+    async with open_pool(LIAR, max_answer=1000) as pool:
+        assert await ask(pool, "fine") == "own fine"
+        long = "y" * 2000
+        with pytest.raises(
+            ChildEnded, match=r"announced an answer of 20\d\d bytes; at most 1000 are allowed"
+        ):
+            await ask(pool, long)
+        assert await ask(pool, "fine again") == "own fine again"
+
+
+# ------------------------------------------------------------------------------------------- losses
+
+MORTAL = """
+import os, signal, sys
+from pathlib import Path
+
+def environment(completion):
+    asked = Path(__file__).with_name(completion)
+    with asked.open("a") as file:
+        file.write("x")
+    if completion == "kills" or completion == "killed once" and asked.stat().st_size == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "leaves":
+        os._exit(3)
+    return str(os.getpid())
+"""
+
+
+async def test_a_question_whose_child_was_killed_gets_one_more_attempt(
+    open_pool: OpenPool, tmp_path: Path
+) -> None:
+    async with open_pool(MORTAL) as pool:
+        await ask(pool, "killed once")
+        assert (tmp_path / "killed once").read_text() == "xx"
+        with pytest.raises(ChildEnded, match="killed by signal 9"):
+            await ask(pool, "kills")
+        assert (tmp_path / "kills").read_text() == "xx"
+        with pytest.raises(ChildEnded, match="exit status 3"):
+            await ask(pool, "leaves")
+        assert (tmp_path / "leaves").read_text() == "x"  # its own doing: not tried again
+        await ask(pool, "lives")
+
+
+async def test_an_idle_child_that_is_killed_costs_nothing(open_pool: OpenPool) -> None:
+    async with open_pool(MORTAL) as pool:
+        killed = int(await ask(pool, "lives"))
+        os.kill(killed, signal.SIGKILL)
+        assert int(await ask(pool, "lives")) != killed
+
+
+async def test_after_a_loss_a_spare_waits_and_takes_the_next_place(open_pool: OpenPool) -> None:
+    def children() -> set[int]:
+        """Processes that run the program, below their guards."""
+        mine = psutil.Process().children(recursive=True)
+        return {each.pid for each in mine if each.parent() != psutil.Process() and each.is_running()}
+
+    async with open_pool(MORTAL) as pool:
+        first = int(await ask(pool, "lives"))
+        assert children() == {first}
+        os.kill(first, signal.SIGKILL)
+        second = int(await ask(pool, "lives"))
+        both = await until(lambda: len(found := children() - {first}) == 2 and found)
+        [spare] = both - {second}
+        os.kill(second, signal.SIGKILL)
+        assert int(await ask(pool, "lives")) == spare
+        # A spare that is killed is passed over.
+        both = await until(lambda: len(found := children() - {first, second}) == 2 and found)
+        for pid in both:
+            os.kill(pid, signal.SIGKILL)
+        assert int(await ask(pool, "lives")) not in both
+
+
+async def test_a_reason_that_utf_8_cannot_encode_is_not_lost(open_pool: OpenPool) -> None:
+    async with open_pool("def environment(completion):\n    raise ValueError('oh \\ud800')") as pool:
+        assert "environment raised ValueError: oh \\ud800 (" in await ask(pool, "x")
+
+
+async def test_killing_a_process_that_has_just_ended_does_not_take_its_status(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    collect = asyncio.ThreadedChildWatcher._do_waitpid  # pyright: ignore
+
+    def collect_late(*arguments: Any) -> None:
+        time.sleep(0.5)
+        collect(*arguments)
+
+    monkeypatch.setattr(asyncio.ThreadedChildWatcher, "_do_waitpid", collect_late)
+    process = await anyio.open_process(["sh", "-c", "exit 3"])
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)  # not in the event loop, which must not collect the status
+    kill(process)
+    assert await process.wait() == 3
+    await process.aclose()
+    assert "Unknown child process" not in caplog.text
+
+
+# ------------------------------------------------------------------------- what children leave behind
+
+PARENT = """
+import subprocess, time
+
+def environment(completion):
+    mark = completion.partition(" ")[2]
+    subprocess.Popen(["sleep", mark], start_new_session=True)  # a child of a session of its own
+    subprocess.Popen(["sh", "-c", f"setsid sh -c 'sleep {mark} & sleep {mark}' &"])  # an orphan too
+    if completion.startswith("hang"):
+        time.sleep(1000)
+    return "left"
+"""
+
+
+def sleepers(mark: str) -> list[int]:
+    """Processes that sleep for `mark` seconds."""
+    found: list[int] = []
+    for each in psutil.process_iter(["cmdline", "status"]):
+        if (each.info["cmdline"] or [])[:2] == ["sleep", mark]:
+            found.append(each.pid)
+    return found
+
+
+@pytest.mark.parametrize("end", ["killed", "out of time", "closed"])
+async def test_nothing_that_a_child_started_outlives_it(open_pool: OpenPool, end: str) -> None:
+    mark = f"1000.{os.getpid()}3"
+    async with open_pool(PARENT) as pool:
+        if end == "out of time":
+            async with anyio.create_task_group() as tasks:
+
+                async def hang() -> None:
+                    with pytest.raises(TimeoutError):
+                        await ask(pool, f"hang {mark}", timeout_s=3)
+
+                tasks.start_soon(hang)
+                await until(lambda: len(sleepers(mark)) == 3)
+        else:
+            await ask(pool, f"leave {mark}")
+            await until(lambda: len(sleepers(mark)) == 3)
+        if end == "killed":
+            [guard] = psutil.Process().children()
+            guard.children()[0].kill()
+        if end != "closed":
+            await until(lambda: not sleepers(mark))
+    await until(lambda: not sleepers(mark))
+
+
+WORKER = """
+import subprocess, sys, time
+from stretto.user_code.guard import guarded
+subprocess.Popen(guarded(["sh", "-c", "setsid sleep {mark} & sleep {mark}"]))
+time.sleep(1000)
+"""
+
+
+def test_nothing_outlives_a_worker_that_is_killed() -> None:
+    mark = f"1000.{os.getpid()}4"
+    worker = subprocess.Popen([sys.executable, "-c", WORKER.format(mark=mark)])
+    deadline = time.monotonic() + 60
+    while len(sleepers(mark)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    worker.kill()
+    worker.wait()
+    while sleepers(mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
