@@ -75,7 +75,8 @@ class ToolsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """Environment variables for the tools, such as `{API_KEY: "${oc.env:API_KEY}"}`. Of the run's own
     variables, tools receive only PATH."""
     tool_memory_mb: PositiveInt | None = None
-    """Limit of the address space of a tool's process, in MiB; default no limit."""
+    """Limit of the address space of a tool's process, in MiB; with systemd, also of the memory of all its
+    processes. Default: no limit; with systemd, half of the machine's memory."""
 
 
 @dataclass(frozen=True)

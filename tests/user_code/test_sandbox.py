@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import psutil
 import pytest
 
 from stretto.component import SandboxMode
-from stretto.user_code.sandbox import kill, sandbox_command, sandbox_problem
+from stretto.user_code import seccomp
+from stretto.user_code.sandbox import kill, sandbox_command, sandbox_problem, systemd_works
+from stretto.user_code.seccomp import seccomp_filter
 
 # What is in argv[1] is tried and told: Python expressions, by name.
 LOOK = """
@@ -30,6 +33,12 @@ def tried(what):
         return eval(what)
     except OSError as error:
         return type(error).__name__
+
+def call(number, *arguments):
+    "The error of a system call."
+    import ctypes, errno
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(number, *arguments) and errno.errorcode[ctypes.get_errno()]
 
 print(json.dumps({name: tried(what) for name, what in json.loads(sys.argv[1]).items()}))
 """
@@ -129,6 +138,79 @@ def test_memory_is_bounded() -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         look({"much": "len(bytearray(2**30))"}, memory_mb=512)
     assert b"MemoryError" in failed.value.stderr
+
+
+def test_system_calls_that_lead_out_are_refused_and_ordinary_programs_run() -> None:
+    assert seccomp_filter("riscv64") == b""
+    column = list(seccomp.ARCHITECTURES).index(platform.machine())
+    new_user = 0x10000000
+    # Without the filter the kernel accepts these calls, or finds fault with their arguments.
+    refused = ("ptrace", "keyctl", "add_key", "io_uring_setup", "name_to_handle_at", "process_vm_readv")
+    seen = look(
+        {
+            **{name: f"call({seccomp.REFUSED[name][column]}, 0, 0, 0, 0, 0)" for name in refused},
+            "unshare": f"call({seccomp.REFUSED_BY_FLAGS['unshare'][column]}, {new_user})",
+            "clone": f"call({seccomp.REFUSED_BY_FLAGS['clone'][column]}, {new_user}, 0, 0, 0, 0)",
+            "clone3": "call(435, 0, 0)",
+            "unshare files": f"call({seccomp.REFUSED_BY_FLAGS['unshare'][column]}, 0x400)",
+            "git": "__import__('subprocess').check_output(['git', '--version']).decode()[:3]",
+            "pool": "__import__('multiprocessing').get_context('fork').Pool(2).map(abs, [-1, 2])",
+            "threads": "__import__('multiprocessing.pool').pool.ThreadPool(2).map(abs, [-1, 2])",
+        }
+    )
+    works = {"unshare files": 0, "git": "git", "pool": [1, 2], "threads": [1, 2]}
+    assert seen == {**dict.fromkeys((*refused, "unshare", "clone"), "EPERM"), "clone3": "ENOSYS", **works}
+
+
+def test_devices_and_shared_memory_take_little_memory() -> None:
+    seen = look(
+        {
+            "dev": "Path('/dev/x').write_text('x')",
+            "null": "Path('/dev/null').write_text('x')",
+            "shm": "Path('/dev/shm/x').write_text('x')",
+            "size": "(lambda s: s.f_blocks * s.f_frsize)(os.statvfs('/dev/shm'))",
+        }
+    )
+    assert seen == {"dev": "OSError", "null": 1, "shm": 1, "size": 64 * 2**20}
+
+
+@pytest.fixture
+def fresh_trial() -> Iterator[None]:
+    """The trial of systemd is made anew, and forgotten."""
+    systemd_works.cache_clear()
+    yield
+    systemd_works.cache_clear()
+
+
+LIMIT = "__import__('resource').getrlimit(__import__('resource').RLIMIT_NPROC)"
+
+
+@pytest.mark.usefixtures("fresh_trial")
+def test_without_systemd_processes_are_limited_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert look({"limit": LIMIT}) == {"limit": [1024, 1024]}
+
+
+@pytest.mark.usefixtures("fresh_trial")
+def test_systemd_limits_the_whole_sandbox_where_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In place of systemd, which test machines rarely run: it notes its arguments and runs the command.
+    (tmp_path / "systemd-run").write_text(
+        '#!/bin/sh\nline="$XDG_RUNTIME_DIR"\nwhile [ "$1" != -- ]; do line="$line $1"; shift; done\n'
+        f'shift\necho "$line" >> {tmp_path}/called\nexec "$@"\n'
+    )
+    (tmp_path / "systemd-run").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/of-tests")
+    assert "XDG_RUNTIME_DIR" not in look({"env": "dict(os.environ)"})["env"]
+    look({}, memory_mb=4096)
+    _, default, limited = (tmp_path / "called").read_text().splitlines()  # the first is the trial
+    for line in (default, limited):
+        assert line.startswith("/run/user/of-tests --user --scope")
+        assert "--property=TasksMax=1024" in line
+    assert "--property=MemoryMax=50%" in default
+    assert "--property=MemoryMax=4096M" in limited
 
 
 BOTH = pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe"])

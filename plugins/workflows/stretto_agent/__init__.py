@@ -57,7 +57,8 @@ class AgentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     processes: PositiveInt = 32
     """Number of agents that each rollout worker runs at once; others wait."""
     memory_mb: PositiveInt | None = None
-    """Address space of each process of an agent in MiB; null for no limit."""
+    """Address space of each process of an agent in MiB; with systemd, also the memory of all its processes.
+    Null for no limit; with systemd, for half of the machine's memory."""
 
     def __post_init__(self) -> None:
         if (self.command is None) == (self.function is None):

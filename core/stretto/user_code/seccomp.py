@@ -1,0 +1,126 @@
+"""The system calls that the sandbox refuses, as a seccomp filter for bubblewrap.
+
+The sandbox drops all capabilities, so most privileged calls fail anyway. The filter also takes away calls
+that need no capability and have often led out of sandboxes: keys, tracing, bpf, perf, io_uring, userfaultfd,
+mounts and namespaces. A refused call fails with EPERM. Threads, `fork` and `exec` work as usual.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import struct
+from functools import cache
+
+__all__ = ["ARCHITECTURES", "REFUSED", "REFUSED_BY_FLAGS", "filter_file", "seccomp_filter"]
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Numbers of the supported architectures in the kernel's audit interface, by their names."""
+REFUSED = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "syslog": (103, 116),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "setns": (308, 268),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+}
+"""Numbers of the refused calls, in the order of `ARCHITECTURES`."""
+REFUSED_BY_FLAGS = {"clone": (56, 220), "unshare": (272, 97)}
+"""Calls that are refused if their first argument has a flag of `_NAMESPACES`."""
+_CLONE3 = 435
+_NAMESPACES = 0x7E020000
+"""The flags of `clone` and `unshare` that make namespaces: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID
+and NEWNET."""
+_X32 = 0x40000000
+"""The first number of the calls of x86_64 with 32-bit pointers, which nothing uses."""
+
+# Instructions of the kernel's packet filter, and where they find the call.
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+
+
+def seccomp_filter(machine: str) -> bytes:
+    """Return the filter for an architecture as `platform.machine` names it; empty if it is not supported.
+
+    A process that makes calls of another architecture, such as a 32-bit program, is killed.
+    """
+    if machine not in ARCHITECTURES:
+        return b""
+    column = list(ARCHITECTURES).index(machine)
+    program = [
+        _instruction(_LOAD, _ARCHITECTURE),
+        *_return_if(_IF_EQUAL, ARCHITECTURES[machine], _KILL, otherwise=True),
+        _instruction(_LOAD, _NUMBER),
+        *(_return_if(_IF_AT_LEAST, _X32, _FAIL | errno.ENOSYS) if machine == "x86_64" else ()),
+        # The flags of clone3 lie in memory, which a filter cannot read. Without it, libraries use clone.
+        *_return_if(_IF_EQUAL, _CLONE3, _FAIL | errno.ENOSYS),
+    ]
+    for numbers in REFUSED.values():
+        program += _return_if(_IF_EQUAL, numbers[column], _FAIL | errno.EPERM)
+    for numbers in REFUSED_BY_FLAGS.values():
+        check = [
+            _instruction(_LOAD, _FIRST_ARGUMENT),
+            *_return_if(_IF_ANY_BIT, _NAMESPACES, _FAIL | errno.EPERM),
+            _instruction(_RETURN, _ALLOW),
+        ]
+        program += [_instruction(_IF_EQUAL, numbers[column], 0, len(check)), *check]
+    return b"".join([*program, _instruction(_RETURN, _ALLOW)])
+
+
+@cache
+def filter_file() -> str:
+    """Return a path from which child processes of this process can read its machine's filter; empty if there
+    is none for this architecture. The file is in memory, and ends with this process."""
+    program = seccomp_filter(platform.machine())
+    if not program:
+        return ""
+    file = os.memfd_create("seccomp")
+    os.write(file, program)
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def _instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    """Return one instruction; `then` and `otherwise` are numbers of instructions to skip."""
+    return struct.pack("=HBBI", code, then, otherwise, value)
+
+
+def _return_if(condition: int, value: int, result: int, *, otherwise: bool = False) -> list[bytes]:
+    """Return instructions that end the filter with `result` if the condition holds (`otherwise`: if not)."""
+    skip = (1, 0) if otherwise else (0, 1)
+    return [_instruction(condition, value, *skip), _instruction(_RETURN, result)]
