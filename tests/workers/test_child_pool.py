@@ -21,6 +21,7 @@ import pytest
 
 from stretto.children import environment
 from stretto.children.environment import Question, Reaction
+from stretto.children.protocol import Started
 from stretto.user_code.guard import guarded
 from stretto.user_code.sandbox import kill
 from stretto.workers.child_pool import ChildEnded, ChildPool, Program
@@ -288,3 +289,17 @@ def test_nothing_outlives_a_worker_that_is_killed() -> None:
     while sleepers(mark):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+async def test_a_process_that_survives_the_end_of_its_child_ends_with_its_input() -> None:
+    # As in bubblewrap that is killed while it starts. `cat` answers with the question: it is ready at once.
+    mark = f"0.2{os.getpid()}"
+    argv = ["sh", "-c", f"exec 3<&0; (sleep {mark}; cat <&3; sleep {mark}) & exec cat"]
+    pool = ChildPool(Program("the process", argv, msgspec.msgpack.encode(Started())), 1)
+    async with anyio.create_task_group() as tasks:
+        await pool.open(tasks)
+    await until(lambda: sleepers(mark))
+    began = time.monotonic()
+    await pool.close()
+    assert time.monotonic() - began < 1.9  # its pipes are closed: it did not wait for 2 s
+    await until(lambda: not sleepers(mark))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -206,15 +206,17 @@ class _Child:
     @classmethod
     async def start(cls, program: Program, output: ChildOutput) -> _Child:
         """Start a child. It waits to be set up."""
-        process = await anyio.open_process(
-            program.argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output.pipe,
-            env=program.env,
-            cwd=program.folder,
-        )
-        return cls(program, process)
+        with anyio.CancelScope(shield=True):  # asyncio leaks the pipes of a start that is cancelled
+            process = await anyio.open_process(
+                program.argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output.pipe,
+                env=program.env,
+                cwd=program.folder,
+            )
+            return cls(program, process)
+        raise AssertionError("nobody cancels the shield")
 
     async def set_up(self) -> bytes:
         """Send the first frame, wait until the child is ready, and return the data that it reports. Kill it
@@ -270,8 +272,16 @@ class _Child:
     async def end(self) -> None:
         """End the child, and close its pipes."""
         self.kill()
-        with anyio.CancelScope(shield=True), anyio.move_on_after(_END_S):
-            await self._process.aclose()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with anyio.CancelScope(shield=True):
+            # If bubblewrap is killed while it starts, its processes live on: they end with their input.
+            with anyio.move_on_after(_END_S), suppress(*_PIPE_ERRORS):
+                await self._process.stdin.aclose()
+                while True:
+                    await self._process.stdout.receive()
+            with anyio.move_on_after(_END_S):
+                await self._process.aclose()
 
     async def _ending(self) -> ChildEnded:
         """Return how the child ended, once it has closed its pipes."""
