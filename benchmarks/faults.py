@@ -194,6 +194,18 @@ def small_disk(scene: Scene) -> None:
 
 
 @contextmanager
+def scoring_stopped(scene: Scene) -> Generator[None]:
+    """SIGSTOP for every scoring process: some of them are spares, which have no work."""
+    chosen = scene.run.by_kind()["scoring"]
+    for process in chosen:
+        process.suspend()
+    yield
+    for process in chosen:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+@contextmanager
 def full_disk(scene: Scene) -> Generator[None]:
     """Another program fills the file system."""
     ballast = scene.run_folder.parent / "ballast"
@@ -285,8 +297,9 @@ GROWING = (f"plugins=[{PLUGIN}]", "training.use=faults_activations", PACE)
 FAULTS = {
     **{
         f"{kind} stopped": Fault(stop(kind), 30)
-        for kind in ("rollout", "inference", "verifier", "scoring", "trainer", "guard")
+        for kind in ("rollout", "inference", "verifier", "trainer", "guard")
     },
+    "scoring stopped": Fault(scoring_stopped, 30),
     "nats-server stopped": Fault(stop("nats-server"), 60),
     "kernel stopped": Fault(stop("kernel"), 300),
     "all stopped": Fault(stop(), 60),
