@@ -12,7 +12,7 @@ from pathlib import Path
 from stretto.assembly.compose import compose
 from stretto.assembly.plan import context_of
 from stretto.bus.server import Bootstrap, lock_run
-from stretto.errors import RunError
+from stretto.errors import ConfigError
 from stretto.weights import WeightsTransport
 
 __all__ = ["cleaner_of"]
@@ -30,7 +30,7 @@ def _clean(folder: Path) -> None:
     transport: WeightsTransport = composed.make("weights", context)
     try:
         lock = lock_run(folder / "bus")
-    except RunError:  # a new kernel, which has cleaned up by itself
+    except ConfigError:  # a new kernel, which has cleaned up by itself
         return
     with lock:
         transport.clean()
