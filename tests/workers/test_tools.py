@@ -199,7 +199,7 @@ def unspeakable() -> None:
 
 def text() -> str:
     """Long, with what UTF-8 cannot say."""
-    return "\\ud800" + "x" * 500
+    return "\\ud800" + "x" * 5000
 
 def hang() -> None:
     """Never ends, nor what it starts."""
@@ -249,7 +249,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
     credentials.write_text("{}")
     names = ("double", "seen", "broken", "unspeakable", "text", "hang", "leave")
     config = ToolsConfig(
-        tools=tuple(f"{tmp_path}/tools.py:{name}" for name in names), max_result_chars=400, env={"KEY": "k"}
+        tools=tuple(f"{tmp_path}/tools.py:{name}" for name in names), max_result_chars=4000, env={"KEY": "k"}
     )
     async with tool_process(config, tmp_path / "out", count=2) as (children, _):
         assert await call(children, "double", n=4) == ToolAnswer("8")
@@ -262,8 +262,10 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
         unknown = await call(children, "duoble")
         assert unknown.failed
         assert "no tool 'duoble'; did you mean 'double'?" in unknown.text
-        assert (await call(children, "text")).text == "?" + "x" * 399 + "\n[cut after 400 of 501 characters]"
-        seen = json.loads((await call(children, "seen")).text.partition("\n[cut")[0] or "{}")
+        assert (
+            await call(children, "text")
+        ).text == "?" + "x" * 3999 + "\n[cut after 4000 of 5001 characters]"
+        seen = json.loads((await call(children, "seen")).text)
         assert seen["credentials"] is False
         assert seen["beside"] == "readable"
         assert seen["interfaces"] == ["lo"]
