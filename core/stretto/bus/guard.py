@@ -46,7 +46,9 @@ def _start(server: str, configuration: str) -> subprocess.Popen[bytes]:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    return subprocess.Popen([server, "-c", configuration], preexec_fn=die_with_guard)
+    # With Go's default of 100, garbage of large messages doubles the server's memory.
+    environment = {"GOGC": "40", **os.environ}
+    return subprocess.Popen([server, "-c", configuration], preexec_fn=die_with_guard, env=environment)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
