@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -51,7 +52,7 @@ GRACE_S = 3.0
 END_S = 12.0
 """Seconds after the grace time in which the processes of a dead run must be gone."""
 HANG_S = 150.0
-"""A run without a new step for so long hangs."""
+"""After this many seconds without a new step, a run hangs."""
 MOST_RESUMES = 5
 """A run that ends so often without a new step does not go on."""
 IDENTICAL_STEPS = 10
@@ -384,7 +385,7 @@ def attack(name: str, setup: Setup, kills: Sequence[Kill], seed: str, root: Path
     run = AttackedRun(folder / "run", file, setup.overrides)
     try:
         _carry_out(run, kills, random.Random(seed), result)
-        _until_step(run, math.inf, result)
+        until_step(run, math.inf, run.resume)
         check_nothing_is_left(run, result)
         audit(run, result)
         result.digest = _digest_of(run.folder)
@@ -403,13 +404,13 @@ def attack(name: str, setup: Setup, kills: Sequence[Kill], seed: str, root: Path
 def _carry_out(run: AttackedRun, kills: Sequence[Kill], draw: random.Random, result: Round) -> None:
     """Carry out the plan, as far as the run lasts, and measure the recoveries."""
     newest = 0
-    _until_step(run, 1, result)
+    until_step(run, 1, run.resume)
     if missing := {*WORKERS, "kernel", "nats-server", "guard"} - run.by_kind().keys():
         raise Hopeless(f"does not recognise its processes: {', '.join(sorted(missing))}")
     for kill, following in pairwise([*kills, None]):
         assert kill is not None
         if kill.steps:
-            _until_step(run, run.step + kill.steps, result)
+            until_step(run, run.step + kill.steps, run.resume)
         time.sleep(kill.delay_s)
         if run.completed:
             return
@@ -421,8 +422,16 @@ def _carry_out(run: AttackedRun, kills: Sequence[Kill], draw: random.Random, res
         if following is not None and not following.steps:
             _resume_if_ended(run)
             continue  # the next kill does not wait for the recovery
-        _until_step(run, newest + 1, result, kill)
+        until_step(run, newest + 1, partial(_resume, run, kill, result))
         result.recovery_s.setdefault(kill.label, []).append(time.monotonic() - killed_at)
+
+
+def _resume(run: AttackedRun, kill: Kill, result: Round) -> None:
+    """Resume a run that a kill has ended, at once or when nothing of it is left."""
+    if kill.late_resume:
+        # After a kill of all processes nobody is there to clean shared memory: `resume` does it.
+        check_nothing_is_left(run, result, memory=bool(kill.kinds))
+    run.resume()
 
 
 def _resume_if_ended(run: AttackedRun) -> None:
@@ -433,11 +442,11 @@ def _resume_if_ended(run: AttackedRun) -> None:
             run.resume()
 
 
-def _until_step(run: AttackedRun, step: float, result: Round, kill: Kill | None = None) -> None:
-    """Wait until the run has completed a step, or all steps. Resume it where it ends before.
+def until_step(run: AttackedRun, step: float, resume: Callable[[], None]) -> None:
+    """Wait until the run has completed a step, or all steps.
 
     Args:
-        kill: the kill from which the run recovers.
+        resume: resumes the run where it ends before.
 
     Raises:
         Hopeless: if it hangs, or ends again and again.
@@ -449,10 +458,7 @@ def _until_step(run: AttackedRun, step: float, result: Round, kill: Kill | None 
         if run.ended:
             if resumes == MOST_RESUMES:
                 raise Hopeless(f"ended {resumes} times after step {newest}")
-            if kill is not None and kill.late_resume:
-                # After a kill of all processes nobody is there to clean shared memory: `resume` does it.
-                check_nothing_is_left(run, result, memory=bool(kill.kinds))
-            run.resume()
+            resume()
             since, resumes = time.monotonic(), resumes + 1
         if time.monotonic() > since + HANG_S:
             raise Hopeless(f"hangs after step {newest}")

@@ -28,23 +28,24 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from chaos import (
     HANG_S,
-    MOST_RESUMES,
     TORCH_ENGINES,
     AttackedRun,
     Hopeless,
     Round,
     audit,
     check_nothing_is_left,
+    until_step,
     write_run_file,
 )
 
@@ -58,7 +59,7 @@ PACE = "training.seconds_per_step=0.25"
 PLUGIN = Path(__file__).with_name("faults_parts.py")
 DISK_MB = 12
 REFUSAL_S = 120.0
-"""A `resume` that is refused ends within so many seconds."""
+"""A `resume` that is refused ends within this many seconds."""
 
 SHIM = """\
 #define _GNU_SOURCE
@@ -380,7 +381,8 @@ def observe(name: str, root: Path) -> Observed:
 
 def _go_through(scene: Scene, fault: Fault, seen: Observed) -> None:
     run = scene.run
-    _until_step(run, BEFORE, ())
+    resume = partial(_resume, scene, fault)
+    until_step(run, BEFORE, run.resume)
     with fault.cause(scene):
         _watch(run, fault, seen)
         if run.ended and not run.completed:
@@ -388,11 +390,11 @@ def _go_through(scene: Scene, fault: Fault, seen: Observed) -> None:
             seen.refused = _refusal(run) if fault.stays else ""
     healed, newest = time.monotonic(), run.step
     if not run.completed:
-        _until_step(run, newest + 1, fault.resume_options)
+        until_step(run, newest + 1, resume)
         seen.next_step_s = round(time.monotonic() - healed, 1)
     if run.resumes and not seen.ended:
         seen.ended = "after the end of the fault"
-    _until_step(run, math.inf, fault.resume_options)
+    until_step(run, math.inf, resume)
     seen.completed, seen.resumes = run.completed, run.resumes
     summary = json.loads((run.folder / "summary.json").read_bytes())
     seen.restarts, seen.failed = summary["restarts"], summary["ledger"]["failed"]
@@ -416,25 +418,9 @@ def _watch(run: AttackedRun, fault: Fault, seen: Observed) -> None:
     seen.steps_during = newest - before
 
 
-def _until_step(run: AttackedRun, step: float, resume_options: Sequence[str]) -> None:
-    """Wait until the run has completed a step, or all steps. Resume it where it ends before.
-
-    Raises:
-        Hopeless: if it hangs, or ends again and again.
-    """
-    newest, since, resumes = run.step, time.monotonic(), 0
-    while run.step < step and not run.completed:
-        if run.step > newest:
-            newest, since, resumes = run.step, time.monotonic(), 0
-        if run.ended:
-            if resumes == MOST_RESUMES:
-                raise Hopeless(f"ended {resumes} times after step {newest}")
-            print(f"    {run.folder.parent.parent.name}: ended: {_reason(run)}; resumed", flush=True)
-            run.resume(*resume_options)
-            since, resumes = time.monotonic(), resumes + 1
-        if time.monotonic() > since + HANG_S:
-            raise Hopeless(f"hangs after step {newest}")
-        time.sleep(0.05)
+def _resume(scene: Scene, fault: Fault) -> None:
+    print(f"    {scene.run.folder.parent.parent.name}: ended: {_reason(scene.run)}; resumed", flush=True)
+    scene.run.resume(*fault.resume_options)
 
 
 def _reason(run: AttackedRun) -> str:

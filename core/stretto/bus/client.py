@@ -237,7 +237,8 @@ class Bus:
         self._jetstream: JetStreamContext = store.jetstream(timeout=_STORE_ANSWER_S)
         self._names = Subjects(bootstrap.run)
         self._prefix = _inbox_of(bootstrap)
-        self._token = secrets.token_hex(11)
+        self.inbox = secrets.token_hex(11)
+        """The part of this process's inbox subjects that no other process has."""
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         """Reply subject of a request -> its answer. The subject names the answering role, so no other role
         can answer."""
@@ -256,11 +257,6 @@ class Bus:
         """Returns the reason in the refusal that is sent when a request's handler raises."""
         self.refused = 0
         """Number of malformed messages refused so far."""
-
-    @property
-    def inbox(self) -> str:
-        """The part of this process's inbox subjects that no other process has."""
-        return self._token
 
     @property
     def connected(self) -> bool:
@@ -324,7 +320,7 @@ class Bus:
         """
         self._requests += 1
         _, answerer = self._names.parties(subject)
-        reply_to = f"{self._prefix}.from.{answerer}.{self._token}.{self._requests}"
+        reply_to = f"{self._prefix}.from.{answerer}.{self.inbox}.{self._requests}"
         data = _encode(message)
         decode = decoder(answer | Refusal)
         remaining_s = deadline_s
@@ -510,14 +506,14 @@ class Bus:
                 async for sequence, data in self._pull(stream, info.name):
                     if sequence < following:
                         continue
+                    message = None
                     try:
                         message = decode(await self._join_stored_parts(stream, data))
                     except (msgspec.DecodeError, ValueError, MessageGone) as error:
-                        following = sequence + 1
                         self._refuse(subject, kind, error)
-                        continue
                     following = sequence + 1
-                    yield sequence, message
+                    if message is not None:
+                        yield sequence, message
             except (NoAnswer, NotFoundError):
                 # The server has lost the consumer, for example at a restart: create another one.
                 log.warning("stream interrupted", stream=stream, following=following)
@@ -616,7 +612,7 @@ class Bus:
         self._tasks = tasks
         self._up.set()
         self._store_up.set()
-        await self._nats.subscribe(f"{self._prefix}.from.*.{self._token}.*", cb=self._on_answer)
+        await self._nats.subscribe(f"{self._prefix}.from.*.{self.inbox}.*", cb=self._on_answer)
 
     async def on_error(self, error: Exception) -> None:
         """Log an error of the server or the connection. The client calls it."""
@@ -777,7 +773,7 @@ class Bus:
         Raises:
             NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
         """
-        inbox = f"{self._prefix}.{self._token}.pull.{consumer}"
+        inbox = f"{self._prefix}.{self.inbox}.pull.{consumer}"
         queue: asyncio.Queue[Msg | None] = asyncio.Queue()
 
         async def enqueue(msg: Msg) -> None:

@@ -5,7 +5,6 @@ The run's own store stays as it is: a nats-server repairs and compacts the files
 
 from __future__ import annotations
 
-import fcntl
 import json
 import secrets
 import shutil
@@ -27,6 +26,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import APIError
 
 from stretto.bus.client import decoder
+from stretto.bus.guard import is_locked
 from stretto.bus.messages import Message, Subjects
 from stretto.bus.server import STORE, binary
 from stretto.children.protocol import die_with_parent
@@ -177,7 +177,7 @@ def _copy_tree(source: Path, target: Path) -> None:
 
 
 def _last_owner(folder: Path) -> tuple[str, int]:
-    """Return the text of the run's lock and the time at which it was written. Each kernel writes it anew.
+    """Return the text of the run's lock and the time at which it was written. Each kernel rewrites it.
 
     Raises:
         RunError: if a kernel owns the run now.
@@ -185,13 +185,10 @@ def _last_owner(folder: Path) -> tuple[str, int]:
     lock = folder / "bus" / "kernel.lock"
     if not lock.exists():
         return "", 0
-    with lock.open() as file:
-        owner = file.read().strip()
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"the run in {folder} is owned by {owner}; audit it when it has ended") from None
-        return owner, lock.stat().st_mtime_ns
+    owner = lock.read_text().strip()
+    if is_locked(lock):
+        raise RunError(f"the run in {folder} is owned by {owner}; audit it when it has ended")
+    return owner, lock.stat().st_mtime_ns
 
 
 @asynccontextmanager

@@ -13,7 +13,6 @@ end (`kernel.py`).
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +24,7 @@ import yaml
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, placement
+from stretto.bus.server import write_private
 from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
@@ -98,13 +98,7 @@ def fingerprint_changes(
     Raises:
         ConfigError: if the file is damaged.
     """
-    file = folder / "fingerprints.json"
-    try:
-        recorded = msgspec.json.decode(file.read_bytes() if file.exists() else b"{}", type=dict[str, str])
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{file}: {error}; if the datasets have not changed, remove the file and resume again"
-        ) from error
+    recorded = _read_fingerprints(folder)
     present = {path: dataset.fingerprint for path, dataset in datasets.items()}
     changed = {
         path: (recorded[path], present[path])
@@ -113,17 +107,19 @@ def fingerprint_changes(
     }
     now = recorded | present if accept else present | recorded
     if now != recorded:
-        _write(file, msgspec.json.format(msgspec.json.encode(now)).decode() + "\n")
+        _write_fingerprints(folder, now)
     return changed
 
 
 def forget_fingerprint(folder: Path, path: str) -> None:
-    """Remove a dataset from `fingerprints.json`, because the run gets another one."""
-    file = folder / "fingerprints.json"
-    if file.exists():
-        recorded = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
-        recorded.pop(path, None)
-        _write(file, msgspec.json.format(msgspec.json.encode(recorded)).decode() + "\n")
+    """Remove a dataset from `fingerprints.json`, because the run gets another one.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    recorded = _read_fingerprints(folder)
+    if recorded.pop(path, None) is not None:
+        _write_fingerprints(folder, recorded)
 
 
 def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
@@ -245,14 +241,22 @@ def _fingerprint(composed: Composed) -> tuple[int, str]:
 # ----------------------------------------------------------------------------------------- helpers
 
 
+def _read_fingerprints(folder: Path) -> dict[str, str]:
+    file = folder / "fingerprints.json"
+    try:
+        return msgspec.json.decode(file.read_bytes() if file.exists() else b"{}", type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{file}: {error}; if the datasets have not changed, remove the file and resume again"
+        ) from error
+
+
+def _write_fingerprints(folder: Path, fingerprints: Mapping[str, str]) -> None:
+    _write(folder / "fingerprints.json", json.dumps(fingerprints, indent=2) + "\n")
+
+
 def _write(file: Path, text: str) -> None:
-    """Write a file atomically: under its name it is complete or not there."""
-    aside = file.with_name(f".{file.name}")
-    with aside.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    aside.replace(file)
+    write_private(file, text.encode())
 
 
 def _put(document: dict[str, Any], path: str, value: str) -> None:

@@ -75,26 +75,26 @@ class MetricsFile:
         texts = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
         lines: list[tuple[bytes, dict[str, Any] | None]] = []
         for number, text in enumerate(texts, start=1):
-            fault = _fault(text)
-            if fault and number < len(texts):
+            line = _parse(text)
+            if isinstance(line, str) and number < len(texts):
                 raise ConfigError(
-                    f"{self._file}:{number}: {fault}; mend the line or move it elsewhere, then resume again"
+                    f"{self._file}:{number}: {line}; mend the line or move it elsewhere, then resume again"
                 )
-            if fault:
-                log.warning("the last line is broken", file=str(self._file), line=number, fault=fault)
-            lines.append((text, None if fault else json.loads(text)))
+            if isinstance(line, str):
+                log.warning("the last line is broken", file=str(self._file), line=number, fault=line)
+            lines.append((text, None if isinstance(line, str) else line))
         return lines
 
 
-def _fault(text: bytes) -> str:
-    """Return why a text is not a line of metrics; empty if it is one."""
+def _parse(text: bytes) -> dict[str, Any] | str:
+    """Return a line of metrics; or why the text is not one."""
     try:
         line = json.loads(text)
     except ValueError as error:
         return f"not JSON ({error})"
     if not isinstance(line, dict) or not isinstance(cast("dict[str, Any]", line).get("step"), int):
         return "not a JSON object with a `step`"
-    return "" if text.endswith(b"\n") else "not a whole line"
+    return cast("dict[str, Any]", line) if text.endswith(b"\n") else "not a whole line"
 
 
 def _append_and_sync(file: Path, lines: list[bytes]) -> None:
