@@ -12,21 +12,18 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
-import nats
 import numpy as np
 import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from nats.aio.client import Client
 
+from bus_testing import NO_LOCK, raw_client, server_pid, until
 from stretto.array import Array
 from stretto.bus.client import Bus, decoder
-from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     Confirm,
     Generate,
@@ -48,20 +45,7 @@ from stretto.bus.server import NatsServer, lock_run
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, Malformed, NoAnswer, Refused
 
-NO_LOCK = KernelLock("", "", "")
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
-    with anyio.fail_after(deadline_s):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
-async def raw_client(server: NatsServer, folder: Path, role: str, **options: Any) -> Client:
-    """A plain NATS client with the credentials of a role, which sends whatever a test wants."""
-    login = msgspec.json.decode((folder / "bus" / f"{role}.json").read_bytes())
-    return await nats.connect(server.url, user=login["user"], password=login["password"], **options)
 
 
 def bundle(size: int) -> TrajectoryBundle:
@@ -244,7 +228,8 @@ async def test_a_handler_that_raises_ends_the_bus(open_bus: OpenBus, names: Subj
         async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
             await kernel.subscribe(heartbeat, Heartbeat, broken)
             await rollout.publish(heartbeat, Heartbeat("rollout-0", "n", True))
-            await anyio.sleep(10)
+            with anyio.fail_after(60):
+                await anyio.sleep_forever()
 
 
 # ----------------------------------------------------------------------------------- refusals
@@ -262,7 +247,7 @@ async def test_malformed_messages_are_counted_and_do_no_harm(
             raise AssertionError("never served")
 
         await kernel.serve(names.kernel("rollout", "join"), Join, welcome)
-        raw = await raw_client(server, tmp_path, "rollout")
+        raw = await raw_client(tmp_path, "rollout")
         for bad in (
             b"",
             b"\x00garbage",
@@ -374,10 +359,6 @@ async def test_state_keeps_the_last_value_and_its_revision_grows(open_bus: OpenB
 # ------------------------------------------------------------------------- the server and its end
 
 
-def server_pid(tmp_path: Path) -> int:
-    return int((tmp_path / "bus" / "nats.pid").read_text())
-
-
 async def test_everything_goes_on_after_the_server_was_killed(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:
@@ -419,7 +400,7 @@ async def test_each_role_may_do_its_own_work_only(
 
     async with open_bus("kernel") as kernel:
         await kernel.make_log(names.journal_stream, [names.journal])
-        raw = await raw_client(server, tmp_path, "verifier", error_cb=note)
+        raw = await raw_client(tmp_path, "verifier", error_cb=note)
         forbidden = (
             *(names.beacon, names.journal, names.trajectories, names.ticket("train")),
             names.worker("inference", "inference-0", "generate"),

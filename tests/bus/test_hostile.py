@@ -17,10 +17,10 @@ import psutil
 import pytest
 from nats.aio.client import Client
 
+from bus_testing import NO_LOCK, raw_client, until
 from stretto.array import Array
 from stretto.bus.client import Bus, decoder
 from stretto.bus.joining import is_token_of, write_bootstrap
-from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     Beacon,
     ChunkBatch,
@@ -48,28 +48,13 @@ INJECTION = "rollout-0 0\r\n\r\nPUB $JS.API.STREAM.PURGE.JOURNAL_test-run 0\r\n\
 PART = struct.Struct(">B16sII")
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
-    with anyio.fail_after(deadline_s):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
 @pytest.fixture
 async def raw(server: NatsServer, tmp_path: Path) -> Any:
     """`await raw("rollout")`: a plain NATS client with the credentials of a role."""
     clients: list[Client] = []
 
     async def connect(role: str) -> Client:
-        login = msgspec.json.decode((tmp_path / "bus" / f"{role}.json").read_bytes())
-        clients.append(
-            await nats.connect(
-                server.url,
-                user=login["user"],
-                password=login["password"],
-                inbox_prefix=f"st.test-run.inbox.{role}".encode(),
-                error_cb=ignore,
-            )
-        )
+        clients.append(await raw_client(tmp_path, role, error_cb=ignore))
         return clients[-1]
 
     yield connect
@@ -142,7 +127,7 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
 
     async def welcome(message: Join) -> Welcome:
         joins.append(message.worker)
-        return Welcome(b"", "r", "", 1, 1.0, {}, 1.0, KernelLock("", "", ""))
+        return Welcome(b"", "r", "", 1, 1.0, {}, 1.0, NO_LOCK)
 
     async with open_bus("kernel") as kernel:
         await kernel.make_log(names.journal_stream, [names.journal])
@@ -251,8 +236,7 @@ async def test_a_role_may_ask_only_for_what_the_table_of_verbs_allows(
         "kernel": ["anything", names.journal, f"$JS.API.STREAM.PURGE.{names.log_stream}"],
     }
     for role, subjects in forbidden.items():
-        login = msgspec.json.decode((tmp_path / "bus" / f"{role}.json").read_bytes())
-        client = await nats.connect(server.url, user=login["user"], password=login["password"], error_cb=note)
+        client = await raw_client(tmp_path, role, error_cb=note)
         errors.clear()
         for subject in subjects:
             await client.publish(subject, b"x")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+import bus_testing
+from bus_testing import server_pid, welcome
 from stretto.bus import client
 from stretto.bus.client import Bus
 from stretto.bus.joining import write_bootstrap
@@ -33,7 +36,6 @@ from stretto.bus.messages import (
     Message,
     Refusal,
     Subjects,
-    Welcome,
 )
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run, restart_server
 from stretto.config import BusConfig
@@ -49,11 +51,7 @@ from stretto_local import LocalLauncher
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
-
-async def until(condition: Callable[[], bool], deadline_s: float = 30) -> None:
-    with anyio.fail_after(deadline_s):
-        while not condition():
-            await anyio.sleep(0.01)
+until = partial(bus_testing.until, deadline_s=30)
 
 
 @contextmanager
@@ -63,10 +61,6 @@ def standing_still(pid: int) -> Generator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def server_pid(folder: Path) -> int:
-    return int((folder / "bus" / "nats.pid").read_text())
 
 
 # --------------------------------------------------------------------------- a bus that is out
@@ -197,6 +191,7 @@ async def test_a_guard_ends_a_server_that_outlived_the_former_guard(
 
 def _join(workers: Fleet, bus: Path) -> None:
     foreign_bootstrap(bus, "r", BusConfig(url="nats://127.0.0.1:1"), bus)
+    (bus / "kernel.lock").touch()
     token = Bootstrap.read(write_bootstrap(bus, "rollout-0")).token
     workers.join("rollout", Join("rollout-0", "rollout", "here", "n", token))
 
@@ -401,18 +396,8 @@ async def test_a_worker_that_starts_after_the_kernels_death_does_not_wait_to_joi
 
 
 def test_a_worker_leaves_when_a_later_kernel_owns_the_run() -> None:
-    run = {
-        "name": "test",
-        "steps": 1,
-        "algorithm": {"use": "grpo"},
-        "dataset": {"use": "jsonl", "path": __file__},
-        "training": {"use": "mock"},
-        "inference": {"use": "mock"},
-    }
-    lock = KernelLock("", "", "")
-    welcome = Welcome(msgspec.msgpack.encode(run), "r", "", 1, 10.0, {}, outage_s=300.0, lock=lock)
     no_bus: Any = None
-    context = WorkerContext(no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome)
+    context = WorkerContext(no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome("r", 1))
     context.receive_beacon(Beacon(1, 0, "running", ()))
     assert not context.leave.is_set()
     context.receive_beacon(Beacon(2, 0, "running", ()))  # that kernel has workers of its own

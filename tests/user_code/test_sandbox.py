@@ -176,7 +176,7 @@ def test_devices_and_shared_memory_take_little_memory() -> None:
 
 @pytest.fixture
 def fresh_trial() -> Iterator[None]:
-    """The trial of systemd is made anew, and forgotten."""
+    """The trial of systemd is repeated, and its result is forgotten afterwards."""
     systemd_works.cache_clear()
     yield
     systemd_works.cache_clear()

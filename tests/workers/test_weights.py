@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from bus_testing import welcome
 from stretto import Context
 from stretto.array import Array
 from stretto.bus.client import Bus, connect
-from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     AskSharedRows,
     ChunkBatch,
@@ -33,7 +33,6 @@ from stretto.bus.messages import (
     Subjects,
     Swap,
     SwapDone,
-    Welcome,
 )
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.config import BusConfig
@@ -248,18 +247,8 @@ class Given(WorkerContext):
 
 
 def worker_context(bus: Bus, worker: str, nonce: str, **sections: Any) -> Given:
-    run = {
-        "name": "test",
-        "steps": 1,
-        "algorithm": {"use": "grpo"},
-        "dataset": {"use": "jsonl", "path": __file__},
-        "training": {"use": "mock"},
-        "inference": {"use": "mock"},
-        **sections,
-    }
-    welcome = Welcome(msgspec.msgpack.encode(run), "test-run", "", 0, 10.0, {}, 300.0, KernelLock("", "", ""))
     role: Any = worker.partition("-")[0]
-    return Given(bus, Subjects("test-run"), worker, role, nonce, welcome)
+    return Given(bus, Subjects("test-run"), worker, role, nonce, welcome("test-run", 0, **sections))
 
 
 class Tampered:

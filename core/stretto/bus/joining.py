@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.bus.lock import KernelLock
 from stretto.bus.messages import is_worker_id
 from stretto.bus.server import Bootstrap, write_private
 from stretto.errors import ConfigError
@@ -32,7 +33,10 @@ def write_bootstrap(folder: Path, worker: str) -> Path:
         raise ConfigError(f"{worker!r} is not the id of a worker; expected an id such as 'rollout-7'")
     role = worker.partition("-")[0]
     content = msgspec.structs.replace(
-        Bootstrap.read(folder / f"{role}.json"), worker=worker, token=_token(folder, worker)
+        Bootstrap.read(folder / f"{role}.json"),
+        worker=worker,
+        token=_token(folder, worker),
+        lock=KernelLock.of(folder),
     )
     path = folder / f"{worker}.json"
     write_private(path, msgspec.json.encode(content))

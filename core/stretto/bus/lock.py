@@ -30,7 +30,7 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, folder: Path) -> KernelLock:
-        """Return the lock of the run whose bus folder is `folder`, which this process holds."""
+        """Return the lock of the run whose bus folder is `folder`, as a kernel on this machine holds it."""
         path = folder / "kernel.lock"
         return cls(str(path), path.read_text(), _machine())
 

@@ -28,6 +28,7 @@ import msgspec
 import structlog
 
 from stretto.bus import guard
+from stretto.bus.lock import KernelLock
 from stretto.bus.messages import WORKER_VERBS, Party, Subjects
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
@@ -81,6 +82,8 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the worker. Empty in the files of the kernel and of whole roles."""
     token: str = ""
     """Proof that the process may join as `worker`."""
+    lock: KernelLock | None = None
+    """The lock of the kernel that the worker joins. Only the files of workers have it."""
 
     @classmethod
     def read(cls, path: Path) -> Bootstrap:

@@ -399,8 +399,8 @@ class Kernel:
             await anyio.sleep(1)
         self._ending.end(
             "failed",
-            f"nats-server at {self._bus.url} answers, but its store has not for {waited_s:.0f} s; see "
-            f"{folder / 'bus' / 'nats.log'}; `stretto resume {folder}` continues the run",
+            f"no answer from the store of nats-server at {self._bus.url} for {waited_s:.0f} s (bus.outage_s "
+            f"is {config.outage_s:g}); see {folder / 'bus' / 'nats.log'}; `stretto resume {folder}` goes on",
         )
 
     def _waited_for_store_s(self) -> float:

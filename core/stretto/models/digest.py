@@ -36,7 +36,7 @@ def bytes_hash(data: bytes | memoryview | NDArray[np.uint8], dtype: str, shape: 
         dtype: the name that torch and numpy use, such as `bfloat16`.
 
     Raises:
-        ValueError: if a tensor of this shape cannot have so many bytes.
+        ValueError: if a tensor of this shape cannot have this number of bytes.
     """
     flat = np.frombuffer(data, np.uint8)
     tiling = Tiling(dtype, tuple(shape), len(flat))

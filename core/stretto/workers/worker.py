@@ -66,7 +66,7 @@ def main(bootstrap_file: Path) -> int:
     file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
     log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
     try:
-        anyio.run(_work, bootstrap, bootstrap_file.with_name("kernel.lock"))
+        anyio.run(_work, bootstrap)
     except BaseExceptionGroup as group:
         for error in leaves(group):
             log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
@@ -75,23 +75,23 @@ def main(bootstrap_file: Path) -> int:
     return 0
 
 
-async def _work(bootstrap: Bootstrap, lock: Path) -> None:
+async def _work(bootstrap: Bootstrap) -> None:
     async with anyio.create_task_group() as tasks:
         joining = anyio.CancelScope()
-        tasks.start_soon(_expect_kernel, lock, bootstrap.grace_s, joining)
+        if bootstrap.lock is not None and bootstrap.lock.visible:
+            tasks.start_soon(_expect_kernel, Path(bootstrap.lock.path), bootstrap.grace_s, joining)
         await _join_and_work(bootstrap, joining)
 
 
 async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope) -> None:
-    """Watch the kernel's lock, if this machine has it, until the worker has joined: before, the worker hears
-    no beacon.
+    """Watch the lock of the run's kernels until the worker has joined: before, the worker hears no beacon.
 
     Raises:
         NoAnswer: if no kernel has held the lock for `grace_s` seconds.
     """
     with joining:
         held_at = time.monotonic()
-        while lock.exists():
+        while True:
             if is_locked(lock):
                 held_at = time.monotonic()
             elif (waited_s := time.monotonic() - held_at) > grace_s:

@@ -1,0 +1,56 @@
+"""For tests of what runs on the bus: waiting, plain clients, and the kernel's first message to a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import nats
+from nats.aio.client import Client
+
+from stretto.bus.lock import KernelLock
+from stretto.bus.messages import Welcome
+
+NO_LOCK = KernelLock("", "", "")
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
+    """Wait until a condition holds."""
+    with anyio.fail_after(deadline_s):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+def server_pid(folder: Path) -> int:
+    """The nats-server of the bus in `folder / "bus"`; 0 while it writes its number."""
+    file = folder / "bus" / "nats.pid"
+    return int(file.read_text() or 0) if file.exists() else 0
+
+
+async def raw_client(folder: Path, role: str, **options: Any) -> Client:
+    """A plain NATS client with the credentials of a role, which sends whatever a test wants."""
+    login = msgspec.json.decode((folder / "bus" / f"{role}.json").read_bytes())
+    return await nats.connect(
+        login["url"],
+        user=login["user"],
+        password=login["password"],
+        inbox_prefix=f"st.{login['run']}.inbox.{role}".encode(),
+        **options,
+    )
+
+
+def welcome(run: str, lease_epoch: int, **sections: Any) -> Welcome:
+    """The kernel's welcome to a worker of a small run of the mocks, with further sections."""
+    document = {
+        "name": "test",
+        "steps": 1,
+        "algorithm": {"use": "grpo"},
+        "dataset": {"use": "jsonl", "path": __file__},
+        "training": {"use": "mock"},
+        "inference": {"use": "mock"},
+        **sections,
+    }
+    return Welcome(msgspec.msgpack.encode(document), run, "", lease_epoch, 10.0, {}, 300.0, NO_LOCK)
