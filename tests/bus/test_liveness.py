@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-import bus_testing
-from bus_testing import server_pid, welcome
+from bus_testing import server_pid, until, welcome
 from stretto.bus import client
 from stretto.bus.client import Bus
 from stretto.bus.joining import write_bootstrap
@@ -50,8 +48,6 @@ from stretto.workers.kernel_watch import KernelWatch
 from stretto_local import LocalLauncher
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
-
-until = partial(bus_testing.until, deadline_s=30)
 
 
 @contextmanager

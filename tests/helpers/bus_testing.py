@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -14,14 +14,17 @@ from nats.aio.client import Client
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import Welcome
 
+T = TypeVar("T")
+
 NO_LOCK = KernelLock("", "", "")
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
-    """Wait until a condition holds."""
+async def until(condition: Callable[[], T], deadline_s: float = 30) -> T:
+    """Wait until a condition holds, and return its value."""
     with anyio.fail_after(deadline_s):
-        while not condition():
+        while not (value := condition()):
             await anyio.sleep(0.01)
+        return value
 
 
 def server_pid(folder: Path) -> int:

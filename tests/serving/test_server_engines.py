@@ -9,7 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ import numpy as np
 import psutil
 import pytest
 
+from bus_testing import until
+from stand_in_engine import STAND_IN, StandInEngine
 from stretto.array import Array
 from stretto.assembly.compose import compose
 from stretto.cli.checks import problems
@@ -29,8 +31,7 @@ from stretto.errors import ConfigError, EngineError, WeightsError, leaves
 from stretto.models.digest import bytes_hash, digest_of
 from stretto.serving.config import ServerEngineConfig, flags
 from stretto.serving.engine import ServerEngine
-from stretto.serving.server import Server, ServerCommand, ServerRefused
-from stretto.serving.streams import Ask, StreamChunk
+from stretto.serving.server import Server
 from stretto.weights import WeightsNote
 from stretto_sglang import SglangConfig
 from stretto_sglang.checksums import Checksums
@@ -39,9 +40,8 @@ from stretto_vllm import VllmConfig
 from stretto_vllm.engine import VllmEngine
 
 if TYPE_CHECKING:
-    from stretto.weights import WeightUpdate
+    pass
 
-STAND_IN = Path(__file__).with_name("stand_in_server.py")
 PROMPT = [3, 4, 5]
 
 
@@ -126,48 +126,10 @@ async def test_the_key_stands_in_no_command_line(
 # -------------------------------------------------------------------------------------- the server
 
 
-class _Event(msgspec.Struct):
-    tokens: list[int]
-    logprobs: list[float]
-    finish: Any
-    versions: list[str]
+class Engine(StandInEngine):
+    """Every request of this file has this prompt."""
 
-
-class StandInEngine(ServerEngine):
-    """Speaks with `stand_in_server.py`."""
-
-    health = "/health"
-    program: tuple[str, ...] = (str(STAND_IN),)
-
-    def command(self, port: int, key: str) -> ServerCommand:
-        return ServerCommand((sys.executable, *self.program, str(port), key), {})
-
-    async def greet(self, server: Server) -> None:
-        await server.get("/state", deadline_s=5)
-
-    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
-        body = {"id": ask.id, "tokens": ask.tokens, "prompt": len(PROMPT), "max_tokens": ask.max_tokens}
-        async for event in server.stream("/generate", body, msgspec.json.Decoder(_Event)):
-            yield StreamChunk(event.tokens, event.logprobs, event.finish, "", event.versions)
-
-    async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        await server.post("/abort", ids, deadline_s=5)
-
-    async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
-        pass
-
-    async def load_weights(
-        self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
-    ) -> Mapping[str, str]:
-        version = update.note.version
-        try:
-            await server.post("/load", {"folder": str(folder), "version": str(version)}, deadline_s=5)
-        except ServerRefused as error:
-            raise WeightsError(error.reason, version=version) from error
-        return update.hashes()
-
-    async def score(self, server: Server, tokens: list[int]) -> list[float]:
-        return [-1.0] * (len(tokens) - 1)
+    prompt_tokens = len(PROMPT)
 
 
 class Update:
@@ -227,19 +189,13 @@ def right(count: int) -> list[int]:
     return [(sum(PROMPT) + position) % 97 for position in range(count)]
 
 
-async def until(condition: Callable[[], bool], within_s: float = 20) -> None:
-    with anyio.fail_after(within_s):
-        while not condition():
-            await anyio.sleep(0.01)
-
-
 def request(id: str, samples: int = 1, tokens: int = 100, **more: Any) -> GenerateRequest:
     sampling = Sampling(max_tokens=tokens, stop=more.pop("stop", ()))
     ids = Array.of(np.array(PROMPT, np.int32))
     return GenerateRequest(id, ids, tuple(range(samples)), sampling, more.pop("min_version", 0), **more)
 
 
-Started = tuple[StandInEngine, Answers]
+Started = tuple[Engine, Answers]
 
 
 @asynccontextmanager
@@ -247,7 +203,7 @@ async def started(folder: Path, **options: Any) -> AsyncGenerator[Started]:
     """An engine with its server."""
     options = {"python": sys.executable, "slots": 4, "start_timeout_s": 20.0} | options
     context = Context(run="r", name="n", seed=1, folder=str(folder), worker="inference-0")
-    engine, answers = StandInEngine(ServerEngineConfig(use="stand_in", **options), context), Answers()
+    engine, answers = Engine(ServerEngineConfig(use="stand_in", **options), context), Answers()
     try:
         async with anyio.create_task_group() as tasks:
             await engine.start(answers.emit, tasks)
@@ -339,7 +295,7 @@ async def test_a_command_that_exits_is_told_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = ("-c", "import sys; sys.exit('[Errno 98] address already in use')")
-    monkeypatch.setattr(StandInEngine, "program", failing)
+    monkeypatch.setattr(Engine, "program", failing)
     with pytest.raises(ExceptionGroup) as raised:
         async with started(tmp_path):
             pass
@@ -351,7 +307,7 @@ async def test_a_command_that_exits_is_told_with_its_last_words(
 async def test_a_server_that_never_answers_is_given_up_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StandInEngine, "program", ("-c", "import time; print('loading'); time.sleep(600)"))
+    monkeypatch.setattr(Engine, "program", ("-c", "import time; print('loading'); time.sleep(600)"))
     with pytest.raises(ExceptionGroup) as raised:
         async with started(tmp_path, start_timeout_s=0.5):
             pass
@@ -365,7 +321,7 @@ async def test_an_abort_reaches_the_server(tmp_path: Path) -> None:
         engine.generate(request("a", 6, tokens=1000))
         await until(lambda: len(answers.tokens) == 4)
         engine.abort("a")
-        await until(lambda: len(answers.finish) == 6 and engine.load().running == 0, within_s=2)
+        await until(lambda: len(answers.finish) == 6 and engine.load().running == 0, deadline_s=2)
         assert set(answers.finish.values()) == {"abort"}
         server = engine._current_server()  # pyright: ignore[reportPrivateUsage]
         assert (await server.get("/state", deadline_s=5))["running"] == []

@@ -19,6 +19,7 @@ import msgspec
 import psutil
 import pytest
 
+from bus_testing import until
 from stretto.children import environment
 from stretto.children.environment import Question, Reaction
 from stretto.children.protocol import Started
@@ -54,13 +55,6 @@ async def ask(pool: ChildPool, completion: str, timeout_s: float = 60) -> str:
     question = Question(msgspec.msgpack.encode({"completion": completion, "state": {}}))
     reaction = await pool.ask(question, Reaction, timeout_s)
     return reaction.error or str(reaction.feedback.messages[0])
-
-
-async def until(condition: Callable[[], Any]) -> Any:
-    with anyio.fail_after(60):
-        while not (result := condition()):
-            await anyio.sleep(0.02)
-        return result
 
 
 # ------------------------------------------------------------------------------------------ frames
@@ -186,12 +180,12 @@ async def test_after_a_loss_a_spare_waits_and_takes_the_next_place(open_pool: Op
         assert children() == {first}
         os.kill(first, signal.SIGKILL)
         second = int(await ask(pool, "lives"))
-        both = await until(lambda: len(found := children() - {first}) == 2 and found)
+        both = await until(lambda: found if len(found := children() - {first}) == 2 else set[int]())
         [spare] = both - {second}
         os.kill(second, signal.SIGKILL)
         assert int(await ask(pool, "lives")) == spare
         # A spare that is killed is passed over.
-        both = await until(lambda: len(found := children() - {first, second}) == 2 and found)
+        both = await until(lambda: found if len(found := children() - {first, second}) == 2 else set[int]())
         for pid in both:
             os.kill(pid, signal.SIGKILL)
         assert int(await ask(pool, "lives")) not in both

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bus_testing import until
 from stretto.array import Array
 from stretto.bus.client import Bus
 from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate, Peer, Subjects
@@ -73,12 +74,6 @@ class Engine:
         values = np.array(tokens, np.int32)
         columns = (values, -values.astype(np.float32), np.full(len(values), version, np.int32))
         await self._bus.publish(self._chunks, ChunkBatch(self.worker, (head,), *map(Array.of, columns)))
-
-
-async def until(condition: Any) -> None:
-    with anyio.fail_after(20):
-        while not condition():
-            await anyio.sleep(0.01)
 
 
 class Case:

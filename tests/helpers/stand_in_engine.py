@@ -1,0 +1,77 @@
+"""An engine whose server is `stand_in_server.py`, which "samples" in stated time and needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stretto.errors import WeightsError
+from stretto.serving.engine import ServerEngine
+from stretto.serving.server import Server, ServerCommand, ServerRefused
+from stretto.serving.streams import Ask, StreamChunk
+
+if TYPE_CHECKING:
+    from stretto.weights import WeightUpdate
+
+STAND_IN = Path(__file__).with_name("stand_in_server.py")
+
+
+class _Event(msgspec.Struct):
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Any
+    versions: list[str]
+
+
+class StandInEngine(ServerEngine):
+    """Speaks with the stand-in server."""
+
+    health = "/health"
+    program: tuple[str, ...] = (str(STAND_IN),)
+    prompt_tokens = 0
+    """So many first tokens of a request are the prompt, whose sum decides the answer."""
+
+    def command(self, port: int, key: str) -> ServerCommand:
+        """Return the command of the server."""
+        return ServerCommand((sys.executable, *self.program, str(port), key), {})
+
+    async def greet(self, server: Server) -> None:
+        """Ask for its state."""
+        await server.get("/state", deadline_s=5)
+
+    async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
+        """Yield the chunks of one answer."""
+        body = {
+            "id": ask.id,
+            "tokens": ask.tokens,
+            "prompt": self.prompt_tokens,
+            "max_tokens": ask.max_tokens,
+        }
+        async for event in server.stream("/generate", body, msgspec.json.Decoder(_Event)):
+            yield StreamChunk(event.tokens, event.logprobs, event.finish, "", event.versions)
+
+    async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
+        """Stop answers."""
+        await server.post("/abort", ids, deadline_s=5)
+
+    async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
+        """Do nothing: the server loads files as they are."""
+
+    async def load_weights(
+        self, server: Server, update: WeightUpdate, folder: Path, *, forget: bool
+    ) -> Mapping[str, str]:
+        """Load a version."""
+        version = update.note.version
+        try:
+            await server.post("/load", {"folder": str(folder), "version": str(version)}, deadline_s=5)
+        except ServerRefused as error:
+            raise WeightsError(error.reason, version=version) from error
+        return update.hashes()
+
+    async def score(self, server: Server, tokens: list[int]) -> list[float]:
+        """Return a logprob of -1 for each token."""
+        return [-1.0] * (len(tokens) - 1)
