@@ -9,11 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stretto.bus.messages import Wait
 from stretto.bus.server import lock_run
 from stretto.cli.status import status_lines
 from stretto.errors import ConfigError
-from stretto.kernel.status import FILE, Stall, Status, WorkerStatus
+from stretto.records.status import STATUS, Stall, Status, WorkerStatus
 
 
 def write(
@@ -33,9 +32,9 @@ def write(
         connected=connected,
         workers=[WorkerStatus("rollout-0", ready=True, silent_s=1.0, blocked_s=blocked_s)],
         starting={},
-        waits=[Stall("rollout-0", Wait("verifier-0", "score", 94.0))],
+        waits=[Stall("rollout-0", "verifier-0", "score", 94.0)],
     )
-    (folder / FILE).write_bytes(msgspec.json.encode(status))
+    (folder / STATUS).write_bytes(msgspec.json.encode(status))
 
 
 def test_it_says_who_waits_for_whom_and_who_stands_still(tmp_path: Path) -> None:
@@ -59,6 +58,6 @@ def test_it_says_who_waits_for_whom_and_who_stands_still(tmp_path: Path) -> None
 def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         status_lines(tmp_path)
-    (tmp_path / FILE).write_text("{")
+    (tmp_path / STATUS).write_text("{")
     with pytest.raises(ConfigError, match="not the status of a run"):
         status_lines(tmp_path)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import msgspec
-
 from stretto.bus.guard import is_locked
 from stretto.errors import ConfigError, printable
-from stretto.kernel.status import FILE, Status
+from stretto.records.status import STATUS, read_status
 
 __all__ = ["status_lines"]
 
@@ -23,13 +21,9 @@ def status_lines(folder: Path) -> list[str]:
     Raises:
         ConfigError: if the folder holds no status.
     """
-    file = folder / FILE
-    try:
-        status = msgspec.json.decode(file.read_bytes(), type=Status)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{folder} has no {FILE}: it holds no run, or the run has not started") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file} is not the status of a run: {error}") from error
+    status = read_status(folder)
+    if status is None:
+        raise ConfigError(f"{folder} has no {STATUS}: it holds no run, or the run has not started")
     lines = [printable(f"step {status.version} of {status.steps}, {status.now}")]
     age_s = time.time() - status.written
     lock = folder / "bus" / "kernel.lock"

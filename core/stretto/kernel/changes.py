@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import structlog
@@ -29,6 +29,7 @@ from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.checkpoint import newest_intact
+from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig
 
 __all__ = [
@@ -160,7 +161,7 @@ def put_into_force(folder: Path, changed: Composed) -> None:
 def differences(former: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the dotted keys whose values differ, each with its former and its new value as JSON. A missing
     value is `null`."""
-    before, after = dict(_leaves(former)), dict(_leaves(changed))
+    before, after = dict(dotted_values(former)), dict(dotted_values(changed))
     return {
         key: values
         for key in sorted(before.keys() | after.keys())
@@ -267,12 +268,3 @@ def _put(document: dict[str, Any], path: str, value: str) -> None:
         document = document.get(part) or {}
     if last in document:
         document[last] = value
-
-
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys and their values as JSON. A list is one value."""
-    if isinstance(node, Mapping):
-        for key, value in cast("Mapping[str, Any]", node).items():
-            yield from _leaves(value, f"{path}.{key}" if path else key)
-    else:
-        yield path, json.dumps(node)

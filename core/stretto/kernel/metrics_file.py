@@ -1,4 +1,4 @@
-"""The file `metrics.jsonl` of a run: one JSON object for each train step and each evaluation.
+"""Writes the file `metrics.jsonl` of a run (see `stretto.records.metrics`).
 
 A resumed run cuts the lines after its checkpoint, because it repeats their steps or has lost them. It first
 appends them to `metrics.cut.jsonl`, so that no figure is ever lost.
@@ -10,11 +10,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import structlog
 
 from stretto.errors import ConfigError, RunError
+from stretto.records.metrics import METRICS, parse_line
 
 __all__ = ["MetricsFile"]
 
@@ -25,7 +26,7 @@ class MetricsFile:
     """The metrics of the run in a folder. Only the kernel that owns the run may write them."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "metrics.jsonl"
+        self._file = folder / METRICS
         self._cut = folder / "metrics.cut.jsonl"
 
     def read(self) -> list[dict[str, Any]]:
@@ -75,7 +76,7 @@ class MetricsFile:
         texts = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
         lines: list[tuple[bytes, dict[str, Any] | None]] = []
         for number, text in enumerate(texts, start=1):
-            line = _parse(text)
+            line = parse_line(text)
             if isinstance(line, str) and number < len(texts):
                 raise ConfigError(
                     f"{self._file}:{number}: {line}; mend the line or move it elsewhere, then resume again"
@@ -84,17 +85,6 @@ class MetricsFile:
                 log.warning("the last line is broken", file=str(self._file), line=number, fault=line)
             lines.append((text, None if isinstance(line, str) else line))
         return lines
-
-
-def _parse(text: bytes) -> dict[str, Any] | str:
-    """Return a line of metrics; or why the text is not one."""
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        return f"not JSON ({error})"
-    if not isinstance(line, dict) or not isinstance(cast("dict[str, Any]", line).get("step"), int):
-        return "not a JSON object with a `step`"
-    return cast("dict[str, Any]", line) if text.endswith(b"\n") else "not a whole line"
 
 
 def _append_and_sync(file: Path, lines: list[bytes]) -> None:

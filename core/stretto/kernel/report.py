@@ -23,6 +23,7 @@ from stretto.kernel.fleet import Fleet
 from stretto.kernel.metrics_file import MetricsFile
 from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
+from stretto.records.metrics import is_evaluation
 from stretto.tracker import Tracker
 
 __all__ = ["Report", "Status"]
@@ -86,7 +87,7 @@ class Report:
                 adviser.evaluated(evaluation.version, evaluation.accuracy, evaluation.samples)
             lines = self._metrics.read()
             for line in lines:
-                if line["step"] <= resumed.version and not _is_evaluation(line):
+                if line["step"] <= resumed.version and not is_evaluation(line):
                     adviser.step(line)
             self.reached = max((line["step"] for line in lines), default=0)
         self._reasons = Counter(resumed.snapshot.reasons if resumed else {})
@@ -237,7 +238,7 @@ class Report:
 
     def recall(self) -> None:
         """Write the missing lines of evaluations, after the journal was repeated."""
-        written = {line["step"] for line in self._metrics.read() if _is_evaluation(line)}
+        written = {line["step"] for line in self._metrics.read() if is_evaluation(line)}
         for evaluation in self._scheduler.evaluations:
             if evaluation.version not in written:
                 self.evaluation(evaluation)
@@ -426,11 +427,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in cast("list[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Whether a line of `metrics.jsonl` belongs to an evaluation, and not to a step."""
-    return "evaluation/samples" in line
 
 
 def _is_skipped(name: str) -> bool:

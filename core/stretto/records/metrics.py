@@ -1,0 +1,91 @@
+"""The lines of `metrics.jsonl`: one JSON object for each train step and each evaluation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from stretto.errors import ConfigError
+
+__all__ = ["METRICS", "MetricsReader", "is_evaluation", "parse_line"]
+
+METRICS = "metrics.jsonl"
+
+_decode = msgspec.json.Decoder().decode
+_TAIL_BYTES = 256
+"""Length of the part before the reader's place that it compares, to notice that the file was cut."""
+
+
+def parse_line(text: bytes) -> dict[str, Any] | str:
+    """Return a line of metrics; or why the text is not one."""
+    try:
+        line = _decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"not JSON ({error})"
+    if not isinstance(line, dict) or not isinstance(cast("dict[str, Any]", line).get("step"), int):
+        return "not a JSON object with a `step`"
+    return cast("dict[str, Any]", line) if text.endswith(b"\n") else "not a whole line"
+
+
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line belongs to an evaluation, and not to a step."""
+    return "evaluation/samples" in line
+
+
+class MetricsReader:
+    """Reads the metrics in a run's folder while a kernel may append to them or cut them.
+
+    A line without its end does not count yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / METRICS
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        """The lines of steps, in the file's order."""
+        self.evaluations: list[dict[str, Any]] = []
+        """The lines of evaluations, in the file's order."""
+        self._inode = 0
+        self._offset = 0
+        self._tail = b""
+        self._lines = 0
+
+    def read(self) -> None:
+        """Read the lines that were appended since the last call. Read everything again if the file was cut or
+        replaced.
+
+        Raises:
+            ConfigError: if a line is not a line of metrics.
+        """
+        try:
+            with self._file.open("rb") as file:
+                state = os.fstat(file.fileno())
+                file.seek(max(0, self._offset - len(self._tail)))
+                if state.st_ino != self._inode or file.read(len(self._tail)) != self._tail:
+                    self._forget()
+                    self._inode = state.st_ino
+                    file.seek(0)
+                self._take_in(file.read())
+        except FileNotFoundError:
+            self._forget()
+
+    def _take_in(self, text: bytes) -> None:
+        whole = text[: text.rfind(b"\n") + 1]
+        if not whole:
+            return
+        for each in whole.splitlines(keepends=True):
+            self._lines += 1
+            line = parse_line(each)
+            if isinstance(line, str):
+                fault = f"{self._file}:{self._lines}: {line}"
+                self._forget()
+                raise ConfigError(fault)
+            (self.evaluations if is_evaluation(line) else self.steps).append(line)
+        self._offset += len(whole)
+        self._tail = (self._tail + whole)[-_TAIL_BYTES:]

@@ -1,0 +1,157 @@
+"""A run as its folder shows it, for commands and pages that look at runs. Nothing here asks the kernel."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeGuard, cast
+
+import msgspec
+import yaml
+
+from stretto.bus.guard import is_locked
+from stretto.errors import ConfigError
+from stretto.records.metrics import METRICS, MetricsReader
+from stretto.records.status import STATUS, Status, read_status
+
+__all__ = ["RunRecord", "State", "find_runs", "is_run"]
+
+State = Literal["running", "completed", "interrupted", "failed", "stopped"]
+"""`stopped`: no kernel owns the run, and none has written its summary."""
+
+_CONFIG = "config.yaml"
+_SUMMARY = "summary.json"
+# PyYAML has the fast loader only if it was built with libyaml.
+_Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class RunRecord:
+    """The records of one run. Each part is read when it is first asked for, and again after `refresh`.
+
+    The properties raise ConfigError if their file is damaged; the text names the file.
+
+    Raises:
+        ConfigError: if the folder holds no run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / _CONFIG).is_file():
+            raise ConfigError(f"{folder} holds no run: it has no {_CONFIG}")
+        self.folder = folder.absolute()
+        self._reader = MetricsReader(self.folder)
+
+    def refresh(self) -> None:
+        """Forget what may have changed. Of the metrics, only appended lines are read again."""
+        for name in ("document", "summary", "status", "state", "_metrics"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def name(self) -> str:
+        """The run's name, from its run file."""
+        return str(self.document.get("name", self.folder.name))
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """The run file as composed. Values that it reads from the environment are references, not values."""
+        file = self.folder / _CONFIG
+        try:
+            document = yaml.load(file.read_bytes(), Loader=_Loader)  # noqa: S506 (a safe loader)
+        except (yaml.YAMLError, OSError, RecursionError) as error:
+            raise ConfigError(f"{file} is not a run file: {error}") from error
+        if not isinstance(document, dict):
+            raise ConfigError(f"{file} is not a run file: it holds no keys")
+        return cast("dict[str, Any]", document)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` that belong to steps, in order."""
+        return self._metrics.steps
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` that belong to evaluations, in order. `step` is the version that was
+        evaluated."""
+        return self._metrics.evaluations
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        """The content of `summary.json`; None before the end of the run."""
+        file = self.folder / _SUMMARY
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{file} is not the summary of a run: {error}") from error
+
+    @cached_property
+    def status(self) -> Status | None:
+        """The content of `status.json`, which its kernel wrote last; None if there is none yet."""
+        return read_status(self.folder)
+
+    @cached_property
+    def state(self) -> State:
+        """Whether a kernel owns the run; if none does, how the run ended."""
+        if is_locked(self.folder / "bus" / "kernel.lock"):
+            return "running"
+        ended = (self.summary or {}).get("status")
+        return ended if ended in ("completed", "interrupted", "failed") else "stopped"
+
+    @property
+    def started(self) -> float:
+        """Unix time at which the run was started for the first time."""
+        first = self.folder / "config-1.yaml"  # the first values, if a resume has changed them
+        return (first if first.exists() else self.folder / _CONFIG).stat().st_mtime
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Return (step, value) of each line in which a figure is a finite number. Keys that begin with
+        `evaluation/` are those of evaluations."""
+        lines = self.evaluations if key.startswith("evaluation/") else self.steps
+        return [(line["step"], float(value)) for line in lines if _is_figure(value := line.get(key))]
+
+    def keys(self) -> list[str]:
+        """Return the keys that `series` knows, in the order of their first line. Lines of one run differ in
+        their keys."""
+        lines = (*self.steps, *self.evaluations)
+        known = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(value))
+        return [key for key in known if key != "step"]
+
+    @cached_property
+    def _metrics(self) -> MetricsReader:
+        self._reader.read()
+        return self._reader
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run: its values, and something that a kernel has written."""
+    return (folder / _CONFIG).is_file() and any(
+        (folder / name).exists() for name in ("bus", STATUS, METRICS, _SUMMARY)
+    )
+
+
+def find_runs(folder: Path) -> list[RunRecord]:
+    """Return the run in `folder`, or all runs below it, in the order of their paths. Hidden folders, links
+    and folders that this user cannot read are left out.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"no folder {str(folder)!r}")
+    return [RunRecord(path) for path in _run_folders(folder)]
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    for path, below, _ in os.walk(folder):
+        if is_run(Path(path)):
+            below.clear()  # a run has no runs inside
+            yield Path(path)
+        below[:] = sorted(name for name in below if not name.startswith("."))
+
+
+def _is_figure(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,128 @@
+"""A run's records as commands and pages read them, while a kernel appends to them and cuts them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.bus.server import lock_run
+from stretto.errors import ConfigError
+from stretto.kernel.metrics_file import MetricsFile
+from stretto.records.run import RunRecord, find_runs
+
+
+def make_run(folder: Path, **document: Any) -> Path:
+    (folder / "bus").mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps({"name": "test", "steps": 8, **document}))
+    return folder
+
+
+def step(number: int, **figures: Any) -> dict[str, Any]:
+    return {"step": number, "reward": number / 10, **figures}
+
+
+def evaluation(version: int, accuracy: float | None) -> dict[str, Any]:
+    return {"step": version, "evaluation/accuracy": accuracy, "evaluation/samples": 4}
+
+
+def test_refresh_reads_what_was_appended(tmp_path: Path) -> None:
+    file = MetricsFile(make_run(tmp_path / "run"))
+    run = RunRecord(tmp_path / "run")
+    assert run.steps == run.evaluations == []
+    file.append(step(1, skipped=True, calls=[]))
+    file.append(evaluation(0, None))
+    assert run.steps == []
+    run.refresh()
+    [first] = run.steps
+    file.append(step(2))
+    file.append(evaluation(2, 0.5))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 3, "rew')
+    run.refresh()
+    assert run.steps[0] is first, "a line that was read is not read again"
+    assert run.series("reward") == [(1, 0.1), (2, 0.2)]
+    assert run.series("evaluation/accuracy") == [(2, 0.5)]
+    assert run.keys() == ["reward", "evaluation/samples", "evaluation/accuracy"]
+
+
+def test_a_cut_is_noticed_even_if_the_file_has_grown_since(tmp_path: Path) -> None:
+    file = MetricsFile(make_run(tmp_path / "run"))
+    run = RunRecord(tmp_path / "run")
+    for number in range(1, 6):
+        file.append(step(number))
+    assert len(run.steps) == 5
+    file.cut_after(2)
+    for number in range(3, 9):
+        file.append(step(number, resumed=1))
+    run.refresh()
+    assert [line["step"] for line in run.steps] == list(range(1, 9))
+    assert run.series("resumed") == [(number, 1) for number in range(3, 9)]
+    # A file that is written in place, as a copying tool does it.
+    text = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(text.replace(b'"resumed": 1', b'"resumed": 2'))
+    run.refresh()
+    assert run.series("resumed")[-1] == (8, 2)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    run.refresh()
+    assert run.steps == []
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n[]\n{"step": 2}\n')
+    run = RunRecord(folder)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: not a JSON object"):
+            _ = run.steps
+    for name, fault in (("status", "not the status"), ("summary", "not the summary")):
+        (folder / f"{name}.json").write_bytes(b'{"\xff')
+        with pytest.raises(ConfigError, match=fault):
+            getattr(run, name)
+    (folder / "config.yaml").write_text("- a")
+    with pytest.raises(ConfigError, match="holds no keys"):
+        _ = run.document
+    with pytest.raises(ConfigError, match="holds no run"):
+        RunRecord(tmp_path)
+
+
+def test_state_follows_the_lock_and_then_the_summary(tmp_path: Path) -> None:
+    run = RunRecord(make_run(tmp_path / "run"))
+    assert run.state == "stopped"
+    with lock_run(run.folder / "bus"):
+        run.refresh()
+        assert run.state == "running"
+    (run.folder / "summary.json").write_text('{"status": "interrupted"}')
+    assert run.state == "running", "until the next refresh"
+    run.refresh()
+    assert run.state == "interrupted"
+
+
+def test_runs_are_found_below_a_folder_and_not_inside_a_run(tmp_path: Path) -> None:
+    for name in ("b/2", "b/1", "a", "a/inside", ".hidden/run"):
+        make_run(tmp_path / name)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.yaml").write_text("name: a folder with values alone\n")
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    assert [run.folder.relative_to(tmp_path) for run in find_runs(tmp_path)] == [
+        Path("a"),
+        Path("b/1"),
+        Path("b/2"),
+    ]
+    assert [run.folder for run in find_runs(tmp_path / "a")] == [tmp_path / "a"]
+    with pytest.raises(ConfigError, match="no folder"):
+        find_runs(tmp_path / "nowhere")
+
+
+def test_ten_thousand_steps_load_in_under_a_second(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    figures = {f"figure/{number}": number / 7 for number in range(60)}
+    lines = (json.dumps(step(number, **figures, calls=[figures])) for number in range(1, 10_001))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    began = time.process_time()
+    run = RunRecord(folder)
+    assert len(run.series("figure/59")) == 10_000
+    assert time.process_time() - began < 1
