@@ -115,7 +115,7 @@ class Trainers:
     async def step(
         self, incarnation: int, version: int, rows: tuple[RowRef, ...], *, needed: tuple[int, ...]
     ) -> StepResult:
-        return StepResult({}, [], WeightsNote(version + 1, "", f"digest {version + 1}"))
+        return StepResult({}, [], WeightsNote(version + 1, "", f"digest {version + 1}"), began=0.0)
 
 
 @pytest.fixture
@@ -146,6 +146,7 @@ async def recovered(
         on_repeated=lambda start, result, divergence: None,
     )
     assert_fits(scheduler)
+    scheduler.commands()
     scheduler.start()
     return stored, result, scheduler
 

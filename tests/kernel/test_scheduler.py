@@ -24,6 +24,7 @@ from stretto.kernel.scheduler import (
     Finish,
     HeldBack,
     Issue,
+    Retired,
     Scheduler,
     SchedulerSettings,
     Snapshot,
@@ -54,9 +55,9 @@ def failed(ticket: Ticket, reason: str = "raised", *, filtered: bool = False) ->
 
 
 def issued(scheduler: Scheduler) -> list[Ticket]:
-    """Tickets given out by the commands so far; other commands must not be there."""
+    """Tickets given out by the commands so far; beside retirements, other commands must not be there."""
     commands = scheduler.commands()
-    assert all(isinstance(command, Issue) for command in commands), commands
+    assert all(isinstance(command, Issue | Retired) for command in commands), commands
     return [command.ticket for command in commands if isinstance(command, Issue)]
 
 
@@ -147,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                         assert group.members[0].reward >= 0, "a filtered group is trained"
                         self.trained[group.ticket] += 1
                         assert self.trained[group.ticket] == 1, "trained twice"
+                        assert group.ticket not in self.retired, "a retired ticket is trained"
                     self.training = command
                 case Finish():
                     assert not self.over
@@ -156,7 +158,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 case HeldBack(evaluating, waiting):
                     assert self.training is None
                     assert evaluating < waiting <= self.scheduler.version
-                case Withdraw():
+                case Retired("train", id):
+                    assert id not in self.retired, "retired twice"
+                    self.retired.add(id)
+                case Withdraw() | Retired():
                     pass
                 case Fail():
                     raise AssertionError("failures were few")
@@ -326,6 +331,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         parts = ledger.trained + ledger.filtered + ledger.expired + ledger.failed + ledger.in_flight
         assert ledger.issued == parts
         assert ledger.trained == self.groups_trained
+        assert ledger.filtered + ledger.expired + ledger.failed == len(self.retired)
 
     @invariant()
     def admission_is_bounded(self) -> None:
@@ -425,6 +431,7 @@ def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs()
     scheduler.group_done(done(quick, 0))
     [start] = scheduler.commands()  # at version 0: afterwards one group is due by 1, which is in time
     assert isinstance(start, StartBatch)
+    assert start.waited_for == "groups"
     scheduler.step_finished()
     [newer] = issued(scheduler)  # due by version 2
     scheduler.group_done(done(newer, 1))
@@ -434,6 +441,7 @@ def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs()
     [start] = scheduler.commands()
     assert isinstance(start, StartBatch)
     assert start.groups[0].ticket == slow.id
+    assert start.waited_for == f"ticket {slow.id}"
 
 
 def test_drop_expires_a_late_group_and_issues_its_prompt_again() -> None:
@@ -735,7 +743,7 @@ def test_a_restart_repeats_the_journal_and_keeps_what_was_finished() -> None:
     again.worker_lost("rollout-0")  # while the run starts, no ticket is issued
     assert again.commands() == []
     repeated = again.replay([group.ticket for group in start.groups], start.groups)
-    assert repeated == start
+    assert repeated == replace(start, waited_for="")  # in the log there is nothing to wait for
     again.step_finished()
     again.group_done(finished)
     again.start()
@@ -787,7 +795,8 @@ def test_a_smaller_bound_expires_what_cannot_be_trained_in_time_and_issues_its_p
     snapshot = three_finished_groups(settings)
     rows = {ticket.id: ticket.row for ticket in snapshot.open}
     scheduler = restored(snapshot, replace(settings, max_staleness=1))
-    again, start = scheduler.commands()  # of those due by version 1 one can be trained, and 4 a step later
+    # Of those due by version 1 one can be trained, and 4 a step later.
+    *_, again, start = scheduler.commands()
     assert isinstance(again, Issue)
     assert again.ticket.id == 4
     assert isinstance(start, StartBatch)

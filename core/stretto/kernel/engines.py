@@ -19,6 +19,7 @@ from stretto.bus.messages import AskLoad, LoadReport, Subjects, Swap, SwapDone
 from stretto.errors import BusError, NoAnswer, RunError
 from stretto.kernel.fleet import Fleet, FleetMember
 from stretto.kernel.lending import Lending, Wish
+from stretto.kernel.timeline import Timeline
 from stretto.weights import WeightsNote
 
 __all__ = ["Engines"]
@@ -46,6 +47,7 @@ class Engines:
         names: Subjects,
         fleet: Fleet,
         lease_epoch: int,
+        timeline: Timeline,
         *,
         on_swapped: Callable[[str, SwapDone], None],
         on_callable: Callable[[], None],
@@ -55,6 +57,7 @@ class Engines:
         self._names = names
         self._fleet = fleet
         self._lease_epoch = lease_epoch
+        self._timeline = timeline
         self._on_swapped = on_swapped
         self._on_callable = on_callable
         self._news = anyio.Event()
@@ -169,6 +172,7 @@ class Engines:
         return (self.note, False) if self.note is not None else None
 
     async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone:
+        start = self._timeline.now()
         done = await self._bus.request(
             self._names.worker("inference", member.worker, "swap"),
             Swap(self._lease_epoch, next(self._numbers), note, exact),
@@ -178,6 +182,7 @@ class Engines:
         )
         if done.fault:
             raise RunError(f"{member.worker}: {done.fault}")
+        self._timeline.swap(start, member.worker, done.report.version, done.report.pause_s, exact=exact)
         return done
 
     def _is_present(self, member: FleetMember) -> bool:

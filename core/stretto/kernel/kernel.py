@@ -59,12 +59,14 @@ from stretto.kernel.scheduler import (
     Finish,
     HeldBack,
     Issue,
+    Retired,
     StartBatch,
     Withdraw,
 )
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.status import keep_status
 from stretto.kernel.tickets import TicketQueue
+from stretto.kernel.timeline import Timeline
 from stretto.kernel.trainers import StepResult, Trainers
 from stretto.launcher import ROLES, Role
 from stretto.weights import WeightsNote
@@ -130,12 +132,14 @@ class Kernel:
         self._lock = KernelLock.of(setup.folder / "bus")
         self._ending = ending
         self._tasks = tasks
-        self._trainers = Trainers(bus, setup.names, setup.placement, lease_epoch)
+        self._timeline = Timeline(setup.folder)
+        self._trainers = Trainers(bus, setup.names, setup.placement, lease_epoch, self._timeline)
         self._engines = Engines(
             bus,
             setup.names,
             setup.fleet,
             lease_epoch,
+            self._timeline,
             on_swapped=self._take_in_swap,
             on_callable=self._notify,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
@@ -163,6 +167,8 @@ class Kernel:
             self._ending.end("repeated", "")
             return
         self._report.begin()
+        self._timeline.begin(self._lease_epoch, resumed[1].version if resumed else 0)
+        self._tasks.start_soon(self._timeline.keep)
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(self._watch_bus)
@@ -177,6 +183,7 @@ class Kernel:
         finally:
             with anyio.CancelScope(shield=True):
                 await self._dismiss()
+            self._timeline.end(self._ending.status)
             self._report.refused = self._bus.refused
 
     # ------------------------------------------------------------------------------------ beginning
@@ -265,6 +272,9 @@ class Kernel:
             on_change=self._change_values,
             on_repeated=self._report_step,
         )
+        for command in self._scheduler.commands():
+            if isinstance(command, Retired):  # nobody works on the withdrawn attempts any more
+                await self._do(command)
         await self._tickets.clear()
         self._journal.incarnation = recovered.incarnation
         self._tickets.log_sequence = recovered.log_sequence
@@ -281,6 +291,11 @@ class Kernel:
 
     def _report_step(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:
         self._report.step(start, result, generate_busy_s=0.0, divergence=divergence)
+        self._record_step(start, result)
+
+    def _record_step(self, start: StartBatch, result: StepResult) -> None:
+        tickets = tuple(group.ticket for group in start.groups)
+        self._timeline.step(result.began, result.note.version, start.waited_for, tickets)
 
     def _has_nothing_to_repeat(self, stored: Stored) -> bool:
         """Whether this kernel has nothing to do, so that it needs no worker: the checkpoint has its values,
@@ -412,6 +427,7 @@ class Kernel:
     async def _welcome(self, role: Role, message: Join) -> Welcome:
         """Admit a worker that joined on the subject of `role`."""
         self._fleet.join(role, message)
+        self._timeline.worker(message.worker, "joined")
         log.info("worker joined", worker=message.worker, place=message.place)
         return Welcome(
             config=msgspec.msgpack.encode(msgspec.to_builtins(self._config)),
@@ -426,6 +442,7 @@ class Kernel:
 
     def _on_ready(self, member: FleetMember) -> None:
         log.info("worker ready", worker=member.worker)
+        self._timeline.worker(member.worker, "ready")
         if member.role == "inference":
             self._tasks.start_soon(self._engines.keep_current, member)
         else:
@@ -433,6 +450,7 @@ class Kernel:
         self._notify()
 
     def _on_lost(self, member: FleetMember, how: str, final: bool) -> None:
+        self._timeline.worker(member.worker, "lost", how)
         self._notify()
         self._engines.look_again()
         if final:
@@ -472,6 +490,7 @@ class Kernel:
     # ---------------------------------------------------------------------------- events of tickets
 
     def _ticket_started(self, message: TicketStarted) -> None:
+        self._timeline.taken(message)
         self._scheduler.ticket_started(message.purpose, message.ticket, message.attempt, message.worker)
 
     def _progress(self, message: Progress) -> None:
@@ -481,6 +500,7 @@ class Kernel:
 
     def _take_in(self, outcome: Outcome) -> None:
         if isinstance(outcome, GroupDone):
+            self._timeline.done(outcome)
             self._scheduler.group_done(outcome)
         else:
             self._scheduler.group_failed(outcome)
@@ -515,11 +535,14 @@ class Kernel:
     async def _do(self, command: Command) -> None:
         match command:
             case Issue(ticket):
+                self._timeline.issued(ticket)
                 await self._tickets.issue(ticket)
             case Withdraw(purpose, ticket, attempt):
                 await self._tickets.withdraw(purpose, ticket, attempt)
             case StartBatch():
                 self._tasks.start_soon(self._step, command)
+            case Retired(purpose, ticket, attempt, account, reason):
+                self._timeline.retired(purpose, ticket, attempt, account, reason)
             case EvaluationDone():
                 await self._end_evaluation(command)
             case HeldBack(evaluating, waiting):
@@ -542,6 +565,7 @@ class Kernel:
         # version without its weights.
         self._scheduler.step_finished(hold=due, divergence=divergence)
         metrics = self._report.step(start, result, generate_busy_s=busy_s, divergence=divergence)
+        self._record_step(start, result)
         self._engines.announce(result.note)
         self._wake_carry_out()
         self._notify()
@@ -592,6 +616,7 @@ class Kernel:
         entry = JournalEvaluation(self._journal.incarnation, done.evaluation)
         await self._journal.append(entry, "evaluation", version)
         self._report.evaluation(done.evaluation)
+        self._timeline.evaluation(done.evaluation)
         if self._config.checkpoint.keep_best:
             await self._checkpointer.prune()
 

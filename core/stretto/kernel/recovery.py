@@ -192,7 +192,8 @@ async def repeat_journal(
     """Load a checkpoint, or the initial model if there is none, and train the journal's later batches again.
 
     The scheduler has restored the stored snapshot. The function reports the groups in the log to it, up to
-    the next change of values. Afterwards `scheduler.start()` continues the run.
+    the next change of values. Afterwards `scheduler.start()` continues the run. Of the scheduler's commands
+    before that, only the retirements matter: no worker has the attempts that it withdraws.
 
     The trainers publish the versions again that still have to be evaluated. The checkpoint holds the weights
     of versions before it; the repeated steps produce those of later versions.
@@ -262,7 +263,6 @@ async def repeat_journal(
         _take_in(scheduler, (outcome for sequence, outcome in outcomes if sequence <= last))
         if stored.lost:  # without the outcomes that are lost, more tickets may be open than can be trained
             scheduler.fit()
-    scheduler.commands()  # drop the withdrawals: no worker has these attempts any more
     needed = tuple(each for each in notes[:-1] if each.version in scheduler.needed_versions)
     return Recovered(
         (*needed, note), incarnation, last, repeated, next_change.values if next_change else None

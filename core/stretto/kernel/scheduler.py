@@ -40,6 +40,7 @@ __all__ = [
     "HeldBack",
     "Issue",
     "Ledger",
+    "Retired",
     "Scheduler",
     "SchedulerSettings",
     "Snapshot",
@@ -105,6 +106,19 @@ class StartBatch:
     version: int
     groups: tuple[GroupDone, ...]
     """In the order of their tickets."""
+    waited_for: str = ""
+    """What the batch waited for last, for people; empty if it waited for nothing."""
+
+
+@dataclass(frozen=True)
+class Retired:
+    """Record that this ticket will not be trained, or that its row of an evaluation has no result."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    account: Literal["filtered", "expired", "failed"]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,7 @@ class Fail:
     reason: str
 
 
-Command = Issue | Withdraw | StartBatch | EvaluationDone | HeldBack | Finish | Fail
+Command = Issue | Withdraw | StartBatch | Retired | EvaluationDone | HeldBack | Finish | Fail
 
 
 # ------------------------------------------------------------------------------------------ state
@@ -261,6 +275,8 @@ class Scheduler:
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
         self._training: tuple[int, ...] | None = None
+        self._waited_for = ""
+        """What the next batch waits for, as far as the scheduler has looked."""
         self._cursor = 0
         self._again: deque[tuple[int, int]] = deque()
         """(row, number of drops) of the rows to issue again."""
@@ -536,6 +552,7 @@ class Scheduler:
             divergence: divergence of the batch, in nats a token; None if it is unknown or was not measured.
         """
         self._held = hold
+        self._waited_for = "checkpoint" if hold else ""
         assert self._training is not None, "no batch was started"
         for id in self._training:
             ticket = self._open.pop(id)
@@ -698,6 +715,7 @@ class Scheduler:
         del self._open[ticket.id]
         setattr(self._ledger, account, getattr(self._ledger, account) + 1)
         self.reasons[f"{account}: {reason}"] += 1
+        self._commands.append(Retired("train", ticket.id, ticket.attempt, account, reason))
 
     def _fail(self, ticket: OpenTicket, reason: str) -> None:
         self._retire(ticket, "failed", reason)
@@ -741,17 +759,21 @@ class Scheduler:
             return
         batch = self._ready()[: self.settings.batch_size]
         if len(batch) < self.settings.batch_size:
+            self._waited_for = "groups"
             return
         while (late := self._blocking(batch)) is not None:
             if self.settings.on_late == "wait":
+                self._waited_for = f"ticket {late.id}"
                 return
             self._expire(late)
         if self._must_hold_back():
+            self._waited_for = f"evaluation of version {self.evaluating}"
             return
         chosen = sorted(batch, key=lambda ticket: ticket.id)
         self._training = tuple(ticket.id for ticket in chosen)
         groups = tuple(ticket.done for ticket in chosen if ticket.done is not None)
-        self._commands.append(StartBatch(self.version, groups))
+        self._commands.append(StartBatch(self.version, groups, self._waited_for))
+        self._waited_for = ""
 
     def _blocking(self, batch: list[OpenTicket]) -> OpenTicket | None:
         """Return the unfinished ticket that the batch has to wait for, or None if the batch is admissible.
@@ -820,6 +842,7 @@ class Scheduler:
         if group is None:
             under_way.failed += 1
             self.reasons[f"not evaluated: {reason}"] += 1
+            self._commands.append(Retired("eval", ticket.id, ticket.attempt, "failed", reason))
         else:
             under_way.groups.append(group)
         if under_way.open:

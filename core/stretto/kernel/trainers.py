@@ -32,6 +32,7 @@ from stretto.bus.messages import (
     Subjects,
 )
 from stretto.errors import one_error
+from stretto.kernel.timeline import Timeline
 from stretto.weights import WeightsNote
 
 __all__ = ["CallTime", "StepResult", "Trainers"]
@@ -61,6 +62,8 @@ class StepResult:
     times: list[CallTime]
     note: WeightsNote
     """The weights after the step."""
+    began: float
+    """Unix time at which the step began."""
     divergence: float | None = None
     """KL(behaviour || policy at the start of the step) of the batch, in nats a token. It includes the
     engines' error. None if it was not measured."""
@@ -78,11 +81,14 @@ class StepResult:
 class Trainers:
     """Sends the kernel's requests to rank 0 of every worker group."""
 
-    def __init__(self, bus: Bus, names: Subjects, placement: Placement, lease_epoch: int) -> None:
+    def __init__(
+        self, bus: Bus, names: Subjects, placement: Placement, lease_epoch: int, timeline: Timeline
+    ) -> None:
         self._bus = bus
         self._names = names
         self._lease_epoch = lease_epoch
         self.placement = placement
+        self.timeline = timeline
 
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()
@@ -121,7 +127,11 @@ class Trainers:
         answers = await self._ask_all("end", EndStep(self._lease_epoch, version, needed), StepEnded)
         divergence = step.statistics.pop("divergence", None)
         return StepResult(
-            step.statistics, step.times, _note_of([answer.note for answer in answers]), divergence
+            step.statistics,
+            step.times,
+            _note_of([answer.note for answer in answers]),
+            step.began,
+            divergence,
         )
 
     async def save(self, folder: Path, version: int, needed: tuple[int, ...] = ()) -> None:
@@ -170,6 +180,7 @@ class _Step:
         self._placement = trainers.placement
         self._request = request
         self._ahead = ahead
+        self.began = trainers.timeline.now()
         self._began = time.monotonic()
         self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
         self.statistics: dict[str, float] = {}
@@ -186,12 +197,14 @@ class _Step:
                     await self._done[earlier].wait()
             if call.op == "train" and call.model == graph.lead and self._ahead:
                 await self._trainers.prefetch((*self._request.rows, *self._ahead))
-            start_s = time.monotonic() - self._began
+            start_s, start = time.monotonic() - self._began, self._trainers.timeline.now()
             request = msgspec.structs.replace(self._request, name=call.name)
             done = await self._trainers.ask(group, "call", request, CallDone)
             prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
             self.statistics |= {f"{prefix}{name}": value for name, value in done.statistics.items()}
             self.times.append(CallTime(call.name, group.path, start_s, start_s + done.seconds))
+            version = self._request.version
+            self._trainers.timeline.call(start, group.path, call.name, version, done.seconds)
             self._done[call.name].set()
 
 
