@@ -60,7 +60,7 @@ def test_the_import_rules_hold(checkout: Path) -> None:
         (
             "core/stretto/kernel/gate.py",
             "import stretto.rl.batch",
-            "kernel, assembly, bus and records run without torch",
+            "kernel, assembly, bus, records and samples run without torch",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -43,6 +43,8 @@ __all__ = [
     "EndStep",
     "EnvironmentAnswer",
     "Evaluation",
+    "Follow",
+    "Following",
     "Generate",
     "GroupDone",
     "GroupFailed",
@@ -52,6 +54,8 @@ __all__ = [
     "JournalChange",
     "JournalEvaluation",
     "JournalStep",
+    "Kept",
+    "KeptText",
     "KernelLease",
     "Leaving",
     "LoadCheckpoint",
@@ -65,6 +69,7 @@ __all__ = [
     "Progress",
     "Purpose",
     "Refusal",
+    "Retired",
     "RowRef",
     "RunCall",
     "RunTool",
@@ -80,9 +85,12 @@ __all__ = [
     "SwapDone",
     "TellEnvironment",
     "Ticket",
+    "TicketRecord",
     "TicketStarted",
     "ToolDone",
     "ToolList",
+    "TrainedRow",
+    "TrainedRows",
     "TrajectoryBundle",
     "Wait",
     "WeightsAnswer",
@@ -93,8 +101,8 @@ __all__ = [
 ]
 
 
-Party = Literal["kernel", "trainer", "inference", "rollout", "verifier"]
-"""Who may be at an end of the bus: the kernel, or a worker of a role."""
+Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples"]
+"""Who may be at an end of the bus: the kernel, a worker of a role, or the sample writer."""
 
 _WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
 WorkerId = Annotated[str, msgspec.Meta(pattern=_WORKER_ID)]
@@ -316,6 +324,10 @@ class GroupDone(Message, frozen=True):
     score_s: float = 0.0
     """The part of `seconds` in which at least one of the ticket's calls was at a verifier: a reward, a tool
     or an environment."""
+    record: int = 0
+    """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
+    digest: str = ""
+    """SHA-256 over all that is kept of the group (see `stretto.records.kept_sample`)."""
 
 
 class GroupFailed(Message, frozen=True):
@@ -328,6 +340,8 @@ class GroupFailed(Message, frozen=True):
     reason: str
     filtered: bool = False
     """Whether the row is not fit to train on (for example, its prompt is too long). False for a failure."""
+    record: int = 0
+    """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
 
 
 class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -351,12 +365,99 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TrajectoryBundle(Message, frozen=True):
-    """Rollout worker to the log: as many trajectories of one ticket as fit into one message."""
+    """Rollout worker to the log: as many trajectories of one ticket as fit into one message.
+
+    Training reads those of its own subject. Those of evaluations and of failed attempts have another subject:
+    only the sample writer reads them."""
 
     ticket: int
     attempt: int
     row: int
     trajectories: tuple[WireTrajectory, ...]
+
+
+class KeptText(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One trajectory as text."""
+
+    prompt: str | None = None
+    """The text before the first sampled token; None if it is the record's `prompt`."""
+    text: str = ""
+    """The text from the first sampled token on; with several turns, also the text between them."""
+    messages: str = ""
+    """The conversation as a JSON list, with its tool calls; empty if there was none."""
+
+
+class TicketRecord(Message, frozen=True):
+    """Rollout worker to the log, before an attempt's outcome: what people want to know of its samples."""
+
+    purpose: Purpose
+    ticket: int
+    attempt: int
+    row: int
+    """Index in the dataset of its purpose."""
+    worker: str
+    dataset_row: str
+    """The row of the dataset as a JSON object, without its images."""
+    prompt: str
+    """The prompt as the model got it; of several, that of the first trajectory."""
+    texts: tuple[KeptText, ...]
+    """In the order of the trajectories."""
+    seconds: float
+    """Seconds from the start of the ticket. For the parts, see `GroupDone`."""
+    generate_s: float
+    score_s: float
+
+    @property
+    def name(self) -> str:
+        """The name of the attempt's ticket (see `Ticket.name`)."""
+        return f"{'' if self.purpose == 'train' else 'eval-'}{self.ticket}/{self.attempt}"
+
+
+class TrainedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the trainer computed for one trajectory. K sampled tokens."""
+
+    id: str
+    advantages: Array
+    """(K,) float32; (1,) if all are equal, (0,) if the algorithm has no advantages."""
+    importance_weights: Array
+    """(K,) float16: current / behaviour, at the optimizer step that is the first to train the trajectory."""
+
+
+class TrainedRows(Message, frozen=True):
+    """Trainer to the log, after a step: what it computed for some of the batch's trajectories."""
+
+    incarnation: int
+    version: int
+    """Training version at which the batch was trained."""
+    rows: tuple[TrainedRow, ...]
+
+
+class Retired(Message, frozen=True):
+    """Kernel to the log: these training tickets ended without being trained."""
+
+    tickets: tuple[tuple[int, str, str], ...]
+    """(ticket, its account in the ledger, reason)."""
+
+
+class Follow(Message, frozen=True):
+    """Sample writer to the kernel, answered by `Following`: let me read the log from this place on. All
+    samples of earlier messages are on disk."""
+
+    start: int
+    """Sequence number."""
+
+
+class Following(Message, frozen=True):
+    """The consumer with which the sample writer reads the log."""
+
+    consumer: str
+
+
+class Kept(Message, frozen=True):
+    """Sample writer to the kernel: all samples of log messages before this place are on disk."""
+
+    below: int
+    """Sequence number."""
 
 
 class Answers(Message, frozen=True):
@@ -798,6 +899,10 @@ class Subjects:
         self.trajectories = f"{self.log}.trajectories"
         self.groups = f"{self.log}.groups"
         self.kept_answers = f"{self.log}.answers"
+        self.kept_trajectories = f"{self.log}.kept"
+        self.records = f"{self.log}.records"
+        self.trained = f"{self.log}.trained"
+        self.retired = f"{self.log}.retired"
         self.tickets = f"{self.root}.tickets"
         self.journal = f"{self.root}.journal"
         self.tickets_stream = f"TICKETS_{run}"
@@ -809,9 +914,9 @@ class Subjects:
         """Subject of the tickets of a purpose. The name of their consumer is made from it."""
         return f"{self.tickets}.{purpose}"
 
-    def kernel(self, role: Role, verb: str) -> str:
-        """Subject of the messages and requests that workers of a role send to the kernel."""
-        return f"{self.root}.kernel.{role}.{verb}"
+    def kernel(self, party: Party, verb: str) -> str:
+        """Subject of the messages and requests that a party sends to the kernel."""
+        return f"{self.root}.kernel.{party}.{verb}"
 
     def worker(self, role: Role, worker: str, verb: str) -> str:
         """Subject of the requests and messages to one worker.
@@ -836,8 +941,8 @@ class Subjects:
     def parties(self, subject: str) -> tuple[tuple[Party, ...], Party]:
         """Return who may send requests to a subject, and who answers them."""
         to, *rest = subject.removeprefix(f"{self.root}.").split(".")
-        role: Role = rest[0]  # pyright: ignore[reportAssignmentType] - `kernel` and `worker` made the subject
-        return ((role,), "kernel") if to == "kernel" else (WORKER_VERBS[role][rest[-1]], role)
+        party: Any = rest[0]  # `kernel` and `worker` made the subject
+        return ((party,), "kernel") if to == "kernel" else (WORKER_VERBS[party][rest[-1]], party)
 
 
 def is_worker_id(text: str) -> bool:

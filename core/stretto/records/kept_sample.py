@@ -1,0 +1,129 @@
+"""One kept trajectory as plain values, and the digest over those of a group.
+
+The rollout worker computes the digest when it finishes a group, and the log keeps it with the group's
+outcome. Whoever reads the samples later can compute it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.bus.messages import KeptText, TicketRecord, WireTrajectory
+
+__all__ = ["KeptSample", "digest_of", "kept_samples"]
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+@dataclass(frozen=True)
+class KeptSample:
+    """One trajectory, with all that is kept of it. L tokens."""
+
+    id: str
+    """`ticket/attempt/index`; `ticket/attempt` for an attempt that failed before its first trajectory."""
+    index: int | None
+    """Position of the trajectory in its group; None if there is no trajectory."""
+    sample: int | None
+    """Index of the ticket's sample that the trajectory is, or is a part of."""
+    row: int
+    """Index in the dataset."""
+    reward: float | None
+    """None if the attempt failed before it was scored."""
+    metrics: str
+    """A JSON object: the parts of the reward, and what the workflow counted."""
+    finish: str
+    engine: str
+    prompt_text: str
+    text: str
+    messages: str
+    """The conversation as a JSON list, with its tool calls; empty if the workflow had none."""
+    dataset_row: str
+    """The row of the dataset as a JSON object, with the expected answer."""
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> KeptSample:
+        """Return the sample in a row of `samples` segments."""
+        values: dict[str, Any] = {
+            name: np.asarray(row[name], _ARRAYS[name]) if name in _ARRAYS else row[name]
+            for name in cls.__dataclass_fields__
+        }
+        return cls(**values)
+
+
+_ARRAYS: dict[str, Any] = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+}
+
+
+def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -> list[KeptSample]:
+    """Return what is kept of an attempt, in the order of its trajectories. An attempt without a trajectory
+    has one sample without tokens.
+
+    Raises:
+        ValueError: if the arrays of a trajectory do not fit each other, or its id is not one.
+    """
+    if not trajectories:
+        return [_kept(record, None, None)]
+    by_index = {_index_of(each.id): each for each in trajectories}
+    return [_kept(record, index, by_index[index]) for index in sorted(by_index)]
+
+
+def digest_of(samples: Iterable[KeptSample]) -> str:
+    """Return the SHA-256 over all that is kept of a group, in hex."""
+    hashed = hashlib.sha256()
+    for sample in samples:
+        facts = [getattr(sample, name) for name in sample.__dataclass_fields__ if name not in _ARRAYS]
+        arrays = (np.ascontiguousarray(getattr(sample, name), _ARRAYS[name]).tobytes() for name in _ARRAYS)
+        for piece in (_encode(facts), *arrays):
+            hashed.update(len(piece).to_bytes(8, "little"))
+            hashed.update(piece)
+    return hashed.hexdigest()
+
+
+def _kept(record: TicketRecord, index: int | None, trajectory: WireTrajectory | None) -> KeptSample:
+    text = KeptText() if index is None or index >= len(record.texts) else record.texts[index]
+    arrays = _arrays_of(trajectory)
+    return KeptSample(
+        id=trajectory.id if trajectory else record.name,
+        index=index,
+        sample=trajectory.sample if trajectory else None,
+        row=record.row,
+        reward=trajectory.reward if trajectory and math.isfinite(trajectory.reward) else None,
+        metrics=_encode(trajectory.metrics).decode() if trajectory else "{}",
+        finish=trajectory.finish if trajectory else "",
+        engine=trajectory.engine if trajectory else "",
+        prompt_text=record.prompt if text.prompt is None else text.prompt,
+        text=text.text,
+        messages=text.messages,
+        dataset_row=record.dataset_row,
+        **arrays,
+    )
+
+
+def _arrays_of(trajectory: WireTrajectory | None) -> dict[str, NDArray[Any]]:
+    if trajectory is None:
+        return {name: np.empty(0, dtype) for name, dtype in _ARRAYS.items()}
+    arrays = {name: getattr(trajectory, name).numpy().astype(dtype) for name, dtype in _ARRAYS.items()}
+    shapes = {array.shape for array in arrays.values()}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        raise ValueError(f"{trajectory.id}: arrays of the shapes {sorted(shapes)}")
+    return arrays
+
+
+def _index_of(id: str) -> int:
+    return int(id.rpartition("/")[2])

@@ -1,0 +1,194 @@
+"""The segments of kept samples on disk: write them, merge small ones, and remove old ones.
+
+A segment is complete under its name or absent. After `write` it is on disk, also after a power cut.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet as pq
+
+from stretto.records.sample_files import Schema, SegmentKind, SegmentName, Table, schema_of, segments_in
+
+__all__ = ["SegmentWriter"]
+
+_KINDS: tuple[SegmentKind, ...] = ("samples", "trained", "retired")
+_FAN = 8
+"""Number of segments of one tier that are merged into one."""
+_SMALL = 2**18
+"""Bytes below which a segment belongs to the lowest tier. Each higher tier is `_FAN` times larger."""
+_LARGEST = 2**29
+"""SegmentWriter of this many bytes are not merged any more."""
+_TIDY = 2**26
+"""At the end of a run, segments of up to this many bytes together become one."""
+_GROUP_ROWS = 4096
+_GROUP_BYTES = 2**25
+"""`_GROUP_ROWS` and `_GROUP_BYTES` bound a row group: a reader of one row reads all of its group."""
+_LEVEL = 3
+"""Level of zstd."""
+
+_REPEATED = (
+    *("purpose", "outcome", "reason", "metrics", "finish", "worker", "engine", "digest", "prompt_text"),
+    *("dataset_row", "tokens.list.element", "versions.list.element", "advantages.list.element"),
+)
+"""Columns in which values repeat: they are written with a dictionary."""
+_FLOATS = ("logprobs.list.element",)
+"""Columns that compress better with their bytes split by significance."""
+_STATISTICS = ("ticket", "sequence", "step", "newest", "length", "reward")
+
+
+class SegmentWriter:
+    """The segments in the folder `samples` of one run. One process at a time writes them.
+
+    Args:
+        folder: the folder. It is created if it does not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._remove_leftovers()
+        self._flush = max((name.last for kind in _KINDS for name in segments_in(folder, kind)), default=0)
+
+    def write(self, tables: Mapping[SegmentKind, Table]) -> None:
+        """Write one flush: a segment for each kind that has rows.
+
+        Raises:
+            OSError: if the disk is full or cannot be written. Some kinds may be written then.
+        """
+        self._flush += 1
+        for kind, table in tables.items():
+            if len(table):
+                self._put(SegmentName(kind, self._flush, self._flush), [table])
+
+    def merge(self) -> bool:
+        """Merge some small segments into a larger one. Return False if there was nothing to merge.
+
+        Raises:
+            OSError: if the disk is full or cannot be written.
+        """
+        return any(self._merge_kind(kind) for kind in _KINDS)
+
+    def tidy(self) -> None:
+        """Merge all small segments, at the end of a run.
+
+        Raises:
+            OSError: if the disk is full or cannot be written.
+        """
+        for kind in _KINDS:
+            names = segments_in(self._folder, kind)
+            if len(names) > 1 and sum(map(self._size, names)) <= _TIDY:
+                self._replace(names)
+
+    def prune(self, below: int, kind: SegmentKind, column: str) -> None:
+        """Remove the oldest segments of a kind in which no value of a column is `below` or higher."""
+        for name in segments_in(self._folder, kind):
+            if self._most(name, column) >= below:
+                return
+            (self._folder / name.file).unlink()
+
+    def rows_since(
+        self, sequence: int, kind: SegmentKind, columns: Iterable[str]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield these columns of the rows that came from this place of the log or a later one."""
+        for name in segments_in(self._folder, kind):
+            if self._most(name, "sequence") >= sequence:
+                file = pq.ParquetFile(self._folder / name.file)
+                rows: list[dict[str, Any]] = file.read([*columns, "sequence"]).to_pylist()
+                yield from (row for row in rows if row["sequence"] >= sequence)
+
+    # ------------------------------------------------------------------------------------ private
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a killed writer has left: unfinished files, and segments that were merged."""
+        counted = {name.file for kind in _KINDS for name in segments_in(self._folder, kind)}
+        for path in self._folder.glob("*.parquet"):
+            if path.name not in counted:
+                path.unlink()
+
+    def _merge_kind(self, kind: SegmentKind) -> bool:
+        names = segments_in(self._folder, kind)
+        sizes = [self._size(name) for name in names]
+        limit = _SMALL
+        while limit < _LARGEST:
+            start = len(names)
+            while start and sizes[start - 1] < limit:
+                start -= 1
+            if len(names) - start >= _FAN:
+                self._replace(names[start:])
+                return True
+            limit *= _FAN
+        return False
+
+    def _replace(self, names: list[SegmentName]) -> None:
+        """Write the rows of some segments that follow each other as one, and remove these."""
+        merged = SegmentName(names[0].kind, names[0].first, names[-1].last)
+        self._put(merged, (table for name in names for table in self._row_groups(name)))
+        for name in names:
+            (self._folder / name.file).unlink()
+
+    def _put(self, name: SegmentName, tables: Iterable[Table]) -> None:
+        aside = self._folder / f".{name.file}.parquet"
+        schema = schema_of(name.kind)
+        columns = set(_leaves(schema))
+        options: dict[str, Any] = {
+            "compression": "zstd",
+            "compression_level": _LEVEL,
+            "use_dictionary": [each for each in _REPEATED if each in columns],
+            "column_encoding": {each: "BYTE_STREAM_SPLIT" for each in _FLOATS if each in columns},
+            "write_statistics": [each for each in _STATISTICS if each in columns],
+            "data_page_size": 2**20,
+        }
+        with aside.open("wb") as file:
+            with pq.ParquetWriter(file, schema, **options) as writer:
+                for group in _grouped(tables):
+                    writer.write_table(group, row_group_size=_GROUP_ROWS)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(self._folder / name.file)
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _row_groups(self, name: SegmentName) -> Iterator[Table]:
+        file = pq.ParquetFile(self._folder / name.file)
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group)
+
+    def _size(self, name: SegmentName) -> int:
+        return (self._folder / name.file).stat().st_size
+
+    def _most(self, name: SegmentName, column: str) -> int:
+        """Return the highest value of a column in a segment; -1 if it has none."""
+        metadata = pq.read_metadata(self._folder / name.file)
+        place = metadata.schema.names.index(column)
+        found = [
+            metadata.row_group(group).column(place).statistics for group in range(metadata.num_row_groups)
+        ]
+        return max((each.max for each in found if each is not None and each.has_min_max), default=-1)
+
+
+def _leaves(schema: Schema) -> list[str]:
+    """Return the columns of a schema by the names that Parquet gives them."""
+    return [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema]
+
+
+def _grouped(tables: Iterable[Table]) -> Iterator[Table]:
+    """Join tables until they are large enough for a row group."""
+    waiting: list[Table] = []
+    rows = size = 0
+    for table in tables:
+        if waiting and (rows + len(table) > _GROUP_ROWS or size + table.nbytes > _GROUP_BYTES):
+            yield pa.concat_tables(waiting)
+            waiting, rows, size = [], 0, 0
+        waiting.append(table)
+        rows, size = rows + len(table), size + table.nbytes
+    if waiting:
+        yield pa.concat_tables(waiting)

@@ -1,0 +1,105 @@
+"""Messages of small groups, as rollout workers, trainers and the kernel send them to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stretto.array import Array
+from stretto.bus.messages import (
+    GroupDone,
+    GroupFailed,
+    KeptText,
+    Member,
+    Purpose,
+    Retired,
+    TicketRecord,
+    TrainedRow,
+    TrainedRows,
+    TrajectoryBundle,
+    WireTrajectory,
+)
+from stretto.records.kept_sample import digest_of, kept_samples
+
+
+def name_of(ticket: int, attempt: int, purpose: Purpose) -> str:
+    return f"{'' if purpose == 'train' else 'eval-'}{ticket}/{attempt}"
+
+
+def trajectories(
+    ticket: int, attempt: int = 1, purpose: Purpose = "train", *, version: int = 0, reward: float = 1.0
+) -> TrajectoryBundle:
+    """Two trajectories of four tokens, the last two of which are sampled."""
+    return TrajectoryBundle(
+        ticket,
+        attempt,
+        5,
+        tuple(
+            WireTrajectory(
+                id=f"{name_of(ticket, attempt, purpose)}/{index}",
+                tokens=Array.of([1, 2, 3, 4], np.int32),
+                loss_mask=Array.of([False, False, True, True], np.bool_),
+                logprobs=Array.of([0, 0, -0.5, -0.25], np.float32),
+                versions=Array.of([-1, -1, version, version], np.int32),
+                reward=reward,
+                metrics={"accuracy": reward},
+                finish="stop",
+                engine="inference-0",
+                sample=index,
+            )
+            for index in (0, 1)
+        ),
+    )
+
+
+def record(ticket: int, attempt: int = 1, purpose: Purpose = "train") -> TicketRecord:
+    chat = '[{"role":"user","content":"1+1="}]'
+    return TicketRecord(
+        purpose,
+        ticket,
+        attempt,
+        5,
+        "rollout-0",
+        '{"prompt":"1+1=","answer":"2"}',
+        "1+1=",
+        tuple(KeptText(None, f"answer {index} of {ticket}", chat) for index in (0, 1)),
+        1.5,
+        1.0,
+        0.25,
+    )
+
+
+def done(bundle: TrajectoryBundle, kept: TicketRecord, sequence: int = 1) -> GroupDone:
+    """The outcome of a group whose bundle lies at `sequence` of the log."""
+    members = tuple(
+        Member(each.id, sequence, index, 4, 2, 0, 0, each.reward, dict(each.metrics), "stop")
+        for index, each in enumerate(bundle.trajectories)
+    )
+    digest = digest_of(kept_samples(kept, bundle.trajectories))
+    return GroupDone(
+        kept.purpose,
+        kept.ticket,
+        kept.attempt,
+        kept.worker,
+        members,
+        1.5,
+        record=sequence + 1,
+        digest=digest,
+    )
+
+
+def failed(ticket: int, reason: str, attempt: int = 1) -> GroupFailed:
+    return GroupFailed("train", ticket, attempt, "rollout-0", reason, record=1)
+
+
+def trained(
+    ids: Sequence[str], version: int, advantages: Sequence[float] = (0.5,), weights: Sequence[float] = (1, 1)
+) -> TrainedRows:
+    arrays: Any = (Array.of(advantages, np.float32), Array.of(weights, np.float16))
+    return TrainedRows(0, version, tuple(TrainedRow(id, *arrays) for id in ids))
+
+
+def retired(ticket: int, account: str, reason: str) -> Retired:
+    return Retired(((ticket, account, reason),))

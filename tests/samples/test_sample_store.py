@@ -1,0 +1,151 @@
+"""The kept samples: written to segments, merged, joined, found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sample_messages import done, failed, record, retired, trained, trajectories
+from stretto.errors import ConfigError
+from stretto.records.sample_files import segments_in
+from stretto.records.samples import SampleFilter, SampleStore
+from stretto.samples.join import Joiner
+from stretto.samples.segments import SegmentWriter
+
+
+class Kept:
+    """Messages that a joiner takes in and writes as segments below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.segments = SegmentWriter(folder / "samples")
+        self.joiner = Joiner(1)
+        self.sequence = 0
+
+    def add(self, *messages: Any) -> None:
+        for message in messages:
+            self.sequence += 1
+            self.joiner.add(self.sequence, message)
+
+    def group(self, ticket: int, attempt: int = 1, purpose: Any = "train", **facts: Any) -> None:
+        bundle, kept = trajectories(ticket, attempt, purpose, **facts), record(ticket, attempt, purpose)
+        self.add(bundle, kept, done(bundle, kept))
+
+    def flush(self) -> None:
+        self.segments.write(self.joiner.take())
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    return Kept(tmp_path)
+
+
+def ids(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["id"] for row in rows]
+
+
+def test_a_row_has_all_that_was_kept_of_a_trajectory(kept: Kept) -> None:
+    kept.group(7, version=3, reward=0.5)
+    kept.flush()
+    kept.add(trained(["7/1/0"], version=4, advantages=[0.25], weights=[1.0, 0.5]))
+    kept.flush()
+    first, second = SampleStore(kept.folder).find(tokens=True)
+    assert first["id"] == "7/1/0"
+    assert (first["outcome"], first["step"], first["staleness"]) == ("trained", 5, 1)
+    assert (first["prompt_text"], first["text"]) == ("1+1=", "answer 0 of 7")
+    assert first["dataset_row"] == {"prompt": "1+1=", "answer": "2"}
+    assert first["messages"] == [{"role": "user", "content": "1+1="}]
+    assert first["metrics"] == {"accuracy": 0.5}
+    assert first["tokens"] == [1, 2, 3, 4]
+    assert first["loss_mask"] == [False, False, True, True]
+    assert first["versions"] == [-1, -1, 3, 3]
+    assert first["logprobs"] == [0.0, 0.0, -0.5, -0.25]
+    assert first["advantages"] == [None, None, 0.25, 0.25]
+    assert first["importance_weights"] == [None, None, 1.0, 0.5]
+    assert (second["id"], second["outcome"], second["advantages"]) == ("7/1/1", "expired", None)
+
+
+def test_filters(kept: Kept) -> None:
+    for ticket in range(6):
+        kept.group(ticket, version=ticket, reward=ticket / 10)
+        if ticket % 2:
+            kept.flush()
+    kept.add(*[trained([f"{ticket}/1/0", f"{ticket}/1/1"], version=ticket + 2) for ticket in range(4)])
+    kept.add(retired(4, "filtered", "by the algorithm"))
+    failure = failed(6, "RewardError: no")
+    kept.add(record(6), failure)
+    kept.flush()
+    store = SampleStore(kept.folder)
+
+    def found(**conditions: Any) -> list[str]:
+        rows = store.find(SampleFilter(**conditions))
+        assert store.count(SampleFilter(**conditions)) == len(rows)
+        return [row["id"] for row in rows if not row["index"]]
+
+    assert found(ticket=3) == ["3/1/0"]
+    assert found(step=(4, 5)) == ["1/1/0", "2/1/0"]
+    assert found(reward=(0.3, None)) == ["3/1/0", "4/1/0", "5/1/0"]
+    assert found(staleness=(2, 2)) == ["0/1/0", "1/1/0", "2/1/0", "3/1/0"]
+    assert found(outcome="filtered") == ["4/1/0"]
+    assert found(outcome="pending") == ["5/1/0"]
+    assert found(outcome="failed") == ["6/1"]
+    assert found(text="ANSWER 0 OF 2") == ["2/1/0"]
+    assert found(text="1+1") == [f"{ticket}/1/0" for ticket in range(6)] + ["6/1"]
+    assert found(worker="inference-0", length=(None, 4), finish="stop", ticket=1) == ["1/1/0"]
+    assert found(finish="length") == []
+    assert store.find(SampleFilter(ticket=4))[0]["reason"] == "by the algorithm"
+    assert store.find(SampleFilter(ticket=6))[0]["reason"] == "RewardError: no"
+    assert ids(store.find(order="-reward", limit=2, offset=1)) == ["5/1/1", "4/1/0"]
+    assert ids(store.find(SampleFilter(text="answer"), limit=2, offset=3)) == ["1/1/1", "2/1/0"]
+    with pytest.raises(ConfigError, match="cannot be ordered by 'colour'"):
+        store.find(order="colour")
+
+
+def test_a_reader_sees_what_is_added_and_merged_meanwhile(kept: Kept) -> None:
+    store = SampleStore(kept.folder)
+    assert store.find() == []
+    assert store.ticket(0) == []
+    for ticket in range(20):
+        kept.group(ticket)
+        kept.flush()
+        assert store.count() == 2 * (ticket + 1)
+        assert store.find(SampleFilter(ticket=ticket), tokens=True)[1]["id"] == f"{ticket}/1/1"
+        while kept.segments.merge():
+            assert store.count() == 2 * (ticket + 1)
+    assert len(segments_in(kept.folder / "samples", "samples")) < 10
+    kept.segments.tidy()
+    assert ids(store.find(limit=None)) == [f"{ticket}/1/{index}" for ticket in range(20) for index in (0, 1)]
+    [only] = segments_in(kept.folder / "samples", "samples")
+    assert (only.first, only.last) == (1, 20)
+
+
+def test_a_merge_that_was_interrupted_doubles_no_row(kept: Kept) -> None:
+    for ticket in range(8):
+        kept.group(ticket)
+        kept.flush()
+    folder = kept.folder / "samples"
+    parts = {path: path.read_bytes() for path in folder.iterdir()}
+    assert kept.segments.merge()
+    for path, content in parts.items():  # as if it had been killed before it removed them
+        path.write_bytes(content)
+    (folder / ".samples-00000009-00000009.parquet.parquet").write_bytes(b"half")
+    assert SampleStore(kept.folder).count() == 16
+    SegmentWriter(folder)
+    assert [path.name for path in folder.iterdir()] == ["samples-00000001-00000008.parquet"]
+
+
+def test_the_digest_is_that_of_the_rows(kept: Kept) -> None:
+    kept.group(0, reward=1 / 3)
+    kept.flush()
+    [(stored, found)] = SampleStore(kept.folder).digests(0).values()
+    assert stored == found
+    [path] = (kept.folder / "samples").iterdir()
+    table = parquet.read_table(path)
+    place = table.schema.get_field_index("text")
+    parquet.write_table(table.set_column(place, "text", pa.array(["answer 0 of 7", "answer 1 of 0"])), path)
+    [(stored, found)] = SampleStore(kept.folder).digests(0).values()
+    assert stored != found
