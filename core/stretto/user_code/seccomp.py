@@ -2,7 +2,8 @@
 
 The sandbox drops all capabilities, so most privileged calls fail anyway. The filter also takes away calls
 that need no capability and have often led out of sandboxes: keys, tracing, bpf, perf, io_uring, userfaultfd,
-mounts and namespaces. A refused call fails with EPERM. Threads, `fork` and `exec` work as usual.
+mounts and namespaces. It refuses sockets between virtual machines, which network namespaces do not hold. A
+refused call fails with EPERM. Threads, `fork` and `exec` work as usual.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import platform
 import struct
 from functools import cache
 
-__all__ = ["ARCHITECTURES", "REFUSED", "REFUSED_BY_FLAGS", "filter_file", "seccomp_filter"]
+__all__ = [
+    "ARCHITECTURES",
+    "REFUSED",
+    "REFUSED_BY_FLAGS",
+    "REFUSED_BY_VALUE",
+    "filter_file",
+    "seccomp_filter",
+]
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Numbers of the supported architectures in the kernel's audit interface, by their names."""
@@ -62,6 +70,9 @@ REFUSED = {
 """Numbers of the refused calls, in the order of `ARCHITECTURES`."""
 REFUSED_BY_FLAGS = {"clone": (56, 220), "unshare": (272, 97)}
 """Calls that are refused if their first argument has a flag of `_NAMESPACES`."""
+REFUSED_BY_VALUE = {"socket": (41, 198)}
+"""Calls that are refused if their first argument is `_AF_VSOCK`."""
+_AF_VSOCK = 40
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000
 """The flags of `clone` and `unshare` that make namespaces: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID
@@ -93,10 +104,14 @@ def seccomp_filter(machine: str) -> bytes:
     ]
     for numbers in REFUSED.values():
         program += _return_if(_IF_EQUAL, numbers[column], _FAIL | errno.EPERM)
-    for numbers in REFUSED_BY_FLAGS.values():
+    by_argument = [
+        *((numbers, _IF_ANY_BIT, _NAMESPACES) for numbers in REFUSED_BY_FLAGS.values()),
+        *((numbers, _IF_EQUAL, _AF_VSOCK) for numbers in REFUSED_BY_VALUE.values()),
+    ]
+    for numbers, condition, value in by_argument:
         check = [
             _instruction(_LOAD, _FIRST_ARGUMENT),
-            *_return_if(_IF_ANY_BIT, _NAMESPACES, _FAIL | errno.EPERM),
+            *_return_if(condition, value, _FAIL | errno.EPERM),
             _instruction(_RETURN, _ALLOW),
         ]
         program += [_instruction(_IF_EQUAL, numbers[column], 0, len(check)), *check]

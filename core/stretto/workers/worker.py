@@ -9,9 +9,11 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import resource
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -60,6 +62,7 @@ def main(bootstrap_file: Path) -> int:
     # Writes the stacks of all threads to stderr, even while the event loop hangs.
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
+    _raise_file_limit()
     limit_output()
     bootstrap = Bootstrap.read(bootstrap_file)
     worker = bootstrap.worker
@@ -73,6 +76,14 @@ def main(bootstrap_file: Path) -> int:
             print(f"{worker}: {type(error).__name__}: {error}", flush=True)
         return 1
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system does. A worker has several pipes and sockets for each process
+    that it starts, and may start hundreds; the usual limit is 1024."""
+    if sys.platform == "linux":  # other systems refuse their own hard limit
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _work(bootstrap: Bootstrap) -> None:
