@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import numpy as np
 import openai
+import psutil
 import pytest
+from anyio.abc import SocketStream
 from numpy.typing import NDArray
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,6 +27,7 @@ from stretto import Context
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.assembly.compose import compose
+from stretto.bus.server import NatsServer
 from stretto.engine import Sampling
 from stretto.errors import EngineError
 from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
@@ -596,9 +601,7 @@ async def test_without_a_model_tokens_are_bytes() -> None:
 CHAT = """curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" \
 -H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" \
 -d "{\\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"$STRETTO_PROMPT\\"}]}" > /dev/null"""
-SANDBOX = pytest.param(
-    "bubblewrap", marks=pytest.mark.skipif(bool(sandbox_problem()), reason="bubblewrap cannot start")
-)
+SANDBOXED = pytest.mark.skipif(bool(sandbox_problem()), reason="bubblewrap cannot start")
 
 
 class Group(FakeSession):
@@ -618,7 +621,7 @@ async def run_agent(session: FakeSession, sandbox: Any = "unsafe", **options: An
         await workflow.endpoint.stop()
 
 
-@pytest.mark.parametrize("sandbox", ["unsafe", SANDBOX])
+@pytest.mark.parametrize("sandbox", ["unsafe", pytest.param("bubblewrap", marks=SANDBOXED)])
 async def test_a_command_is_an_agent(
     tokenizer: PolicyTokenizer, sandbox: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -689,6 +692,118 @@ async def test_what_there_is_is_scored(tokenizer: PolicyTokenizer) -> None:
     assert statuses == [None, 3, 3, 0]
 
 
+# Says which of the ports in argv accept a connection; the endpoint's own is the last.
+REACH = """
+import os, socket, sys
+
+def reaches(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except OSError:
+        return False
+    return True
+
+own = int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0])
+print(*[reaches(int(port)) for port in (*sys.argv[1:], own)])
+"""
+
+
+@SANDBOXED
+@pytest.mark.parametrize(("network", "reached"), [(False, "False True"), (True, "True True")])
+async def test_only_with_network_an_agent_reaches_the_bus(
+    tokenizer: PolicyTokenizer, server: NatsServer, tmp_path: Path, network: bool, reached: str
+) -> None:
+    (tmp_path / "reach.py").write_text(REACH)
+    port = server.url.rpartition(":")[2]
+    session = FakeSession(tokenizer, "thin")
+    command = f"{CHAT}; python reach.py {port}"
+    await run_agent(session, "bubblewrap", command=command, folder=str(tmp_path), network=network)
+    assert session.scored[0] == [reached]
+
+
+# Calls the policy, opens further connections, and stays.
+HOLD = """
+import os, socket, subprocess, sys, time
+port = int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0])
+held = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+subprocess.run(["sh", "-c", sys.argv[1]], check=True)
+subprocess.Popen(["sleep", "100.25"])
+time.sleep(100)
+"""
+
+
+@SANDBOXED
+async def test_many_agents_that_are_killed_leave_no_sockets(
+    tokenizer: PolicyTokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "hold.py").write_text(HOLD)
+    session = FakeSession(tokenizer)
+    session.group_size = 12
+    files = psutil.Process().num_fds()
+    options = {"command": ["python", "hold.py", CHAT], "folder": str(tmp_path)}
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: run_agent(session, "bubblewrap", **options))
+            while len(session.asked) < 12:
+                await anyio.sleep(0.02)
+            assert psutil.Process().num_fds() > files + 12 * 20
+            tasks.cancel_scope.cancel()
+        while psutil.Process().num_fds() > files:
+            await anyio.sleep(0.02)
+    sleeping = [each for each in psutil.process_iter(["cmdline"]) if "100.25" in (each.info["cmdline"] or [])]
+    assert not sleeping
+
+
+async def test_one_agent_cannot_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.agents.endpoint._MAX_CONNECTIONS", 2)
+    async with socket_of_endpoint() as (connect, _):
+        first, second, third = [await connect() for _ in range(3)]
+        assert await answers(first)
+        assert await answers(second)
+        with anyio.move_on_after(0.3):
+            assert not await answers(third)
+        await first.aclose()
+        assert await answers(third)
+
+
+async def test_the_end_of_a_socket_closes_its_connections() -> None:
+    async with socket_of_endpoint() as (connect, serving):
+        client = await connect()
+        assert await answers(client)
+        serving.cancel()
+        assert not await answers(client)
+
+
+@asynccontextmanager
+async def socket_of_endpoint() -> AsyncGenerator[
+    tuple[Callable[[], Awaitable[SocketStream]], asyncio.Task[None]]
+]:
+    """An endpoint that serves a socket: a function that connects to it, and the task that serves it."""
+    endpoint = Endpoint()
+    with socket.create_server(("127.0.0.1", 0)) as listener, anyio.fail_after(20):
+        listener.setblocking(False)
+        serving = asyncio.create_task(endpoint.serve_socket(listener))
+        async with AsyncExitStack() as clients:
+
+            async def connect() -> SocketStream:
+                client = await anyio.connect_tcp(*listener.getsockname())
+                return await clients.enter_async_context(client)
+
+            yield connect, serving
+        serving.cancel()
+        await asyncio.wait([serving])
+    await endpoint.stop()
+
+
+async def answers(connection: SocketStream) -> bool:
+    """Whether the endpoint answers a request, rather than close the connection."""
+    try:
+        await connection.send(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        return (await connection.receive()).startswith(b"HTTP/1.1 401")
+    except (anyio.EndOfStream, anyio.BrokenResourceError):
+        return False
+
+
 FUNCTION = """\
 import asyncio
 from helper import TOOLS, use
@@ -716,7 +831,8 @@ def test_a_function_trains(start: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(FUNCTION)
     (tmp_path / "helper.py").write_text(HELPER)
     run = start(
-        *("workflow=agent", f"workflow.function={tmp_path}/agent.py:agent", "sandbox=unsafe"),
+        *("workflow=agent", f"workflow.function={tmp_path}/agent.py:agent"),
+        f"sandbox={'unsafe' if sandbox_problem() else 'bubblewrap'}",
         *("model=null", "inference.vocab_size=200", "algorithm.group_size=2"),
         *("queue.batch_size=1", "queue.max_staleness=0", "steps=2"),
         out="function",
@@ -765,17 +881,41 @@ def test_what_cannot_run_is_refused(options: Any, message: str) -> None:
         AgentConfig(use="agent", **options)
 
 
+def problems_of(folder: Path, **options: Any) -> list[tuple[str, str, str]]:
+    """What the check of the workflow says, as severity, path and message."""
+    workflow = {"use": "agent", "command": "true", **options.pop("workflow", {})}
+    rows = {"use": "jsonl", "path": str(folder / "run.yaml")}
+    run = {"name": "a", "steps": 1, "algorithm": "grpo", "dataset": rows, "workflow": workflow, **options}
+    (folder / "run.yaml").write_text(json.dumps(run))
+    config = compose(folder / "run.yaml").config
+    assert isinstance(config.workflow, AgentConfig)
+    return [(each.severity, each.path, each.message) for each in check(config.workflow, config)]
+
+
+def test_an_agent_without_a_network_needs_a_sandbox_that_can_take_it_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bwrap").write_text(
+        '#!/bin/sh\ncase "$*" in *--unshare-net*)\n'
+        "echo 'bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted' >&2; exit 1;; esac\n"
+    )
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    [(severity, path, message)] = problems_of(tmp_path)
+    assert (severity, path) == ("environment", "sandbox")
+    assert message.startswith("bubblewrap cannot start: bwrap: loopback: Failed RTM_NEWADDR")
+    assert "write `workflow.network: true`" in message
+    [(severity, path, message)] = problems_of(tmp_path, workflow={"network": True})
+    assert (severity, path) == ("warning", "workflow.network")
+    assert "its loopback included" in message
+
+
 def test_a_chat_template_that_shows_no_tools_is_warned_of(tmp_path: Path) -> None:
     def warnings_of(template: str | None) -> list[str]:
         model = tmp_path / str(hash(template))
         tokenizer_with(template, model)
-        (tmp_path / "run.yaml").write_text(
-            f"{{name: a, steps: 1, algorithm: grpo, dataset: {{use: jsonl, path: {tmp_path}/run.yaml}}, "
-            f"workflow: {{use: agent, command: 'true'}}, sandbox: unsafe, model: {model}}}"
-        )
-        config = compose(tmp_path / "run.yaml").config
-        assert isinstance(config.workflow, AgentConfig)
-        return [problem.message for problem in check(config.workflow, config) if problem.path == "model"]
+        problems = problems_of(tmp_path, sandbox="unsafe", model=str(model))
+        return [message for _, path, message in problems if path == "model"]
 
     assert warnings_of(TEMPLATE) == []
     assert warnings_of(None) == []  # the agent may ask for completions of text

@@ -20,6 +20,7 @@ import pytest
 
 from stretto.component import SandboxMode
 from stretto.user_code import seccomp
+from stretto.user_code.forwarded_port import ForwardedPort
 from stretto.user_code.sandbox import kill, sandbox_command, sandbox_problem, systemd_works
 from stretto.user_code.seccomp import seccomp_filter
 
@@ -86,7 +87,7 @@ def test_credentials_and_what_is_not_shown_are_not_there(
             "change": f"Path({str(project / 'tools.py')!r}).write_text('gone')",
             "inside_run": f"Path({str(run / 'x')!r}).write_text('x')",
             "write": "Path('made').write_text('by it')",
-            "tmp": "Path('/tmp/x').write_text('x')",
+            "tmp": f"Path('/tmp/{tmp_path.name}').write_text('x')",
             "usr": "Path('/usr/x').write_text('x')",
             "root": "Path('/x').write_text('x')",
             "cwd": "os.getcwd()",
@@ -109,7 +110,7 @@ def test_credentials_and_what_is_not_shown_are_not_there(
     assert seen["change"] == seen["usr"] == seen["root"] == "OSError"  # a read-only file system
     assert not (run / "x").exists()
     assert seen["tmp"] == 1
-    assert not Path("/tmp/x").exists()
+    assert not Path("/tmp", tmp_path.name).exists()
     assert (scratch / "made").read_text() == "by it"
     assert seen["cwd"] == str(scratch)
     assert len(seen["processes"]) < 5
@@ -123,6 +124,58 @@ def test_the_network_is_there_only_if_asked_for() -> None:
         question = {"reached": f"socket.create_connection({server.getsockname()!r}, 5).close()"}
         assert look(question) == {"reached": "ConnectionRefusedError"}  # of a loopback of its own
         assert look(question, network=True) == {"reached": None}
+
+
+# What argv[1] asks is tried, once the forwarded port has answered.
+CALL_HOME = f"""
+import socket
+with socket.create_connection(("127.0.0.1", 2000), 20) as home:
+    assert home.recv(5) == b"hello"
+{LOOK}
+"""
+
+
+async def test_a_forwarded_port_leads_to_this_process_and_nothing_else_does() -> None:
+    name = f"\0stretto-{os.getpid()}"
+    files = psutil.Process().num_fds()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.socket(socket.AF_UNIX) as abstract,
+        ForwardedPort(2000) as port,
+    ):
+        abstract.bind(name)
+        abstract.listen()
+        questions = {
+            "other": f"socket.create_connection({other.getsockname()!r}, 5).close()",
+            "abstract": f"socket.socket(socket.AF_UNIX).connect({name!r})",
+            "outside": "socket.create_connection(('192.0.2.1', 80), 5).close()",
+            "routes": "Path('/proc/net/route').read_text().splitlines()[1:]",
+            "interfaces": "[name for _, name in socket.if_nameindex()]",
+            "machine": "socket.socket(40, socket.SOCK_STREAM).close()",
+            "files": "[name for name in os.listdir('/proc/self/fd') if os.path.exists('/dev/fd/' + name)]",
+        }
+        argv = [sys.executable, "-c", CALL_HOME, json.dumps(questions)]
+        command = sandbox_command(argv, sandbox="bubblewrap", forwarded_port=port)
+        with anyio.fail_after(60):
+            process = await command.start()
+            with await port.listener() as listener:
+                listener.setblocking(True)
+                client, _ = await anyio.to_thread.run_sync(listener.accept)
+                client.sendall(b"hello")
+                client.close()
+            assert process.stdout is not None
+            seen = json.loads(b"".join([part async for part in process.stdout]))
+            await process.aclose()
+    assert seen == {
+        "other": "ConnectionRefusedError",
+        "abstract": "ConnectionRefusedError",
+        "outside": "OSError",  # no route
+        "routes": [],
+        "interfaces": ["lo"],
+        "machine": "PermissionError",
+        "files": ["0", "1", "2"],  # neither the channel nor the listening socket
+    }
+    assert psutil.Process().num_fds() == files
 
 
 def test_unsafe_scrubs_the_environment_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
 """The policy behind OpenAI's HTTP API, for agents that do not know stretto.
 
-Each process that needs the server starts one, on loopback. The key of a request names its agent run; the
-calls become the trajectories of that run (`stretto.agents.recorder`). A stream sends tokens as they come
-from the engine, as soon as they are complete characters and cannot be the beginning of a stop text or a tool
-call. A swap of weights only delays them.
+Each process that needs the server starts one. It listens on loopback, or on sockets in the sandboxes of
+agents. The key of a request names its agent run; the calls become the trajectories of that run
+(`stretto.agents.recorder`). A stream sends tokens as they come from the engine, as soon as they are complete
+characters and cannot be the beginning of a stop text or a tool call. A swap of weights only delays them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,10 +43,14 @@ if TYPE_CHECKING:
     from stretto.models.tokenizer import Message, Tokenizer
     from stretto.workflow import Answer, OnTokens
 
-__all__ = ["Endpoint"]
+__all__ = ["Endpoint", "base_url"]
 
 _MAX_BODY = 16 * 2**20
 """Largest body of a request, in bytes: JSON of the longest text that a model reads."""
+_MAX_CONNECTIONS = 256
+"""Connections that one socket of `Endpoint.serve_socket` may have. Each takes one of this process's files."""
+_FULL_S = 0.05
+"""Seconds between two looks at the connections of a socket that has as many as it may have."""
 _News = tuple[int, "str | Reply"]
 _REFUSALS = (ApiError, OverLimit, ConfigError, EngineError, RequestError)
 # Texts that begin tool calls. A stream holds back the text after them until they are known to be calls.
@@ -67,8 +73,14 @@ class _AgentRun:
     """Number of tool calls so far; the next call's id contains it."""
 
 
+def base_url(port: int) -> str:
+    """Return the URL for clients of an endpoint at a port of loopback, `/v1` included."""
+    return f"http://127.0.0.1:{port}/v1"
+
+
 class Endpoint:
-    """The server of one process. Start it once; it serves until `stop` is called or the process ends.
+    """The server of one process. It serves a port after `start`, and sockets given to `serve_socket`, until
+    `stop` is called or the process ends.
 
     Args:
         tool_parser: the format in which the policy writes tool calls.
@@ -89,26 +101,54 @@ class Endpoint:
             OSError: if no port is free.
         """
         async with self._starting:
-            if self._runner is not None:
-                return
+            if not self.base_url:
+                runner = await self._made_runner()
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                self.base_url = base_url(runner.addresses[0][1])
+
+    async def serve_socket(self, listener: socket.socket) -> None:
+        """Serve a listening socket, until the caller is cancelled; then close its connections. If it has
+        very many, further ones wait until others are closed.
+
+        Raises:
+            OSError: if this process has too many open files.
+        """
+        async with self._starting:
+            runner = await self._made_runner()
+        assert runner.server is not None
+        loop = asyncio.get_running_loop()
+        connections: list[asyncio.Transport] = []
+        try:
+            while True:
+                connections = [each for each in connections if not each.is_closing()]
+                if len(connections) == _MAX_CONNECTIONS:
+                    await anyio.sleep(_FULL_S)
+                    continue
+                client, _ = await loop.sock_accept(listener)
+                transport, _ = await loop.connect_accepted_socket(runner.server, client)
+                connections.append(transport)
+        finally:
+            for connection in connections:
+                connection.abort()
+
+    async def _made_runner(self) -> web.AppRunner:
+        """Return the server, which listens nowhere at first."""
+        if self._runner is None:
             app = web.Application(middlewares=[_format_errors], client_max_size=_MAX_BODY)
             app.router.add_get("/v1/models", self._models)
             app.router.add_post("/v1/chat/completions", self._chat)
             app.router.add_post("/v1/completions", self._completions)
             app.router.add_post("/v1/responses", self._responses)
             # A call is cancelled with its connection: an agent that is gone leaves no work for the engines.
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            port = runner.addresses[0][1]
-            self._runner, self.base_url = runner, f"http://127.0.0.1:{port}/v1"
+            self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            await self._runner.setup()
+        return self._runner
 
     async def stop(self) -> None:
         """Close the server, and every connection."""
         if self._runner is not None:
             await self._runner.cleanup()
-            self._runner = None
+            self._runner, self.base_url = None, ""
 
     @asynccontextmanager
     async def serve(self, recorder: CallRecorder) -> AsyncGenerator[str]:

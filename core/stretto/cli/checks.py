@@ -295,7 +295,7 @@ def _tool_problems(config: RunConfig) -> Iterator[Problem]:
                 f"workflow.mcp.{index}.url",
                 "the tools cannot reach it without a network; set `workflow.network: true`",
             )
-    yield from sandbox_problems(config)
+    yield from sandbox_problems(config, network=section.network)
 
 
 def _tool_trial_problems(config: RunConfig, failed_sections: Set[str]) -> Iterator[Problem]:

@@ -1,10 +1,11 @@
 """The sandbox for commands that are not part of stretto: tools, agents, MCP servers. Default: bubblewrap.
 
 A command in the sandbox sees the system's programs and libraries, this Python with its packages, and the
-paths that the caller lists, all read-only. It has a private `/tmp`, at most one folder to write to, sees no
-other process, and has no network unless the caller allows it. A seccomp filter refuses system calls that lead
-out of sandboxes (`stretto.user_code.seccomp`). In both modes the environment is new: only PATH comes from the
-caller. Every started process ends with the process that started it.
+paths that the caller lists, all read-only. It has a private `/tmp`, at most one folder to write to, and sees
+no other process. Unless the caller allows it the machine's network, it has only a loopback of its own, from
+which at most one port leads out, to this process (`stretto.user_code.forwarded_port`). A seccomp filter
+refuses system calls that lead out of sandboxes (`stretto.user_code.seccomp`). In both modes the environment
+is new: only PATH comes from the caller. Every started process ends with the process that started it.
 
 Memory and processes are limited in total where systemd runs for this user, which is tried once. Elsewhere
 processes are limited by the system's limit for users, which does not hold for root, and memory is limited
@@ -30,6 +31,7 @@ import anyio
 
 from stretto.component import Problem, SandboxMode
 from stretto.user_code.child_process import last_line, run_child
+from stretto.user_code.forwarded_port import SCRIPT, ForwardedPort
 from stretto.user_code.guard import guarded
 from stretto.user_code.seccomp import filter_file
 
@@ -70,6 +72,8 @@ class SandboxedCommand:
     env: dict[str, str]
     folder: Path | None
     """Working folder without a sandbox; None in a sandbox, where the arguments set it."""
+    inherited: tuple[int, ...] = ()
+    """File descriptors that the command inherits besides standard input and output."""
 
     async def start(
         self,
@@ -85,7 +89,13 @@ class SandboxedCommand:
             OSError: if the program does not exist.
         """
         return await anyio.open_process(
-            self.argv, stdin=stdin, stdout=stdout, stderr=stderr, env=self.env, cwd=self.folder
+            self.argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=self.env,
+            cwd=self.folder,
+            pass_fds=self.inherited,
         )
 
 
@@ -98,6 +108,7 @@ def sandbox_command(
     writable: Path | None = None,
     folder: Path | None = None,
     network: bool = False,
+    forwarded_port: ForwardedPort | None = None,
     env: Mapping[str, str] | None = None,
     memory_mb: int | None = None,
     scratch_mb: int = 1024,
@@ -113,12 +124,15 @@ def sandbox_command(
         hidden: folders that appear empty in the sandbox, such as the run's folder with its credentials.
         writable: an existing folder that the command may write to, besides its private `/tmp`.
         folder: working folder, which must be visible in the sandbox; default `writable`, else `/tmp`.
-        network: share this machine's network, loopback included.
+        network: share this machine's network, loopback included. Otherwise the sandbox has only a loopback of
+            its own.
+        forwarded_port: a port of the sandbox's own loopback that leads to this process.
         env: variables besides PATH, HOME and LANG.
         memory_mb: address space of each process in MiB, and memory of all processes of the sandbox where
             that can be limited.
         scratch_mb: size of the private `/tmp` in MiB; it counts as memory.
     """
+    assert forwarded_port is None or (sandbox != "unsafe" and not network)
     folder = folder or writable
     if sandbox == "unsafe":
         command = guarded(_with_limits(argv, memory_mb))
@@ -126,16 +140,20 @@ def sandbox_command(
     options = [
         *_namespaces(network),
         *("--size", str(scratch_mb * 2**20), "--tmpfs", _SCRATCH),
-        *_mounts([*_python(), *readable], hidden, writable, network),
+        *_mounts([*_python(), SCRIPT, *readable], hidden, writable, network),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(_SHARED_MEMORY_MB * 2**20), "--tmpfs", "/dev/shm"),  # noqa: S108
         *("--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", str(_absolute(folder)) if folder else _SCRATCH),
     ]
-    command = [*_filtered_bubblewrap(), *options, "--", *_with_limits(argv, memory_mb, _MAX_PROCESSES)]
+    command = _with_limits(argv, memory_mb, _MAX_PROCESSES)
+    inherited: tuple[int, ...] = ()
+    if forwarded_port is not None:
+        command, inherited = forwarded_port.opening(command), (forwarded_port.descriptor,)
+    command = [*_filtered_bubblewrap(), *options, "--", *command]
     if systemd_works():
         command = _in_scope(command, memory_mb)
-    return SandboxedCommand(command, _environment(_SCRATCH, env), None)
+    return SandboxedCommand(command, _environment(_SCRATCH, env), None, inherited)
 
 
 def can_show(folder: Path) -> bool:
@@ -154,12 +172,16 @@ def kill(process: Process) -> None:
                 os.kill(process.pid, number)
 
 
-def sandbox_problem() -> str:
-    """Run a command in bubblewrap and return why it cannot start; empty if it can."""
+def sandbox_problem(*, network: bool = False) -> str:
+    """Run a command in bubblewrap and return why it cannot start; empty if it can.
+
+    Args:
+        network: as in `sandbox_command`.
+    """
     if sys.platform != "linux":
         return "bubblewrap needs Linux"
     try:
-        trial = sandbox_command(["true"], sandbox="bubblewrap")
+        trial = sandbox_command(["true"], sandbox="bubblewrap", network=network)
         result = run_child(trial.argv, b"", _TRY_S, env=trial.env)
     except TimeoutError:
         return f"bubblewrap cannot start: it takes more than {_TRY_S:g} s"
@@ -170,13 +192,29 @@ def sandbox_problem() -> str:
     return ""
 
 
-def sandbox_problems(run: RunConfig) -> Iterator[Problem]:
-    """Yield problems of the sandbox, for the `check` of a component that runs commands."""
+def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
+    """Yield problems of the sandbox, for the `check` of a component that runs commands.
+
+    Args:
+        network: whether its commands share this machine's network.
+    """
     if run.sandbox == "unsafe":
         yield Problem(
             "sandbox", "unsafe: tools and commands run with this user's rights, and see its files", "warning"
         )
-    elif problem := sandbox_problem():
+        return
+    problem = sandbox_problem(network=network)
+    if not problem:
+        return
+    if not network and not sandbox_problem(network=True):
+        yield Problem(
+            "sandbox",
+            f"{problem}. It cannot give commands a network of their own here (in a container, this needs the "
+            "permission to create network namespaces); if they may reach all that this machine reaches, its "
+            "loopback included, write `workflow.network: true`",
+            "environment",
+        )
+    else:
         yield Problem(
             "sandbox",
             f"{problem}. It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, "

@@ -38,6 +38,9 @@ class AgentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     read."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Additional environment variables of the agent. From the run's environment it gets only PATH."""
+    network: bool = False
+    """Let the agent use this machine's network, its loopback included. Otherwise it reaches only the policy.
+    With `sandbox: unsafe` it always has the network."""
     agent_timeout_s: PositiveFloat = 300.0
     """Seconds that one run of the agent may take before it is killed; must be less than `timeout_s`."""
     on_timeout: Literal["score", "fail"] = "score"
@@ -85,7 +88,11 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
         yield Problem("workflow.folder", f"{config.folder} is not a folder")
     if not config.command and config.command is not None:
         yield Problem("workflow.command", "is empty; expected a line for the shell, or program and arguments")
-    yield from sandbox_problems(run)
+    yield from sandbox_problems(run, network=config.network)
+    if config.network and run.sandbox != "unsafe":
+        yield Problem(
+            "workflow.network", "agents reach all that this machine reaches, its loopback included", "warning"
+        )
     if run.model is not None and Path(run.model).is_dir() and _hides_tools(run.model):
         yield Problem(
             "model",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,14 +16,19 @@ import msgspec
 from anyio.abc import ByteReceiveStream, ByteSendStream
 
 from stretto import Context, StrettoError
-from stretto.agents.endpoint import Endpoint
+from stretto.agents.endpoint import Endpoint, base_url
 from stretto.agents.recorder import CallLimits, CallRecorder
+from stretto.errors import one_error
+from stretto.user_code.forwarded_port import ForwardedPort
 from stretto.user_code.sandbox import SandboxedCommand, can_show, kill, sandbox_command
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 from stretto_agent import AgentConfig
 
 __all__ = ["AgentError", "AgentWorkflow"]
 
+_PORT = 20117
+"""The policy's port in the sandboxes of agents, each with a loopback of its own. Few programs listen at this
+port, and the system gives clients no port below 32768."""
 _RUNNER = Path(__file__).with_name("call_function.py")
 _MAX_OUTPUT = 256 * 1024
 _MAX_ERRORS = 4096
@@ -54,7 +59,8 @@ class AgentWorkflow:
         self._config = config
         self._context = context
         self.endpoint = Endpoint(config.tool_parser)
-        """Started with the first prompt; it serves as long as the worker lives."""
+        """It serves as long as the worker lives."""
+        self._shares_network = config.network or context.sandbox == "unsafe"
         self._processes = anyio.CapacityLimiter(config.processes)
         self._limits = CallLimits(config.max_calls, config.max_total_tokens, config.max_tokens)
 
@@ -64,7 +70,8 @@ class AgentWorkflow:
         Raises:
             AgentError: if a run failed, or got no answer of the model.
         """
-        await self.endpoint.start()
+        if self._shares_network:
+            await self.endpoint.start()
         numbers = count()  # tasks begin in order, so that a sample has the same seeds in every repetition
         runs = await group_of(session, lambda: self._run(prompt, session, next(numbers)))
         chats = [recorder.last.chat if recorder.last else [] for recorder, _ in runs]
@@ -81,9 +88,13 @@ class AgentWorkflow:
         """Run the agent once, and raise AgentError if the run failed."""
         config = self._config
         recorder = CallRecorder(session, f"a{number}", self._limits)
-        async with self._processes, self.endpoint.serve(recorder) as key:
+        async with (
+            self._processes,
+            self.endpoint.serve(recorder) as key,
+            self._forwarded_port() as port,
+        ):
             row = msgspec.json.encode(prompt.row)
-            result = await _run(self._command(prompt, key), row, config.agent_timeout_s)
+            result = await _run(self._command(prompt, key, port), row, config.agent_timeout_s)
         errors = f"; the end of its standard error: {result.errors}" if result.errors else ""
         cause = f"; a call of the model failed: {recorder.fault}" if recorder.fault else errors
         if result.status is None and config.on_timeout == "fail":
@@ -97,13 +108,30 @@ class AgentWorkflow:
             raise AgentError(f"the agent got no answer of the model and {ending}{cause}")
         return recorder, result
 
-    def _command(self, prompt: Prompt, key: str) -> SandboxedCommand:
+    @asynccontextmanager
+    async def _forwarded_port(self) -> AsyncGenerator[ForwardedPort | None]:
+        """Open a way from the agent's sandbox to the endpoint inside the block; None if it needs none."""
+        if self._shares_network:
+            yield None
+            return
+        with ForwardedPort(_PORT) as port, one_error():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._serve, port)
+                yield port
+                tasks.cancel_scope.cancel()
+
+    async def _serve(self, port: ForwardedPort) -> None:
+        with await port.listener() as listener:
+            await self.endpoint.serve_socket(listener)
+
+    def _command(self, prompt: Prompt, key: str, port: ForwardedPort | None) -> SandboxedCommand:
         """Return the sandboxed command of the agent, with its environment variables."""
         config, chat = self._config, prompt.row["prompt"]
+        url = base_url(port.port) if port else self.endpoint.base_url
         text = chat if isinstance(chat, str) else msgspec.json.encode(chat).decode()
         env = {
-            "OPENAI_BASE_URL": self.endpoint.base_url,
-            "OPENAI_API_BASE": self.endpoint.base_url,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
             **({"STRETTO_PROMPT": text} if len(text.encode()) < _MAX_VARIABLE else {}),
         }
@@ -124,7 +152,8 @@ class AgentWorkflow:
             readable=readable,
             hidden=[cwd / "runs", *([Path(self._context.folder)] if self._context.folder else [])],
             folder=folder if can_show(folder) else None,
-            network=True,  # the endpoint is on loopback
+            network=self._shares_network,
+            forwarded_port=port,
             env={**env, **config.env},
             memory_mb=config.memory_mb,
         )

@@ -153,7 +153,7 @@ def check_workflow(config: VerifiersWorkflowConfig, run: RunConfig) -> Iterator[
             yield Problem(
                 f"{path}.use", f"is {dataset.use!r}; the workflow 'verifiers' needs the dataset 'verifiers'"
             )
-    yield from sandbox_problems(run)
+    yield from sandbox_problems(run, network=True)
 
 
 # ------------------------------------------------------------------------------------------ reward
