@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from nats.aio.msg import Msg
 
 from bus_testing import NO_LOCK, raw_client, server_pid, until
 from stretto.array import Array
@@ -35,15 +37,17 @@ from stretto.bus.messages import (
     Leaving,
     Message,
     Refusal,
+    RunStatus,
     Subjects,
     Ticket,
     TrajectoryBundle,
     Welcome,
     WireTrajectory,
 )
-from stretto.bus.server import NatsServer, lock_run
+from stretto.bus.server import NatsServer, foreign_bootstrap, lock_run
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError, Malformed, NoAnswer, Refused
+from stretto.launcher import ROLES
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
@@ -388,6 +392,56 @@ async def test_everything_goes_on_after_the_server_was_killed(
                 await rollout.publish(leaving, Leaving("rollout-0", "n", "bye"))
             await until(lambda: outcomes == [1, 2] and got == ["bye"], 40)
             tasks.cancel_scope.cancel()
+
+
+async def test_a_viewer_hears_the_status_and_can_do_nothing_else(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    errors: list[str] = []
+    heard: list[bytes] = []
+
+    async def note(error: Exception) -> None:
+        errors.append(str(error).lower())
+
+    async def hear(message: Msg) -> None:
+        heard.append(message.data)
+
+    async with open_bus("kernel") as kernel:
+        await kernel.make_log(names.log_stream, [names.trajectories])
+        raw = await raw_client(tmp_path, "viewer", error_cb=note)
+        forbidden = (
+            *(names.status, names.beacon, names.journal, names.trajectories, names.ticket("train")),
+            *(names.kernel(role, "join") for role in ROLES),
+            names.worker("inference", "inference-0", "generate"),
+            f"{names.inbox('kernel')}.from.trainer.x.1",
+            f"$JS.API.STREAM.MSG.GET.{names.log_stream}",
+            "$JS.API.INFO",
+            "anything",
+        )
+        for subject in forbidden:
+            await raw.publish(subject, b"x", reply=f"{names.inbox('viewer')}.1")
+        deaf = (">", f"{names.root}.>", names.beacon, names.groups, f"{names.inbox('rollout')}.>")
+        for subject in deaf:
+            await raw.subscribe(subject)
+        await until(lambda: len(errors) == len(forbidden) + len(deaf))
+        assert all("permissions violation" in error for error in errors)
+        await raw.subscribe(names.status, cb=hear)
+        await raw.flush()
+        await kernel.publish(names.status, RunStatus(b"{}"))
+        await until(lambda: len(heard) == 1)
+        await raw.close()
+    login = json.loads((tmp_path / "bus" / "viewer.json").read_text())
+    assert not any(login[key] for key in ("store_user", "store_password", "token", "logs", "worker"))
+
+
+def test_a_viewer_gets_no_login_of_a_server_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "login.json").write_text('{"user": "me", "password": "secret"}')
+    for credentials in ("login.json", "me.creds"):
+        config = BusConfig(url="nats://127.0.0.1:1", credentials=str(tmp_path / credentials))
+        foreign_bootstrap(tmp_path / "bus", "run", config, tmp_path)
+        viewer = (tmp_path / "bus" / "viewer.json").read_text()
+        assert not any(word in viewer for word in ("secret", 'creds"', '"me"'))
+        assert stat.S_IMODE((tmp_path / "bus" / "viewer.json").stat().st_mode) == 0o600
 
 
 async def test_each_role_may_do_its_own_work_only(

@@ -26,6 +26,9 @@ def write(
     status = Status(
         written=time.time() - age_s,
         pid=os.getpid() if pid is None else pid,
+        name="test",
+        folder=str(folder),
+        state="running",
         version=3,
         steps=10,
         now="now training",

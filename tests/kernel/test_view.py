@@ -25,7 +25,7 @@ from stretto.kernel.ending import Ending
 from stretto.kernel.outcomes import admit
 from stretto.kernel.scheduler import Issue
 from stretto.kernel.setup import RunSetup
-from stretto.kernel.view import final_lines
+from stretto.kernel.view import View, final_lines
 
 SAID = "no [/INST] \x1b]0;x\x07 \x9b2J [link=file:///etc] :smile: \ud800"
 SHOWN = "no [/INST] \\x1b]0;x\\x07 \\x9b2J [link=file:///etc] :smile: \\ud800"
@@ -97,7 +97,7 @@ async def test_what_a_reward_raises_is_plain_text_in_a_terminal(
 
 async def show_failures(setup: RunSetup, terminal: int) -> str:
     """Let tickets fail by the reward; return what the view, the log and the final lines show."""
-    scheduler, view = setup.scheduler, setup.view
+    scheduler, view = setup.scheduler, View(setup.board.status, setup.folder)
     scheduler.start()
     reason = reason_of_reward(setup)
     assert reason.startswith(f"reward raised ValueError: {SHOWN} (")
@@ -106,7 +106,7 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
         outcome = admit(GroupFailed("train", ticket.id, 1, "rollout-0", reason), 1, samples=True)
         assert isinstance(outcome, GroupFailed)
         scheduler.group_failed(outcome)
-    view.note = SAID
+    setup.board.note = SAID
     shown = ""
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:

@@ -46,7 +46,7 @@ def test_refresh_reads_what_was_appended(tmp_path: Path) -> None:
     assert run.steps[0] is first, "a line that was read is not read again"
     assert run.series("reward") == [(1, 0.1), (2, 0.2)]
     assert run.series("evaluation/accuracy") == [(2, 0.5)]
-    assert run.keys() == ["reward", "evaluation/samples", "evaluation/accuracy"]
+    assert run.figures() == ["reward", "evaluation/samples", "evaluation/accuracy"]
 
 
 def test_a_cut_is_noticed_even_if_the_file_has_grown_since(tmp_path: Path) -> None:

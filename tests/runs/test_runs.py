@@ -280,7 +280,7 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
         assert word in text, word
     assert "failed: RewardError: reward raised ValueError: no [/INST] \\x1b]0;x\\x07 (" in text
     assert "\x1b]0;x" not in text
-    for word in (f"{tmp_path}/tty", " s left", "bottleneck", "training works ", "stopping the workers"):
+    for word in (f"{tmp_path}/tty", " s left", "bottleneck", ": it works ", "stopping the workers"):
         assert word in text, word
     last = text[text.rindex("step 12/12") :]
     assert not any(word in last for word in ("workers", "bottleneck", "left", "now"))

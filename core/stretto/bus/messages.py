@@ -72,6 +72,7 @@ __all__ = [
     "Retired",
     "RowRef",
     "RunCall",
+    "RunStatus",
     "RunTool",
     "Save",
     "Saved",
@@ -101,8 +102,9 @@ __all__ = [
 ]
 
 
-Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples"]
-"""Who may be at an end of the bus: the kernel, a worker of a role, or the sample writer."""
+Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples", "viewer"]
+"""Who may be at an end of the bus: the kernel, a worker of a role, the sample writer, or a viewer, who only
+listens."""
 
 _WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
 WorkerId = Annotated[str, msgspec.Meta(pattern=_WORKER_ID)]
@@ -213,6 +215,13 @@ class Heartbeat(Message, frozen=True):
     """Seconds for which the worker's event loop has stood still; 0 while it runs."""
     wait: Wait | None = None
     """The worker's oldest request without an answer."""
+
+
+class RunStatus(Message, frozen=True):
+    """Kernel to viewers, every two seconds: what `status.json` holds."""
+
+    content: bytes
+    """A `stretto.records.status.Status` in JSON."""
 
 
 class Leaving(Message, frozen=True):
@@ -891,6 +900,7 @@ class Subjects:
     def __init__(self, run: str) -> None:
         self.root = f"st.{run}"
         self.beacon = f"{self.root}.beacon"
+        self.status = f"{self.root}.status"
         self.ticket_started = self.kernel("rollout", "started")
         self.progress = self.kernel("rollout", "progress")
         self.abort_ticket = f"{self.root}.abort"

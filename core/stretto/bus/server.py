@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +36,14 @@ from stretto.launcher import ROLES
 
 __all__ = [
     "STORE",
+    "VIEWER",
     "Bootstrap",
     "NatsServer",
     "binary",
     "fault_of_server",
     "foreign_bootstrap",
     "lock_run",
+    "login_of",
     "restart_server",
     "run_id",
     "write_private",
@@ -49,11 +51,12 @@ __all__ = [
 
 log = structlog.get_logger()
 
-_PARTIES: tuple[Party, ...] = ("kernel", *ROLES)
+VIEWER: Party = "viewer"
+_PARTIES: tuple[Party, ...] = ("kernel", *ROLES, VIEWER)
 STORE = "store"
 """Name of the user, and of the account, that own the streams and the state."""
-_Permissions = dict[str, list[str]]
-"""`publish` and `subscribe` -> subjects."""
+_Permissions = dict[str, list[str] | dict[str, list[str]]]
+"""`publish` and `subscribe` -> subjects, or `deny` with the forbidden subjects."""
 _GUARD_POLL_S = 0.5
 
 
@@ -154,28 +157,22 @@ def _bootstrap_files(folder: Path, users: dict[Party, tuple[str, str]], shared: 
         content = msgspec.structs.replace(shared, role=party, user=user, password=password)
         if party != "kernel":
             content = msgspec.structs.replace(content, store_user="", store_password="")
+        if party == VIEWER:
+            content = msgspec.structs.replace(content, credentials_file="", logs="")
         write_private(folder / f"{party}.json", msgspec.json.encode(content))
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
-    """Write the bootstrap files for a server of the user's own. All roles use the same credentials.
+    """Write the bootstrap files for a server of the user's own. All roles use the same credentials. A viewer
+    needs credentials of its own, because with those of the roles it could do everything.
 
     Raises:
         ConfigError: if the credentials file is neither JSON with user and password nor `.creds`.
     """
     assert config.url is not None
     user = password = creds = ""
-    if config.credentials is not None and config.credentials.endswith(".creds"):
-        creds = config.credentials
-    elif config.credentials is not None:
-        try:
-            content = json.loads(Path(config.credentials).read_text())
-            user, password = content["user"], content["password"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"bus.credentials: {config.credentials!r} is not JSON with 'user' and 'password': {error}",
-                path="bus.credentials",
-            ) from error
+    if config.credentials is not None:
+        user, password, creds = login_of(config.credentials, "bus.credentials")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     shared = Bootstrap(
         url=config.url,
@@ -186,7 +183,29 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
         outage_s=config.outage_s,
         grace_s=config.grace_s,
     )
-    _bootstrap_files(folder, dict.fromkeys(_PARTIES, (user, password)), shared)
+    users: dict[Party, tuple[str, str]] = dict.fromkeys(_PARTIES, (user, password))
+    users[VIEWER] = ("", "")
+    _bootstrap_files(folder, users, shared)
+
+
+def login_of(credentials: str, key: str) -> tuple[str, str, str]:
+    """Return user, password and `.creds` file for a server of the user's own, from a file with one of them.
+
+    Args:
+        key: where the file was named, for the error.
+
+    Raises:
+        ConfigError: if the file is neither JSON with user and password nor `.creds`.
+    """
+    if credentials.endswith(".creds"):
+        return "", "", credentials
+    try:
+        content = json.loads(Path(credentials).read_text())
+        return content["user"], content["password"], ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{key}: {credentials!r} is not JSON with 'user' and 'password': {error}", path=key
+        ) from error
 
 
 def fault_of_server(urls: str, timeout_s: float) -> str:
@@ -358,12 +377,12 @@ def _configuration(folder: Path, run: str, port: int, max_payload_mb: int, passw
     answer stays in the account `run`: no worker can make the server write to a stream or to the state.
     """
     names = Subjects(run)
-    permissions = _permissions(names)
+    permissions = {**_permissions(names), VIEWER: _permissions_of_viewer(names)}
     exports = [{"service": subject} for subject in (f"{names.log}.>", *_read_log(names))]
     # A request for tickets gets several answers: the tickets.
     exports += [{"service": subject, "response_type": "Stream"} for subject in _take_tickets(names)]
 
-    def user(name: str, permissions: _Permissions) -> dict[str, Any]:
+    def user(name: str, permissions: Mapping[str, Any]) -> dict[str, Any]:
         return {"user": name, "password": passwords[name], "permissions": permissions}
 
     return json.dumps(
@@ -383,7 +402,7 @@ def _configuration(folder: Path, run: str, port: int, max_payload_mb: int, passw
                     "exports": exports,
                 },
                 "run": {
-                    "users": [user(party, permissions[party]) for party in _PARTIES],
+                    "users": [user(party, permissions[party]) for party in permissions],
                     "imports": [
                         {"service": {"account": STORE, "subject": export["service"]}} for export in exports
                     ],
@@ -400,12 +419,20 @@ def _permissions_of_store(names: Subjects) -> _Permissions:
     return {"publish": ["$JS.API.>", *stored], "subscribe": [f"{names.inbox('kernel')}.>"]}
 
 
-def _permissions(names: Subjects) -> dict[Party, _Permissions]:
+def _permissions_of_viewer(names: Subjects) -> _Permissions:
+    """Return the permissions of a viewer, who hears the run's status and nothing else."""
+    return {"publish": {"deny": [">"]}, "subscribe": [names.status, f"{names.inbox(VIEWER)}.>"]}
+
+
+def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
     """Return the subjects that each party may publish and subscribe to. A worker can ask for what the table
     of verbs allows to its role, and answer only those who may ask it; so it can send false messages only
     about the work of its role."""
-    permissions: dict[Party, _Permissions] = {
-        "kernel": {"publish": [names.beacon, names.abort_ticket], "subscribe": [f"{names.root}.>"]}
+    permissions: dict[Party, dict[str, list[str]]] = {
+        "kernel": {
+            "publish": [names.beacon, names.abort_ticket, names.status],
+            "subscribe": [f"{names.root}.>"],
+        }
     }
     for role in ROLES:
         own = [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"]

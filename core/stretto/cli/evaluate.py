@@ -6,8 +6,8 @@ version 0. The figures follow from its answers, with R rows and n answers to eac
 - avg@n, the mean score (`accuracy` where the reward gives one, else the reward);
 - pass@k = the mean over rows of 1 - C(n - c, k) / C(n, k), the unbiased estimate of the probability that at
   least one of k answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1);
-- 95 % intervals, mean ± 1.96 s / √R where s is the standard deviation of the rows' values: answers to one row
-  depend on each other, rows do not (Miller 2024, arXiv 2411.00640, sections 2 and 3).
+- 95 % intervals, mean ± 1.96 s / √R where s is the standard deviation of the rows' values (see
+  `stretto.records.accuracy`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, cast
 
 import msgspec
@@ -28,10 +28,10 @@ from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
 from stretto.errors import ConfigError, offer
 from stretto.kernel.checkpoint import damage_of, newest_intact
+from stretto.records.accuracy import Estimate, estimate
 from stretto.workers.answers import KeptAnswer
 
 __all__ = [
-    "Estimate",
     "EvaluationOptions",
     "Result",
     "compose_evaluation",
@@ -42,8 +42,6 @@ __all__ = [
 
 # An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
 _EXCLUDED_KEYS = {"algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out"}
-_Z = 1.959964
-"""97.5 % quantile of the normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,6 @@ class EvaluationOptions:
     rows: int | None = None
     inference: str | None = None
     out: str | None = None
-
-
-class Estimate(msgspec.Struct, frozen=True):
-    """A mean over rows."""
-
-    mean: float
-    ci95: float | None
-    """Half the width of the mean's 95 % interval; None for a single row."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,10 +296,10 @@ def result_of(
         failed=failed,
         n=n,
         samples=len(answers),
-        avg=_estimate([fmean(of_row) for of_row in scores.values()]),
-        reward=_estimate([fmean(answer.reward for answer in of_row) for of_row in rows.values()]),
+        avg=estimate([fmean(of_row) for of_row in scores.values()]),
+        reward=estimate([fmean(answer.reward for answer in of_row) for of_row in rows.values()]),
         pass_at={
-            k: _estimate([pass_at_k(of_row, correct, k) for of_row, correct in counts])
+            k: estimate([pass_at_k(of_row, correct, k) for of_row, correct in counts])
             for k in (2**power for power in range(n.bit_length()))
         },
         threshold=threshold,
@@ -327,9 +317,3 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def _score(answer: KeptAnswer) -> float:
     return answer.metrics.get("accuracy", answer.reward)
-
-
-def _estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of the rows' values with its 95 % interval."""
-    ci95 = _Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Estimate(fmean(values), ci95)

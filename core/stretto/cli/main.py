@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from stretto.assembly.compose import Composed
     from stretto.cli.audit import AuditReport
-    from stretto.cli.evaluate import Estimate, Result
+    from stretto.cli.evaluate import Result
     from stretto.component import Kind
 
 __all__ = ["main"]
@@ -59,6 +60,8 @@ EvaluationOverrides = Annotated[
         help="Values that override keys of the run file, for example inference.slots=64.",
     ),
 ]
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")]
 
 _MOST_VIOLATIONS = 20
 """Maximum number of violations of one check that the table's text lists."""
@@ -237,6 +240,80 @@ def status(
 
 
 @app.command()
+def watch(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_VIEWER", help="A run's folder, or a copy of its bus/viewer.json."),
+    ],
+    url: Annotated[
+        str | None,
+        typer.Option(help="With a viewer file: address of nats-server as it is reached from here."),
+    ] = None,
+    credentials: Annotated[
+        str | None,
+        typer.Option(help="With a viewer file: login for a server of your own.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Show the live view of a run that another process owns. `q` ends the view; the run goes on."""
+    from stretto.cli.watch import watch_bus, watch_folder
+
+    if source.is_dir():
+        if url is not None or credentials is not None:
+            raise ConfigError("--url and --credentials go with a viewer file, not with a run's folder")
+        raise typer.Exit(watch_folder(source))
+    raise typer.Exit(watch_bus(source, url, credentials))
+
+
+@app.command()
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="A folder with runs, at any depth.")
+    ] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """List all runs below a folder, the newest first."""
+    from stretto.cli.runs import runs_below, runs_table
+
+    rows = runs_below(folder)
+    if as_json:
+        typer.echo(msgspec.json.encode(rows))
+    elif rows:
+        _print_table(runs_table(rows, folder.absolute()))
+    else:
+        typer.echo(f"no run in {folder}")
+
+
+@app.command()
+def plot(
+    folders: Runs,
+    keys: Annotated[
+        str,
+        typer.Option(
+            "--key", metavar="KEY,…", help="Keys of metrics.jsonl, such as reward,loss,evaluation/accuracy."
+        ),
+    ] = "",
+    window: Annotated[
+        int, typer.Option("--smooth", min=1, metavar="STEPS", help="Draw means over this many steps.")
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Draw into a .png or .svg file.")
+    ] = None,
+) -> None:
+    """Draw the curves of one run, or of several over each other, in the terminal or into a file."""
+    from stretto.cli.plot import draw_file, draw_text, panels_of
+    from stretto.records.run import RunRecord
+
+    wanted = [key.strip() for key in keys.split(",") if key.strip()]
+    panels = panels_of([RunRecord(folder) for folder in folders], wanted, window)
+    if out is not None:
+        draw_file(panels, out)
+        typer.echo(f"drawn: {out}")
+        return
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    typer.echo(draw_text(panels, shutil.get_terminal_size((100, 24)).columns, coloured=coloured))
+
+
+@app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     as_json: Annotated[
@@ -357,11 +434,11 @@ def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> No
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row(f"avg@{result.n}", _interval(result.avg))
+    table.add_row(f"avg@{result.n}", str(result.avg))
     if result.reward != result.avg:
-        table.add_row("reward", _interval(result.reward))
+        table.add_row("reward", str(result.reward))
     for k, estimated in result.pass_at.items():
-        table.add_row(f"pass@{k}", _interval(estimated))
+        table.add_row(f"pass@{k}", str(estimated))
     failed = f", {result.failed} rows failed" if result.failed else ""
     table.add_row("rows", f"{result.rows}, {result.samples} samples{failed}")
     table.add_row("length", f"{result.length:.1f} tokens, {100 * result.truncated:.1f} % truncated")
@@ -393,11 +470,6 @@ def _show_audit(report: AuditReport) -> None:
     typer.echo(
         f"{report.status}: {report.lost} tickets lost, {report.doubled} trained twice, in {report.folder}"
     )
-
-
-def _interval(estimated: Estimate) -> str:
-    width = "" if estimated.ci95 is None else f" ± {estimated.ci95:.4f}"
-    return f"{estimated.mean:.4f}{width}"
 
 
 def _list_components(installed: Any, kind: str | None) -> None:

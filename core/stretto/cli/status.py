@@ -25,6 +25,8 @@ def status_lines(folder: Path) -> list[str]:
     if status is None:
         raise ConfigError(f"{folder} has no {STATUS}: it holds no run, or the run has not started")
     lines = [printable(f"step {status.version} of {status.steps}, {status.now}")]
+    if status.bottleneck:
+        lines.append(printable(f"bottleneck {status.bottleneck}"))
     age_s = time.time() - status.written
     lock = folder / "bus" / "kernel.lock"
     if not is_locked(lock):

@@ -64,7 +64,6 @@ from stretto.kernel.scheduler import (
     Withdraw,
 )
 from stretto.kernel.setup import RunSetup
-from stretto.kernel.status import keep_status
 from stretto.kernel.tickets import TicketQueue
 from stretto.kernel.timeline import Timeline
 from stretto.kernel.trainers import StepResult, Trainers
@@ -124,7 +123,7 @@ class Kernel:
         self._config = setup.config
         self._scheduler = setup.scheduler
         self._report = setup.report
-        self._view = setup.view
+        self._board = setup.board
         self._fleet = setup.fleet
         self._names = setup.names
         self._bus = bus
@@ -173,7 +172,7 @@ class Kernel:
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(self._watch_bus)
         self._tasks.start_soon(self._watch_store)
-        self._tasks.start_soon(keep_status, self._setup, self._bus)
+        self._tasks.start_soon(self._board.publish, self._bus, self._names)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
         try:
@@ -238,12 +237,12 @@ class Kernel:
         if resumed is not None and self._journal.incarnation != resumed[1].incarnation:
             # Without this checkpoint, another crash would begin the same incarnation a second time.
             await self._checkpointer.save()
-        self._view.note = "waiting for all workers"
+        self._board.note = "waiting for all workers"
         with anyio.move_on_after(_START_S) as starting:
             await self._until_all_callable()
         if starting.cancelled_caught:
             raise self._start_timeout()
-        self._view.note = ""
+        self._board.note = ""
         self._started = True
         self._setup.notify_plugins("stretto_run_started", config=self._config)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
@@ -260,7 +259,7 @@ class Kernel:
             Notes of the versions that evaluations need, and last the note of the newest version.
         """
         assert self._setup.resumed is not None
-        self._view.note = "repeating the journal"
+        self._board.note = "repeating the journal"
         recovered = await repeat_journal(
             self._bus,
             self._names,
@@ -365,7 +364,7 @@ class Kernel:
         await ending.drain_requested.wait()
         if self._started:
             self._scheduler.close()
-            self._view.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
+            self._board.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
             while self._scheduler.training:
                 await self._changed.wait()
             await self._checkpointer.save()
@@ -373,7 +372,7 @@ class Kernel:
 
     async def _dismiss(self) -> None:
         """Ask the workers to leave, and stop those that do not leave in time."""
-        self._view.note = "stopping the workers"
+        self._board.note = "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
                 await self._beacon("over")

@@ -31,7 +31,7 @@ from stretto.kernel.clean import cleaner_of
 from stretto.kernel.ending import Ending
 from stretto.kernel.kernel import own_run
 from stretto.kernel.setup import RunSetup
-from stretto.kernel.view import final_lines, terminal
+from stretto.kernel.view import View, final_lines, terminal
 
 __all__ = ["exit_status", "owned", "resume_to_end", "run", "run_to_end"]
 
@@ -148,19 +148,20 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
     Raises:
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
     """
-    ending = Ending()
+    ending = setup.board.ending = Ending()
+    view = View(setup.board.status, setup.folder)
     error: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:
             await tasks.start(ending.obey_signals)  # before the first process starts
-            tasks.start_soon(setup.view.run)
+            tasks.start_soon(view.run)
             try:
                 async with _server(setup):
                     bootstrap = Bootstrap.read(setup.folder / "bus" / "kernel.json")
                     async with connect(bootstrap) as bus:
                         await own_run(setup, bus, ending)
             finally:
-                setup.view.stop()
+                view.stop()
             tasks.cancel_scope.cancel()
     except Exception as raised:
         error = leaves(raised)[0]
@@ -174,6 +175,7 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
     if ending.status == "failed":
         reason += _full_disk(setup.folder, reason)
     summary = setup.report.finish(ending.status, reason)
+    setup.board.write_end()
     if ending.status == "failed":
         setup.notify_plugins("stretto_run_failed", summary=summary, error=error or RunError(ending.reason))
     elif ending.status != "repeated":

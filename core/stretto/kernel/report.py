@@ -19,6 +19,7 @@ from stretto.engine import CanaryConfig
 from stretto.kernel.advice import Adviser, bottleneck, causes
 from stretto.kernel.canary import CanaryRecord
 from stretto.kernel.checkpoint import KernelState, LostData, checkpoint_name
+from stretto.kernel.curve import Curve
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.metrics_file import MetricsFile
 from stretto.kernel.scheduler import Scheduler, StartBatch
@@ -37,6 +38,8 @@ _SHOWN = (
     *("step_s", "train_s", "step_tokens_per_s"),
 )
 
+_CURVES = ("reward", "loss", "entropy", "grad_norm")
+"""The figures that the live view draws as curves."""
 _RECENT = 20
 """Number of newest steps from which the view computes the remaining time and the bottleneck."""
 _MOST_CAUSES = 8
@@ -72,6 +75,8 @@ class Report:
         self._began = time.monotonic()
         self._metrics = MetricsFile(folder)
         self.adviser = adviser
+        self.curves = {name: Curve() for name in _CURVES}
+        """The figures of all steps so far, by name."""
         self.begun = resumed is None
         """Whether the kernel has begun to change the run's files. Up to then a resume can be refused without
         a trace."""
@@ -89,6 +94,7 @@ class Report:
             for line in lines:
                 if line["step"] <= resumed.version and not is_evaluation(line):
                     adviser.step(line)
+                    self._draw(line)
             self.reached = max((line["step"] for line in lines), default=0)
         self._reasons = Counter(resumed.snapshot.reasons if resumed else {})
         """Number of tickets that were not trained, by reason, up to the newest line."""
@@ -207,6 +213,7 @@ class Report:
         }
         if result.note.version > 1:  # the first step waits for the first evaluation
             self._recent.append(self.last)
+        self._draw(self.last)
         self._advise()
         self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
         self._metrics.append(_finite(self.last))
@@ -214,6 +221,13 @@ class Report:
             self._tell(tracker, "step", self.last)
         log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
         return self.last
+
+    def _draw(self, line: Mapping[str, Any]) -> None:
+        """Add a step's figures to the curves."""
+        for name, curve in self.curves.items():
+            value = line.get(name)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                curve.add(value)
 
     def _of_gate(self, divergence: float | None) -> dict[str, Any]:
         """Return the step's divergence and the staleness limit of the gate; empty without a gate."""
@@ -324,7 +338,9 @@ class Report:
         if not self._recent or not self.sampled:
             return ""
         part, share = bottleneck(self._recent)
-        return f"{part} (training works {100 * share:.0f} % of the time)"
+        if part == "training":
+            return f"training: it works {share:.0%} of the time"
+        return f"{part}: training waits for it {1 - share:.0%} of the time"
 
     def finish(self, status: Status, reason: str) -> dict[str, Any]:
         """Write the summary, inform the trackers, and return the summary. If it cannot be written, log the

@@ -1,4 +1,4 @@
-"""The parts of a kernel that exist before its server starts: components, scheduler, fleet, report, view."""
+"""The parts of a kernel that exist before its server starts: components, scheduler, fleet, report, status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.report import Report
 from stretto.kernel.scheduler import Scheduler, SchedulerSettings
-from stretto.kernel.view import View
+from stretto.kernel.status import StatusBoard
 from stretto.weights import WeightsTransport
 
 __all__ = ["RunSetup"]
@@ -98,7 +98,7 @@ class RunSetup:
             canary=config.inference.canary,
             adviser=Adviser(composed.document),
         )
-        self.view = View(config.name, config.steps, self.report, self.scheduler, self.fleet)
+        self.board = StatusBoard(config.name, config.steps, folder, self.report, self.scheduler, self.fleet)
 
     @property
     def layout(self) -> str:

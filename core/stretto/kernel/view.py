@@ -1,10 +1,10 @@
-"""A run in the terminal: the live view, and the final lines."""
+"""A run in the terminal: the live view, which draws a `Status`, and the final lines."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,134 +16,199 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.errors import printable
-from stretto.kernel.fleet import Fleet
-from stretto.kernel.report import Report
-from stretto.kernel.scheduler import Scheduler
+from stretto.errors import StrettoError, printable
+from stretto.kernel.keyboard import Keyboard
+from stretto.records.answers import newest_sample
+from stretto.records.status import Status, WorkerStatus
 
 __all__ = ["View", "final_lines", "terminal"]
 
+_MOST_ROWS = 8
+"""Maximum number of pieces of advice, evaluations and waits that the view shows."""
+_MOST_CHARACTERS = 2000
+"""The view shows at most this much of one text."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_CURVES = {"reward": ".3f", "loss": ".4f", "entropy": ".4f", "grad_norm": ".4g"}
+"""Figures with a sparkline, and their formats."""
+
 
 class View:
-    """The live view of a run. It draws nothing if stderr is not a terminal."""
+    """The live view of a run. It draws nothing if stderr is not a terminal.
 
-    def __init__(self, title: str, steps: int, report: Report, scheduler: Scheduler, fleet: Fleet) -> None:
-        self._title = title
-        self._steps = steps
-        self._report = report
-        self._scheduler = scheduler
-        self._fleet = fleet
-        self._tokens: list[tuple[float, int]] = []
-        self.note = "starting"
-        """What the run is doing while it does not train."""
+    Args:
+        source: returns the state to draw; None while it is not known.
+        samples: the run's folder, if this machine has it: the key `s` shows a sample from there.
+        quits: whether the key `q` ends `run`.
+    """
+
+    def __init__(
+        self, source: Callable[[], Status | None], samples: Path | None, *, quits: bool = False
+    ) -> None:
+        self._source = source
+        self._samples = samples
+        self._quits = quits
+        self._sample: str | None = None
+        """The sample that the user wants to see, as text."""
+        self._status: Status | None = None
+        """The newest state that was drawn."""
         self._stopped = False
+        self._keyboard = Keyboard()
         console = Console(stderr=True)
         self._live = Live(console=console, get_renderable=self._draw, auto_refresh=False)
         self._draws = console.is_terminal
 
     async def run(self) -> None:
-        """Draw four times a second, until cancelled."""
-        if self._draws:
-            with suppress(OSError):  # the terminal was closed
-                self._live.start()
-                while True:
-                    self._live.refresh()
-                    await anyio.sleep(0.25)
+        """Draw four times a second and obey keys, until it is cancelled."""
+        if not self._draws:
+            await anyio.sleep_forever()
+        with suppress(OSError), self._keyboard:  # the terminal was closed
+            self._live.start()
+            while True:
+                self._live.refresh()
+                await anyio.sleep(0.25)
+                keys = self._keyboard.pressed()
+                if "q" in keys and self._quits:
+                    return
+                if "s" in keys:
+                    await self._show_sample()
 
     def stop(self) -> None:
         """Draw the final state, which stays in the terminal, and stop drawing."""
         self._stopped = True
+        self._sample = None
         if self._live.is_started:
             with suppress(OSError):
                 self._live.refresh()
                 self._live.stop()
 
+    async def _show_sample(self) -> None:
+        """Show a sample, or the next one; then none."""
+        if self._sample is not None:
+            self._sample = None
+        elif self._samples is None:
+            self._sample = "the samples are in the run's folder, on the kernel's machine"
+        else:
+            self._sample = await anyio.to_thread.run_sync(newest_sample, self._samples)
+
     def _draw(self) -> RenderableType:
-        scheduler = self._scheduler
-        bar = Table.grid(padding=(0, 1))
-        left_s = None if self._stopped else self._report.left_s()
-        left = "" if left_s is None else f"   {_duration(left_s)} left"
-        done, total, text = scheduler.version, self._steps, f"step {scheduler.version}/{self._steps}{left}"
-        if not self._steps:
-            done, total = scheduler.evaluated_rows, scheduler.settings.evaluation_rows
-            text = f"row {done}/{total}"
-        bar.add_row(
-            Text(self._title, style="bold"), ProgressBar(total=total, completed=done, width=40), Text(text)
-        )
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", justify="right")
-        table.add_column(overflow="fold")
-        for label, text in self._rows():
-            table.add_row(label, Text(printable(text)))  # text of models and rewards is no markup
-        return Group(bar, table)
+        try:
+            self._status = self._source()
+        except StrettoError:
+            if not self._stopped:
+                raise
+        if self._status is None:
+            return Text("waiting for the first status of the run")
+        return drawing(self._status, stopped=self._stopped, keys=self._keyboard.works, sample=self._sample)
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows below the progress bar: label and text."""
-        scheduler, last = self._scheduler, self._report.last
-        yield "folder", _short_path(self._report.folder)
-        if last:
-            if self._report.sampled:
-                yield "reward", f"{last['reward']:.3f}   length {last['length']:.1f}"
-                limit = f"   limit {last['staleness_limit']}" if "staleness_limit" in last else ""
-                yield ("staleness", f"mean {last['staleness']:.2f}   max {last['staleness_max']}{limit}")
-            else:
-                yield "loss", f"{last['loss']:.4f}"
-            yield "step", f"{last['step_s']:.2f} s, of which training {last['train_s']:.2f} s"
-        if scheduler.evaluating is not None:
-            yield "evaluating", self._evaluating()
-        for evaluation in scheduler.evaluations[-3:]:
-            yield ("held out", f"version {evaluation.version}: accuracy {_accuracy(evaluation.accuracy)}")
-        ledger = scheduler.ledger
-        train_speed = f"{last['train_tokens_per_s']:,}" if last else "-"
-        yield "tokens/s", f"generating {self._generation_speed():,}   training {train_speed}"
-        yield (
-            "tickets",
-            f"issued {ledger.issued} = trained {ledger.trained} + filtered {ledger.filtered} + expired "
-            f"{ledger.expired} + failed {ledger.failed} + in flight {ledger.in_flight} "
-            f"({len(scheduler.done_groups)} finished)",
-        )
-        if reasons := _most_frequent(scheduler.reasons, 1):
-            yield "main cause", reasons[0]
-        if not self._stopped:
-            yield "workers", self._workers()
-        for advice in self._report.adviser.open:
-            yield "advice", f"since step {advice.since}: {advice.message}"
-        if not self._stopped:
-            yield self.state()
 
-    def state(self) -> tuple[str, str]:
-        """Return the view's last row, label and text: what the run is doing now, or its bottleneck."""
-        scheduler = self._scheduler
-        if not self._fleet.hears():
-            return "now", "waiting for nats-server"
-        if self.note:
-            return "now", self.note
-        if scheduler.evaluating is not None and scheduler.resting:
-            return "now", scheduler.waiting_for()
-        if slowest := self._report.bottleneck():
-            return "bottleneck", slowest
-        return "now", "training" if scheduler.training else "generating"
+def drawing(status: Status, *, stopped: bool, keys: bool = False, sample: str | None = None) -> Group:
+    """Return what the view shows of a state, which may come from a foreign process.
 
-    def _evaluating(self) -> str:
-        """Describe the evaluation under way, and the one that waits for it."""
-        scheduler = self._scheduler
-        version, *waiting = scheduler.needed_versions
-        waits = f"   waiting: version {waiting[0]}" if waiting else ""
-        rows = scheduler.settings.evaluation_rows
-        return f"version {version}: {scheduler.evaluated_rows} of {rows} rows{waits}"
+    Args:
+        stopped: whether the run has ended, so that what it does now does not count.
+        keys: whether the user can press keys.
+        sample: text of a sample to show.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right")
+    table.add_column(overflow="fold")
+    rows = [*_rows(status), *([] if stopped else _rows_of_now(status))]
+    if sample is not None and not stopped:
+        rows.append(("sample", sample))
+    if keys and not stopped:
+        rows.append(("keys", "s: a sample, and away again"))
+    for label, text in rows:
+        # Text of models and rewards is no markup.
+        table.add_row(label, Text(printable(text[:_MOST_CHARACTERS])))
+    return Group(_bar(status, stopped), table)
 
-    def _workers(self) -> str:
-        ready = {member.worker for member in self._fleet.members.values() if member.ready}
-        starting = ", ".join(f"{worker} {what}" for worker, what in self._fleet.starting.items())
-        restarts = f"   restarts {self._fleet.restarts}" if self._fleet.restarts else ""
-        return f"{len(ready)} ready{'   ' + starting if starting else ''}{restarts}"
 
-    def _generation_speed(self) -> int:
-        """Return the sampled tokens a second over the last 20 drawings, about 5 s."""
-        self._tokens.append((time.monotonic(), self._fleet.generated_tokens()))
-        self._tokens = self._tokens[-20:]
-        (start, before), (end, after) = self._tokens[0], self._tokens[-1]
-        return round((after - before) / (end - start)) if end > start else 0
+def _bar(status: Status, stopped: bool) -> RenderableType:
+    bar = Table.grid(padding=(0, 1))
+    done, total, text = status.version, status.steps, f"step {status.version}/{status.steps}"
+    if not status.steps and status.evaluating is not None:
+        done, total = status.evaluating.rows, status.evaluating.of
+        text = f"row {done}/{total}"
+    text += f"   {_duration(status.wall_s)}"
+    if status.left_s is not None and not stopped:
+        text += f"   {_duration(status.left_s)} left{_clock(status.written + status.left_s)}"
+    name = Text(printable(status.name[:_MOST_CHARACTERS]), style="bold")
+    bar.add_row(name, ProgressBar(total=total, completed=min(done, total), width=40), Text(text))
+    return bar
+
+
+def _rows(status: Status) -> Iterator[tuple[str, str]]:
+    """Yield the rows below the progress bar: label and text."""
+    newest = {key: value for key, value in status.newest.items() if value is not None}
+    yield "folder", _short_path(Path(status.folder))
+    for name, form in _CURVES.items():
+        if name in newest:
+            curve = sparkline(status.curves.get(name, ()))
+            yield name.replace("_", " "), f"{newest[name]:{form}}   {curve}"
+    if newest:
+        yield from _rows_of_step(newest)
+    if (evaluating := status.evaluating) is not None:
+        waits = "" if evaluating.waiting is None else f"   waiting: version {evaluating.waiting}"
+        text = f"version {evaluating.version}: {evaluating.rows} of {evaluating.of} rows{waits}"
+        yield "evaluating", text
+    for evaluation in status.evaluations[-3:]:
+        best = "   best so far" if evaluation == status.best and len(status.evaluations) > 1 else ""
+        yield "held out", f"version {evaluation.version}: accuracy {_accuracy(evaluation.accuracy)}{best}"
+    training = f"{newest['train_tokens_per_s']:,.0f}" if "train_tokens_per_s" in newest else "-"
+    yield "tokens/s", f"generating {status.generate_tokens_per_s:,.0f}   training {training}"
+    if ledger := status.ledger:
+        issued, *accounts = ledger.items()
+        sums = " + ".join(f"{name.replace('_', ' ')} {count}" for name, count in accounts)
+        yield "tickets", f"{issued[0]} {issued[1]} = {sums} ({status.finished} finished)"
+    if reasons := _most_frequent(status.reasons, 1):
+        yield "main cause", reasons[0]
+    for advice in status.advice[:_MOST_ROWS]:
+        yield "advice", f"since step {advice.since}: {advice.message}"
+
+
+def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the newest step's figures that have no curve."""
+    if "length" in newest:
+        yield "length", f"{newest['length']:.1f} tokens"
+    if "staleness" in newest:
+        limit = f"   limit {newest['staleness_limit']:.0f}" if "staleness_limit" in newest else ""
+        most = f"   max {newest['staleness_max']:.0f}" if "staleness_max" in newest else ""
+        yield "staleness", f"mean {newest['staleness']:.2f}{most}{limit}"
+    if "step_s" in newest and "train_s" in newest:
+        yield "step", f"{newest['step_s']:.2f} s, of which training {newest['train_s']:.2f} s"
+
+
+def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:
+    """Yield the rows that count only while the run lives."""
+    yield "workers", _workers(status)
+    for stall in [each for each in status.waits if each.seconds > 10][:_MOST_ROWS]:
+        yield "waits", str(stall)
+    if status.bottleneck:
+        yield "bottleneck", status.bottleneck
+    yield "now", status.now
+
+
+def _workers(status: Status) -> str:
+    ready = sum(worker.ready for worker in status.workers)
+    starting = "".join(f"   {worker} {what}" for worker, what in list(status.starting.items())[:_MOST_ROWS])
+    restarts = f"   restarts {status.restarts}" if status.restarts else ""
+    blocked = "".join(_blocked(worker) for worker in status.workers if worker.blocked_s)
+    return f"{ready} ready{starting}{restarts}{blocked}"
+
+
+def _blocked(worker: WorkerStatus) -> str:
+    return f"   {worker.worker} stands still for {worker.blocked_s:.0f} s"
+
+
+def sparkline(points: Sequence[float]) -> str:
+    """Return figures as a line of blocks, the lowest as the lowest block."""
+    points = [min(1e300, max(-1e300, point / 4)) for point in points[-_MOST_CHARACTERS:]]
+    if not points:
+        return ""
+    low, high = min(points), max(points)
+    if high == low:
+        return _BLOCKS[0] * len(points)
+    return "".join(_BLOCKS[round((point - low) / (high - low) * (len(_BLOCKS) - 1))] for point in points)
 
 
 def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
@@ -190,10 +255,19 @@ def _short_path(folder: Path) -> str:
 
 def _duration(seconds: float) -> str:
     """Return a duration as text: `45 s`, `12 min`, `3 h 5 min`."""
+    if not 0 <= seconds < 1e9:  # what a foreign process says
+        return "?"
     if seconds < 60:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def _clock(moment: float) -> str:
+    """Return the local time of a moment within a day, such as ` (until 14:05)`; empty for another moment."""
+    return (
+        time.strftime(" (until %H:%M)", time.localtime(moment)) if 0 < moment - time.time() < 86_400 else ""
+    )
 
 
 def _accuracy(value: float | None) -> str:

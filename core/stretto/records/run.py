@@ -112,7 +112,7 @@ class RunRecord:
         lines = self.evaluations if key.startswith("evaluation/") else self.steps
         return [(line["step"], float(value)) for line in lines if _is_figure(value := line.get(key))]
 
-    def keys(self) -> list[str]:
+    def figures(self) -> list[str]:
         """Return the keys that `series` knows, in the order of their first line. Lines of one run differ in
         their keys."""
         lines = (*self.steps, *self.evaluations)

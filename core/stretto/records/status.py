@@ -7,14 +7,29 @@ since when.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from stretto.errors import ConfigError
 
-__all__ = ["STATUS", "Stall", "Status", "WorkerStatus", "read_status"]
+__all__ = [
+    "STATUS",
+    "AdviceStatus",
+    "EvaluationProgress",
+    "EvaluationStatus",
+    "Stall",
+    "State",
+    "Status",
+    "WorkerStatus",
+    "decode_status",
+    "read_status",
+]
 
 STATUS = "status.json"
+
+State = Literal["running", "completed", "interrupted", "failed", "repeated"]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -41,24 +56,98 @@ class Stall(msgspec.Struct, frozen=True):
         return f"{self.asker} waits for {self.who} ({self.verb}) since {self.seconds:.0f} s"
 
 
+class EvaluationStatus(msgspec.Struct, frozen=True):
+    """A complete evaluation."""
+
+    version: Count
+    accuracy: float | None
+    """None if no row had a result."""
+    samples: Count
+    failed: Count
+
+
+class EvaluationProgress(msgspec.Struct, frozen=True):
+    """The evaluation under way."""
+
+    version: Count
+    rows: Count
+    """Rows that are finished."""
+    of: Count
+    waiting: Count | None
+    """Version of the evaluation that waits for this one."""
+
+
+class AdviceStatus(msgspec.Struct, frozen=True):
+    """Advice that is not withdrawn."""
+
+    rule: str
+    since: Count
+    """First of the steps that show the problem."""
+    message: str
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the file."""
+    """The content of the file: everything that a live view of the run shows."""
 
     written: float
     """Unix time."""
     pid: int
     """Process id of the kernel."""
-    version: int
-    steps: int
+    name: str
+    folder: str
+    state: State
+    reason: str = ""
+    """Why the run ended; empty while it runs, and if it is complete."""
+    version: Count
+    steps: Count
+    wall_s: float = 0.0
+    """Seconds so far, without the pauses before a resume."""
+    left_s: float | None = None
+    """Estimated seconds until the last step; None while they are not known."""
     now: str
-    """What the run does, as in the live view."""
+    """What the run does now, in words."""
+    bottleneck: str = ""
+    """What the run waits for most, in words; empty while it is not known."""
+    sampled: bool = True
+    """Whether the run trains on sampled trajectories, and not on rows of a dataset."""
+    newest: dict[str, float | None] = {}
+    """The main figures of the newest step, by their keys in `metrics.jsonl`."""
+    curves: dict[str, list[float]] = {}
+    """A few figures over the whole run, each as at most 64 means over equal numbers of steps."""
+    evaluations: list[EvaluationStatus] = []
+    """The newest evaluations, in order."""
+    best: EvaluationStatus | None = None
+    evaluating: EvaluationProgress | None = None
+    ledger: dict[str, Count] = {}
+    finished: Count = 0
+    """Tickets in flight whose group is complete."""
+    reasons: dict[str, Count] = {}
+    """The most frequent reasons for which tickets or evaluation rows gave no result."""
+    generate_tokens_per_s: float = 0.0
+    """Speed of generation during the last seconds."""
+    advice: list[AdviceStatus] = []
     connected: bool
     """Whether the kernel has a connection to nats-server."""
+    restarts: Count = 0
     workers: list[WorkerStatus]
     starting: dict[str, str]
     """Workers that are not ready, with their state."""
     waits: list[Stall]
     """The longest wait of each process, longest first."""
+
+
+def decode_status(content: bytes) -> Status:
+    """Return the status that a file or a message holds.
+
+    Raises:
+        msgspec.DecodeError: if it is not a status.
+    """
+    try:
+        return msgspec.json.decode(content, type=Status)
+    except UnicodeDecodeError as error:  # msgspec raises it for some strings
+        raise msgspec.DecodeError(f"a string is not UTF-8: {error}") from error
+    except RecursionError as error:  # msgspec also reads the fields that it ignores
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def read_status(folder: Path) -> Status | None:
@@ -69,8 +158,8 @@ def read_status(folder: Path) -> Status | None:
     """
     file = folder / STATUS
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Status)
+        return decode_status(file.read_bytes())
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise ConfigError(f"{file} is not the status of a run: {error}") from error

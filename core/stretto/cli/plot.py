@@ -1,0 +1,214 @@
+"""`stretto plot`: curves of runs in the terminal, or as a PNG or SVG file.
+
+One panel for each key, all runs over each other. Held-out accuracies are points in the panel of the reward,
+and in a panel of their own where a run has no reward.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stretto.errors import ConfigError, offer, printable
+from stretto.records.curves import Points, smooth, thin
+from stretto.records.run import RunRecord
+
+__all__ = ["Curve", "Panel", "draw_file", "draw_text", "labels_of", "panels_of"]
+
+ACCURACY = "evaluation/accuracy"
+_DEFAULT = ("reward", "loss", "entropy", "grad_norm")
+_SUFFIXES = (".png", ".svg")
+_MOST_POINTS = 4000
+_LINES_HIGH = 16
+"""Height of a panel in the terminal."""
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
+_TERMINAL_COLOURS = (33, 208, 40, 160, 141, 130, 213)
+"""Numbers of the terminal's 256 colours."""
+_TICKS = 6
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+"""Without colours, each of several runs is drawn with its letter."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The figures of one run in one panel."""
+
+    label: str
+    run: int
+    """Number of the run."""
+    line: Points
+    points: Points
+    """Evaluations."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: the curves of all runs that have figures of its key."""
+
+    key: str
+    curves: tuple[Curve, ...]
+
+
+def labels_of(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a label for each run: its name, or its folder where several runs have the same name."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else str(run.folder.relative_to(_common(runs)))
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _common(runs: Sequence[RunRecord]) -> Path:
+    """Return the innermost folder that has all runs, each below it."""
+    first, *others = (run.folder for run in runs)
+    return next(path for path in first.parents if all(path in other.parents for other in others))
+
+
+def panels_of(runs: Sequence[RunRecord], keys: Sequence[str], window: int) -> list[Panel]:
+    """Return a panel for each key.
+
+    Args:
+        keys: keys of `metrics.jsonl`; empty for reward, loss, entropy and gradient norm.
+        window: number of steps over which lines are smoothed.
+
+    Raises:
+        ConfigError: if no run has figures of a key, or if a run's metrics are damaged.
+    """
+    known = dict.fromkeys(key for run in runs for key in run.figures())
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"no run has the key {key!r}{offer(key, known, 'keys')}")
+    if not keys:
+        shown = [key for key in _DEFAULT if key in known]
+        keys = shown if "reward" in shown or ACCURACY not in known else [ACCURACY, *shown]
+    if not keys:
+        raise ConfigError(f"no figures yet in {', '.join(str(run.folder) for run in runs)}")
+    labels = labels_of(runs)
+    return [
+        Panel(
+            key,
+            tuple(
+                curve
+                for number, (label, run) in enumerate(zip(labels, runs, strict=True))
+                if (curve := _curve(run, number, label, key, window)) is not None
+            ),
+        )
+        for key in keys
+    ]
+
+
+def _curve(run: RunRecord, number: int, label: str, key: str, window: int) -> Curve | None:
+    line = [] if key == ACCURACY else smooth(run.series(key), window)
+    points = run.series(ACCURACY) if key in ("reward", ACCURACY) else []
+    return Curve(label, number, line, points) if line or points else None
+
+
+# ---------------------------------------------------------------------------------------- drawing
+
+
+def draw_text(panels: Sequence[Panel], width: int, *, coloured: bool) -> str:
+    """Return the panels as text, one below the other.
+
+    Raises:
+        ConfigError: if plotext is not installed.
+    """
+    plotext: Any = _require("plotext")
+    return "\n\n".join(_draw_text(plotext, panel, width, coloured) for panel in panels)
+
+
+def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
+    """Return one panel as text: a line for each run, with the sign that draws it, then the plot."""
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, _LINES_HIGH)
+    heads: list[str] = []
+    several = len(panel.curves) > 1
+    for curve in panel.curves:
+        letter = _LETTERS[curve.run % len(_LETTERS)] if several and not coloured else "hd"
+        colour = _TERMINAL_COLOURS[curve.run % len(_TERMINAL_COLOURS)] if coloured else None
+        for points, symbol in ((curve.line, letter), (curve.points, "●")):
+            if points:
+                xs, ys = zip(*thin(points, width if symbol == "●" else _MOST_POINTS), strict=True)
+                signal = figure.signal(list(xs), list(ys), marker=plotext.marker(symbol, pixel=colour))
+                signal.lines(points is curve.line)
+                figure.draw(signal)
+        heads.append(_head(curve, panel.key, letter if several else "", colour))
+    steps = [x for curve in panel.curves for x, _ in (*curve.line, *curve.points)]
+    ticks = sorted(
+        {round(min(steps) + (max(steps) - min(steps)) * part / _TICKS) for part in range(_TICKS + 1)}
+    )
+    figure.ruler("x").ticks(ticks, list(map(str, ticks)))
+    drawing = str(figure.build())
+    return "\n".join([*heads, drawing.rstrip("\n") if coloured else plotext.uncolorize(drawing).rstrip("\n")])
+
+
+def _head(curve: Curve, key: str, letter: str, colour: int | None) -> str:
+    """Return the line above a plot that names a run, with its newest figures."""
+    parts = [f"{key} {curve.line[-1][1]:.4g} at step {curve.line[-1][0]}"] if curve.line else []
+    if curve.points:
+        parts.append(f"● held-out accuracy {curve.points[-1][1]:.4g} at version {curve.points[-1][0]}")
+    sign = "" if colour is not None or not letter else f"{letter}  "
+    text = printable(f"{sign}{curve.label}: {', '.join(parts)}")
+    return text if colour is None else f"\x1b[38;5;{colour}m{text}\x1b[0m"
+
+
+def draw_file(panels: Sequence[Panel], file: Path) -> None:
+    """Draw the panels into a PNG or SVG file.
+
+    Raises:
+        ConfigError: if the file's name has another ending, if the file cannot be written, or if matplotlib is
+            not installed.
+    """
+    if file.suffix not in _SUFFIXES:
+        raise ConfigError(f"{file}: expected a name that ends with {' or '.join(_SUFFIXES)}")
+    _require("matplotlib")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = (len(panels) + 1) // 2
+    columns = min(2, len(panels))
+    # A label from a run file is no formula, and the same runs give the same file.
+    with rc_context({"text.parse_math": False, "svg.hashsalt": "stretto"}):
+        figure = Figure(figsize=(6.4 * columns, 3.6 * rows), layout="constrained")
+        axes: Any = figure.subplots(rows, columns, squeeze=False)
+        for panel, axis in zip(panels, axes.flat, strict=False):
+            _draw_panel(panel, axis)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        try:
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error}") from error
+
+
+def _draw_panel(panel: Panel, axis: Any) -> None:
+    axis.set_title(panel.key)
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.3)
+    for curve in panel.curves:
+        colour = _COLOURS[curve.run % len(_COLOURS)]
+        if curve.line:
+            axis.plot(*zip(*thin(curve.line, _MOST_POINTS), strict=True), color=colour, label=curve.label)
+        if curve.points:
+            label = f"{curve.label}: held-out accuracy"
+            axis.plot(
+                *zip(*curve.points, strict=True), "o", color=colour, mec="white", markersize=6, label=label
+            )
+    axis.legend(fontsize="small")
+
+
+def _require(module: str) -> ModuleType:
+    """Import a library of the extra `plot`.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"`stretto plot` needs {module}: pip install 'stretto[plot]'") from error

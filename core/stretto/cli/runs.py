@@ -1,0 +1,95 @@
+"""`stretto runs`: all runs below a folder, from what their kernels wrote last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from stretto.errors import ConfigError, printable
+from stretto.records.run import RunRecord, find_runs
+
+__all__ = ["RunRow", "runs_below", "runs_table"]
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, as the table shows it."""
+
+    name: str
+    state: str
+    step: int | None = None
+    """Number of finished steps; None if the run has no status."""
+    steps: int | None = None
+    reward: float | None = None
+    """Mean reward of the newest step."""
+    accuracy: float | None = None
+    """Held-out accuracy of the newest evaluation."""
+    best: float | None = None
+    """The highest held-out accuracy."""
+    started: float
+    """Unix time of the run's first start."""
+    duration_s: float | None = None
+    """Seconds in which a kernel owned the run."""
+    folder: str
+    fault: str = ""
+    """Why the run cannot be read; empty if it can."""
+
+
+def runs_below(folder: Path) -> list[RunRow]:
+    """Return the runs in and below a folder, the newest first. A run that cannot be read has a fault.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    return sorted(map(_row, find_runs(folder)), key=lambda row: -row.started)
+
+
+def _row(run: RunRecord) -> RunRow:
+    folder = str(run.folder)
+    try:
+        status = run.status
+        if status is None:
+            return RunRow(name=run.name, state=run.state, started=run.started, folder=folder)
+        newest = status.evaluations[-1] if status.evaluations else None
+        return RunRow(
+            name=status.name,
+            state=run.state,
+            step=status.version,
+            steps=status.steps,
+            reward=status.newest.get("reward"),
+            accuracy=newest.accuracy if newest else None,
+            best=status.best.accuracy if status.best else None,
+            started=run.started,
+            duration_s=status.wall_s,
+            folder=folder,
+        )
+    except ConfigError as error:
+        return RunRow(
+            name=run.folder.name, state="unreadable", started=run.started, folder=folder, fault=str(error)
+        )
+
+
+def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
+    """Return the table of runs. Folders are relative to `root`."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "state", "step", "reward", "accuracy", "best", "started", "duration", "folder"):
+        right = column in ("step", "reward", "accuracy", "best", "duration")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column != "folder")
+    for row in rows:
+        step = "-" if row.step is None else f"{row.step}/{row.steps}"
+        figures = ("-" if each is None else f"{each:.3f}" for each in (row.reward, row.accuracy, row.best))
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
+        duration = "-" if row.duration_s is None else _duration(row.duration_s)
+        folder = f"{Path(row.folder).relative_to(root)}{f': {row.fault}' if row.fault else ''}"
+        cells = (row.name, row.state, step, *figures, started, duration, folder)
+        table.add_row(*map(printable, cells))
+    return table
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds, such as `1:02:03`."""
+    minutes, left = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{left:02}"

@@ -1,0 +1,170 @@
+"""`stretto watch`: the live view of a run that another process owns, from its folder or over the bus.
+
+A viewer only reads. What it reads may be false: a view draws it as plain text, and shortens what is too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+import structlog
+from anyio.abc import TaskStatus
+
+from stretto.bus.client import connect
+from stretto.bus.messages import RunStatus, Subjects
+from stretto.bus.server import VIEWER, Bootstrap, login_of
+from stretto.errors import ConfigError, leaves, printable
+from stretto.kernel.view import View, final_lines, terminal
+from stretto.records.run import RunRecord
+from stretto.records.status import Status, decode_status
+
+__all__ = ["watch_bus", "watch_folder"]
+
+_LOOK_S = 0.5
+_OLD_S = 15.0
+"""A living kernel tells its status every 2 s. After this many seconds without, it hangs or is gone."""
+
+
+def watch_folder(folder: Path) -> int:
+    """Show the run in a folder until it ends, or until the user ends the view. Return the exit status.
+
+    Raises:
+        ConfigError: if the folder holds no run, or if its files are damaged.
+    """
+    run = RunRecord(folder)
+
+    def source() -> Status | None:
+        status = run.status
+        age_s = time.time() - status.written if status else 0.0
+        if status is None or age_s < _OLD_S:
+            return status
+        now = f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago"
+        return msgspec.structs.replace(status, now=now)
+
+    async def until_the_end() -> None:
+        while run.state == "running":
+            await anyio.sleep(_LOOK_S)
+            run.refresh()
+
+    exit_status = anyio.run(_watch, source, until_the_end, folder)
+    if run.summary is not None:
+        print(final_lines(run.summary, folder))
+    elif run.state == "stopped":
+        print(f"no kernel owns the run; to continue it: stretto resume {printable(str(folder))}")
+    return exit_status
+
+
+def watch_bus(file: Path, url: str | None, credentials: str | None) -> int:
+    """Show the run whose kernel sends its status over the bus, until it ends, or until the user ends the
+    view. Return the exit status.
+
+    Args:
+        file: the viewer's bootstrap file, `bus/viewer.json` of the run.
+        url: the address of nats-server as it is reached from here; None for the one in the file.
+        credentials: a file with a login for a server of the user's own.
+
+    Raises:
+        ConfigError: if a file is not what it should be.
+        NoAnswer: if the server cannot be reached, or refuses the login.
+    """
+    bootstrap = Bootstrap.read(file)
+    if bootstrap.role != VIEWER:
+        raise ConfigError(f"{file} is not the file of a viewer; expected a copy of a run's bus/viewer.json")
+    bootstrap = msgspec.structs.replace(bootstrap, url=url or bootstrap.url)
+    if credentials is not None:
+        user, password, creds = login_of(credentials, "--credentials")
+        bootstrap = msgspec.structs.replace(bootstrap, user=user, password=password, credentials_file=creds)
+    # The view says what is wrong with the connection.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    listener = _Listener()
+
+    async def until_the_end() -> None:
+        async with connect(bootstrap) as bus:
+            await bus.subscribe(Subjects(bootstrap.run).status, RunStatus, listener.take_in)
+            await listener.ended.wait()
+
+    return anyio.run(_watch, listener.status, until_the_end, None)
+
+
+class _Listener:
+    """The newest status that came over the bus."""
+
+    def __init__(self) -> None:
+        self._newest: Status | None = None
+        self._heard = time.monotonic()
+        self._fault = ""
+        self.ended = anyio.Event()
+
+    def take_in(self, message: RunStatus) -> None:
+        """Take in the kernel's newest status. What is not a status changes nothing."""
+        self._heard = time.monotonic()
+        try:
+            self._newest = decode_status(message.content)
+            self._fault = ""
+        except msgspec.DecodeError as error:
+            self._fault = f"the kernel sent what is not a status: {error}"
+            return
+        if self._newest.state not in ("running", "repeated"):
+            self.ended.set()
+
+    def status(self) -> Status | None:
+        """Return the newest status, with a remark if there is no news."""
+        silent_s = time.monotonic() - self._heard
+        remark = f"no news from the run for {silent_s:.0f} s" if silent_s > _OLD_S else self._fault
+        if self._newest is None or not remark:
+            return self._newest
+        return msgspec.structs.replace(self._newest, now=remark)
+
+
+async def _watch(
+    source: Callable[[], Status | None], until_the_end: Callable[[], Awaitable[None]], samples: Path | None
+) -> int:
+    """Draw until the run ends or the user ends the view; without a terminal, print a line for each step.
+    Return the exit status."""
+    view = View(source, samples, quits=True)
+    received: list[int] = []
+
+    async def draw() -> None:
+        await (view.run() if terminal() else _print_steps(source))
+        tasks.cancel_scope.cancel()
+
+    async def obey_signals(*, task_status: TaskStatus[None]) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+            task_status.started()
+            async for number in signals:
+                received.append(number)
+                tasks.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(obey_signals)
+            tasks.start_soon(draw)
+            await until_the_end()
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise leaves(group)[0] from group
+    finally:
+        view.stop()
+    return 128 + received[0] if received else 0
+
+
+async def _print_steps(source: Callable[[], Status | None]) -> None:
+    """Print a line for each new step, until cancelled."""
+    shown = -1
+    while True:
+        status = source()
+        if status is not None and status.version != shown:
+            shown = status.version
+            figures = "".join(
+                f"   {key} {status.newest[key]:g}"
+                for key in ("reward", "loss", "entropy", "grad_norm")
+                if status.newest.get(key) is not None
+            )
+            print(printable(f"step {status.version} of {status.steps}{figures}   {status.now}"), flush=True)
+        await anyio.sleep(_LOOK_S)

@@ -1,0 +1,62 @@
+"""Accuracies with 95 % intervals, from the answers of evaluations.
+
+Answers to one row depend on each other, rows do not (Miller 2024, arXiv 2411.00640, sections 2 and 3). So an
+interval is taken over the means of rows wherever they are known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+
+import msgspec
+
+from stretto.records.answers import Answer
+
+__all__ = ["Estimate", "estimate", "estimate_difference", "estimate_share", "row_scores"]
+
+_Z = 1.959964
+"""97.5 % quantile of the normal distribution."""
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over rows."""
+
+    mean: float
+    ci95: float | None
+    """Half the width of the mean's 95 % interval; None for a single row."""
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" + ("" if self.ci95 is None else f" ± {self.ci95:.4f}")
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of the rows' values with its interval, mean ± 1.96 s / √R."""
+    ci95 = _Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Estimate(fmean(values), ci95)
+
+
+def estimate_share(share: float, count: int) -> Estimate:
+    """Return a share of `count` answers with its interval, as if the answers were independent: the normal
+    approximation of the binomial distribution. A mean outside 0 to 1 is no share and has no interval."""
+    if count < 2 or not 0 <= share <= 1:
+        return Estimate(share, None)
+    return Estimate(share, _Z * math.sqrt(share * (1 - share) / count))
+
+
+def row_scores(answers: Iterable[Answer]) -> dict[int, float]:
+    """Return row -> mean score of its answers."""
+    rows: defaultdict[int, list[float]] = defaultdict(list)
+    for answer in answers:
+        rows[answer.row].append(answer.score)
+    return {row: fmean(scores) for row, scores in rows.items()}
+
+
+def estimate_difference(one: Mapping[int, float], other: Mapping[int, float]) -> Estimate | None:
+    """Return the mean of other − one over the rows that both have, with its interval; None without such rows.
+    Rows of one dataset are hard or easy for both, so the paired interval is narrower than that of two
+    independent means."""
+    common = sorted(one.keys() & other.keys())
+    return estimate([other[row] - one[row] for row in common]) if common else None

@@ -1,0 +1,64 @@
+"""The answers of evaluations that a run keeps (`evaluation.keep_answers`), for people to read."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.errors import ConfigError
+
+__all__ = ["Answer", "newest_sample", "read_answers"]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One line of `answers/step-000040.jsonl`."""
+
+    row: int
+    """Index in the held-out dataset."""
+    sample: int
+    version: int
+    prompt: str
+    completion: str
+    reward: float
+    metrics: dict[str, float]
+    finish: str
+    columns: dict[str, Any] = {}
+
+    @property
+    def score(self) -> float:
+        """The answer's `accuracy`, or its reward."""
+        return self.metrics.get("accuracy", self.reward)
+
+
+def read_answers(folder: Path, version: int) -> list[Answer]:
+    """Return the answers of the evaluation of a version; empty if the run in `folder` has not kept them.
+
+    If a sample has several lines, its last line counts.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    file = folder / "answers" / f"step-{version:06d}.jsonl"
+    if not file.exists():
+        return []
+    decode = msgspec.json.Decoder(Answer).decode
+    try:
+        answers = [decode(line) for line in file.read_bytes().splitlines()]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file} does not hold the answers of an evaluation: {error}") from error
+    return list({(answer.row, answer.sample): answer for answer in answers}.values())
+
+
+def newest_sample(folder: Path) -> str:
+    """Return some sample of the run as text: a random answer of the newest evaluation whose answers the run
+    has kept. If there is none, the text says so."""
+    newest = max((folder / "answers").glob("step-*.jsonl"), default=None)
+    answers = read_answers(folder, int(newest.stem.removeprefix("step-"))) if newest else []
+    if not answers:
+        return "no sample is kept yet: `evaluation.keep_answers` keeps the answers of evaluations"
+    answer = random.choice(answers)
+    head = f"version {answer.version}, held-out row {answer.row}, reward {answer.reward:g}, {answer.finish}"
+    return f"{head}\n{answer.prompt}\n→ {answer.completion}"

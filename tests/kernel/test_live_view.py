@@ -1,0 +1,172 @@
+"""The live view draws any status, and the status of a kernel has everything that the view draws."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from statuses import make_status
+from stretto.assembly.compose import compose
+from stretto.kernel.curve import Curve
+from stretto.kernel.setup import RunSetup
+from stretto.kernel.view import drawing, sparkline
+from stretto.records.status import (
+    AdviceStatus,
+    EvaluationProgress,
+    EvaluationStatus,
+    Stall,
+    Status,
+    WorkerStatus,
+    decode_status,
+    read_status,
+)
+
+
+def draw(status: Status, *, stopped: bool = False, keys: bool = False, sample: str | None = None) -> str:
+    shown = io.StringIO()
+    Console(file=shown, width=120, force_terminal=True, color_system=None).print(
+        drawing(status, stopped=stopped, keys=keys, sample=sample)
+    )
+    return shown.getvalue()
+
+
+def test_the_view_shows_what_the_status_says() -> None:
+    shown = draw(make_status(), keys=True, sample="1+1= → 2")
+    ends = time.strftime("%H:%M", time.localtime(time.time() + 600))
+    for text in (
+        "step 60/200   1 h 2 min   10 min left",
+        f"(until {ends})",
+        "/runs/one",
+        "0.500   ▁▅█",
+        "-0.0312   ▁",
+        "1.2500",
+        "mean 1.50   max 2",
+        "2.00 s, of which training 0.50 s",
+        "version 100: 10 of 40 rows   waiting: version 150",
+        "version 50: accuracy 0.500   best so far",
+        "generating 1,234   training 4,000",
+        "issued 64 = trained 60 + filtered 0 + expired 0 + failed 1 + in flight 3 (2 finished)",
+        "1 x failed: reward raised",
+        "since step 40: half of the answers",
+        "2 ready   inference-0 loading   restarts 1   trainer-0 stands still for 33 s",
+        "rollout-0 waits for verifier-0 (score) since 94 s",
+        "generation: training waits for it 70 % of the time",
+        "now  training",
+        "1+1= → 2",
+        "s: a sample",
+    ):
+        assert text in shown, text
+    end = draw(make_status(state="completed"), stopped=True, keys=True, sample="1+1= → 2")
+    for text in ("left", "now", "workers", "bottleneck", "keys", "1+1"):
+        assert text not in end
+    assert "version 50: accuracy 0.500" in end
+
+
+texts = st.text() | st.sampled_from(["\x1b]0;x\x07", "\x1b[2J", "[link=file:///etc]x", "\x9b2J", "x" * 5000])
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**53)
+evaluations = st.builds(EvaluationStatus, counts, st.none() | numbers, counts, counts)
+hostile = st.builds(
+    make_status,
+    written=numbers,
+    name=texts,
+    folder=texts,
+    version=counts,
+    steps=counts,
+    wall_s=numbers,
+    left_s=st.none() | numbers,
+    now=texts,
+    bottleneck=texts,
+    newest=st.dictionaries(
+        st.sampled_from(["reward", "loss", "staleness", "step_s", "x"]), st.none() | numbers
+    ),
+    curves=st.dictionaries(st.sampled_from(["reward", "loss", "x"]), st.lists(numbers)),
+    evaluations=st.lists(evaluations),
+    best=st.none() | evaluations,
+    evaluating=st.none() | st.builds(EvaluationProgress, counts, counts, counts, st.none() | counts),
+    ledger=st.dictionaries(texts, counts),
+    reasons=st.dictionaries(texts, counts),
+    generate_tokens_per_s=numbers,
+    advice=st.lists(st.builds(AdviceStatus, texts, counts, texts)),
+    starting=st.dictionaries(texts, texts),
+    workers=st.lists(st.builds(WorkerStatus, texts, st.booleans(), numbers, numbers)),
+    waits=st.lists(st.builds(Stall, texts, texts, texts, numbers)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(status=hostile, stopped=st.booleans())
+def test_no_status_breaks_the_terminal(status: Status, stopped: bool) -> None:
+    decoded = decode_status(msgspec.json.encode(status))
+    shown = draw(decoded, stopped=stopped, sample=decoded.now)
+    assert not any(control in shown for control in ("\x1b", "\x07", "\x9b", "\r", "\x00"))
+    assert len(shown) < 500_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b"[" * 100_000,
+        msgspec.json.encode(make_status()).replace(b'"version":60', b'"version":-1'),
+        msgspec.json.encode(make_status()).replace(b'"version":60', b'"version":1' + b"0" * 400),
+        msgspec.json.encode(make_status()).replace(b'"quickstart"', b'"\xff"'),
+    ],
+)
+def test_what_is_no_status_is_refused(content: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_status(content)
+
+
+def test_a_sparkline_shows_any_figures() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([-1e308, 0.0, 1e308]) == "▁▅█"
+
+
+def test_a_curve_of_any_length_has_at_most_64_points() -> None:
+    curve = Curve()
+    for number in range(10_001):
+        curve.add(float(number))
+        assert len(curve.points()) <= 64
+    points = curve.points()
+    assert points == sorted(points)
+    width = 256  # 64 means over 128 steps are 32 over 256
+    assert points[0] == sum(range(width)) / width
+    assert points[-1] == sum(range(10_001 // width * width, 10_001)) / (10_001 % width)
+
+
+def test_the_status_of_a_kernel_is_small_and_complete(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    document = {
+        "name": "small",
+        "algorithm": {"use": "grpo", "group_size": 2},
+        "training": "mock",
+        "inference": "mock",
+        "reward": "exact",
+        "dataset": {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")},
+        "steps": 2000,
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(document))
+    setup = RunSetup(compose(tmp_path / "run.yaml"), tmp_path, resumed=None)
+    for curve in setup.report.curves.values():
+        for number in range(2000):
+            curve.add(number / 3)
+    setup.board.write_end()
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status.name, status.steps, status.state, status.now) == ("small", 2000, "running", "running")
+    assert status.ledger["issued"] == 0
+    assert len(status.curves["loss"]) > 30
+    assert (tmp_path / "status.json").stat().st_size < 4000
