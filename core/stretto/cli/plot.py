@@ -17,7 +17,7 @@ from stretto.errors import ConfigError, offer, printable
 from stretto.records.curves import Points, smooth, thin
 from stretto.records.run import RunRecord
 
-__all__ = ["Curve", "Panel", "draw_file", "draw_text", "labels_of", "panels_of"]
+__all__ = ["Panel", "RunCurve", "draw_file", "draw_text", "labels_of", "panels_of"]
 
 ACCURACY = "evaluation/accuracy"
 _DEFAULT = ("reward", "loss", "entropy", "grad_norm")
@@ -34,7 +34,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
-class Curve:
+class RunCurve:
     """The figures of one run in one panel."""
 
     label: str
@@ -50,7 +50,7 @@ class Panel:
     """One panel: the curves of all runs that have figures of its key."""
 
     key: str
-    curves: tuple[Curve, ...]
+    curves: tuple[RunCurve, ...]
 
 
 def labels_of(runs: Sequence[RunRecord]) -> list[str]:
@@ -101,10 +101,10 @@ def panels_of(runs: Sequence[RunRecord], keys: Sequence[str], window: int) -> li
     ]
 
 
-def _curve(run: RunRecord, number: int, label: str, key: str, window: int) -> Curve | None:
+def _curve(run: RunRecord, number: int, label: str, key: str, window: int) -> RunCurve | None:
     line = [] if key == ACCURACY else smooth(run.series(key), window)
     points = run.series(ACCURACY) if key in ("reward", ACCURACY) else []
-    return Curve(label, number, line, points) if line or points else None
+    return RunCurve(label, number, line, points) if line or points else None
 
 
 # ---------------------------------------------------------------------------------------- drawing
@@ -147,7 +147,7 @@ def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
     return "\n".join([*heads, drawing.rstrip("\n") if coloured else plotext.uncolorize(drawing).rstrip("\n")])
 
 
-def _head(curve: Curve, key: str, letter: str, colour: int | None) -> str:
+def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
     """Return the line above a plot that names a run, with its newest figures."""
     parts = [f"{key} {curve.line[-1][1]:.4g} at step {curve.line[-1][0]}"] if curve.line else []
     if curve.points:

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 
 import msgspec
 
-from stretto.records.answers import Answer
+from stretto.records.answers import AnswerLine
 
 __all__ = ["Estimate", "estimate", "estimate_difference", "estimate_share", "row_scores"]
 
@@ -46,7 +46,7 @@ def estimate_share(share: float, count: int) -> Estimate:
     return Estimate(share, _Z * math.sqrt(share * (1 - share) / count))
 
 
-def row_scores(answers: Iterable[Answer]) -> dict[int, float]:
+def row_scores(answers: Iterable[AnswerLine]) -> dict[int, float]:
     """Return row -> mean score of its answers."""
     rows: defaultdict[int, list[float]] = defaultdict(list)
     for answer in answers:

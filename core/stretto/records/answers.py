@@ -10,10 +10,10 @@ import msgspec
 
 from stretto.errors import ConfigError
 
-__all__ = ["Answer", "newest_sample", "read_answers"]
+__all__ = ["AnswerLine", "newest_sample", "read_answers"]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class AnswerLine(msgspec.Struct, frozen=True):
     """One line of `answers/step-000040.jsonl`."""
 
     row: int
@@ -33,7 +33,7 @@ class Answer(msgspec.Struct, frozen=True):
         return self.metrics.get("accuracy", self.reward)
 
 
-def read_answers(folder: Path, version: int) -> list[Answer]:
+def read_answers(folder: Path, version: int) -> list[AnswerLine]:
     """Return the answers of the evaluation of a version; empty if the run in `folder` has not kept them.
 
     If a sample has several lines, its last line counts.
@@ -44,7 +44,7 @@ def read_answers(folder: Path, version: int) -> list[Answer]:
     file = folder / "answers" / f"step-{version:06d}.jsonl"
     if not file.exists():
         return []
-    decode = msgspec.json.Decoder(Answer).decode
+    decode = msgspec.json.Decoder(AnswerLine).decode
     try:
         answers = [decode(line) for line in file.read_bytes().splitlines()]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
