@@ -314,6 +314,24 @@ def plot(
 
 
 @app.command()
+def ui(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="A run's folder, or a folder of runs.")
+    ] = Path("runs"),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Others than loopback let other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 is any free one.")] = 0,
+) -> None:
+    """Show runs in a browser, live or ended: curves, timeline, samples, configuration."""
+    import anyio
+
+    from stretto.ui.server import serve
+
+    anyio.run(serve, folder, host, port, typer.echo)
+
+
+@app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     as_json: Annotated[

@@ -1,0 +1,65 @@
+"""What the first view of a run shows: figures, state, ledger, workers, advice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from stretto.records.run import RunRecord
+
+__all__ = ["Keys", "overview"]
+
+_MOST_CAUSES = 12
+
+
+class Keys:
+    """The keys of the curves of one run. Only new lines are read."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Any] | None = None
+        self._lines = 0
+        self._keys: dict[str, None] = {}
+
+    def of(self, lines: Sequence[dict[str, Any]]) -> list[str]:
+        """Return the keys whose values are numbers, in the order of the lines."""
+        if self._lines > len(lines) or (lines and lines[0] is not self._first):
+            self._lines, self._keys = 0, {}
+        for line in lines[self._lines :]:
+            for key, value in line.items():
+                if key not in self._keys and type(value) in (int, float) and key not in ("step", "time_s"):
+                    self._keys[key] = None
+        self._first, self._lines = lines[0] if lines else None, len(lines)
+        return list(self._keys)
+
+
+def overview(record: RunRecord, keys: Keys) -> dict[str, Any]:
+    """Return the content of the view as JSON values."""
+    steps, summary, status = record.steps, record.summary, record.status
+    last = steps[-1] if steps else {}
+    return {
+        "name": record.name,
+        "state": record.state,
+        "folder": str(record.folder),
+        "revision": [len(steps), len(record.evaluations), last.get("time_s")],
+        "step": last.get("step", 0),
+        "total": record.document.get("steps", 0),
+        "started": record.started,
+        "wall_s": summary["wall_s"] if summary else last.get("time_s"),
+        "keys": keys.of(steps),
+        "last": last,
+        "evaluations": record.evaluations,
+        "not_trained": _not_trained(steps),
+        "status": None if status is None else msgspec.to_builtins(status),
+        "summary": summary,
+    }
+
+
+def _not_trained(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Return the most frequent causes for which tickets were not trained, with their counts."""
+    causes: Counter[str] = Counter()
+    for line in steps:
+        causes.update(line.get("not_trained", {}))
+    return causes.most_common(_MOST_CAUSES)

@@ -1,0 +1,124 @@
+"""Kept samples of a run, as the page shows them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from stretto.errors import ConfigError
+from stretto.records.samples import SampleFilter, SampleStore
+from stretto.ui.token_text import pieces
+
+__all__ = ["Samples", "filter_of"]
+
+_MOST_ROWS = 200
+"""Most rows of one answer."""
+_PREVIEW = 240
+"""Characters of a text in the list."""
+_MOST_STALENESS = 64
+
+
+class Samples:
+    """The samples of one run. It has a lock of its own, because a search for a text may take seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._store = SampleStore(folder)
+        self._lock = threading.Lock()
+
+    def page(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return one page of rows that fit, with the number of all that fit. A search for a text counts
+        nothing: it stops at the end of the page.
+
+        Raises:
+            ConfigError: if a condition cannot be read.
+        """
+        wanted, limit = filter_of(query), _count(query, "limit", 50, _MOST_ROWS)
+        offset = _count(query, "offset", 0, 2**53)
+        with self._lock:
+            rows = self._store.find(
+                wanted, limit=limit + 1, offset=offset, order=query.get("order", "-sequence"), texts=True
+            )
+            total = None if wanted.text is not None else self._store.count(wanted)
+        return {"rows": [_preview(row) for row in rows[:limit]], "more": len(rows) > limit, "total": total}
+
+    def group(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the rows of all attempts of a ticket, with their texts and without their tokens.
+
+        Raises:
+            ConfigError: if the request names no ticket.
+        """
+        with self._lock:
+            return self._store.find(_ticket_of(query), limit=None, texts=True)
+
+    def tokens(self, query: Mapping[str, str], model: str | None) -> dict[str, Any]:
+        """Return one trajectory of a ticket with its tokens and the text of each.
+
+        Raises:
+            ConfigError: if the ticket has no such trajectory.
+        """
+        with self._lock:
+            rows = self._store.find(_ticket_of(query), limit=None, texts=False, tokens=True)
+        row = next((row for row in rows if row["id"] == query.get("sample")), None)
+        if row is None:
+            raise ConfigError(f"ticket {query['ticket']} has no sample {query.get('sample', '')[:80]!r}")
+        return row | {"pieces": pieces(model, row["tokens"] or [])}
+
+    def staleness(self) -> list[tuple[int, int]]:
+        """Return (staleness, number of trained trajectories), by staleness."""
+        counts: list[tuple[int, int]] = []
+        with self._lock:
+            left = self._store.count(SampleFilter(outcome="trained", purpose="train"))
+            for staleness in range(_MOST_STALENESS):
+                if left <= 0:
+                    break
+                fits = SampleFilter(outcome="trained", purpose="train", staleness=(staleness, staleness))
+                counts.append((staleness, self._store.count(fits)))
+                left -= counts[-1][1]
+        return counts
+
+
+def filter_of(query: Mapping[str, str]) -> SampleFilter:
+    """Return the conditions of a request. A range is two keys, such as `reward_from` and `reward_to`.
+
+    Raises:
+        ConfigError: if a condition cannot be read.
+    """
+    conditions: dict[str, Any] = {
+        name: query[name] for name in ("purpose", "finish", "outcome", "worker", "text") if query.get(name)
+    }
+    if query.get("ticket"):
+        conditions["ticket"] = query["ticket"]
+    for name in ("step", "reward", "length", "staleness"):
+        bounds = query.get(f"{name}_from") or None, query.get(f"{name}_to") or None
+        if bounds != (None, None):
+            conditions[name] = bounds
+    try:
+        return msgspec.convert(conditions, SampleFilter, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a filter cannot be read: {error}") from error
+
+
+def _ticket_of(query: Mapping[str, str]) -> SampleFilter:
+    if not query.get("ticket"):
+        raise ConfigError("the request names no ticket")
+    return filter_of({"ticket": query["ticket"], "purpose": query.get("purpose", "train")})
+
+
+def _count(query: Mapping[str, str], name: str, otherwise: int, most: int) -> int:
+    text = query.get(name, "") or str(otherwise)
+    if not text.isdecimal() or int(text) > most:
+        raise ConfigError(f"{name} is a number from 0 to {most}, not {text[:40]!r}")
+    return int(text)
+
+
+def _preview(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the beginning of its texts alone: a page of long answers would take megabytes."""
+    texts = cast("dict[str, str | None]", {name: row[name] for name in ("prompt_text", "text")})
+    short = {name: text if text is None else text[:_PREVIEW] for name, text in texts.items()}
+    return {
+        name: value for name, value in row.items() if name not in ("messages", "dataset_row", "digest")
+    } | short

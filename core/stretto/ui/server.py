@@ -1,0 +1,254 @@
+"""The server of the page. It reads the folders of runs, and has no request that changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import anyio
+import anyio.to_thread
+import msgspec
+from aiohttp import web
+
+from stretto.errors import ConfigError
+from stretto.records.values import dotted_values
+from stretto.ui.access import Access
+from stretto.ui.curves import ShownCurve, curve
+from stretto.ui.lanes import lanes
+from stretto.ui.overview import overview
+from stretto.ui.runs import ListedRun, Runs
+
+__all__ = ["application", "serve"]
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".LICENSE": "text/plain"}
+_COMPRESSED = 1024
+"""Compress answers from this many bytes on."""
+_MOST_POINTS = 4000
+_MOST_KEYS = 400
+
+Query = Mapping[str, str]
+
+
+class _Page:
+    """The answers of one server."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def index(self, query: Query) -> Any:
+        """The list of runs."""
+        del query
+        rows: list[dict[str, Any]] = []
+        problems: list[str] = []
+        for run in self._runs.all():
+            try:
+                rows.append(run.row())
+            except ConfigError as error:
+                problems.append(str(error))
+        folder, single = str(self._runs.folder), self._runs.single
+        return {"folder": folder, "single": single, "runs": rows, "problems": problems}
+
+    def overview(self, run: ListedRun, query: Query) -> Any:
+        """The first view of a run."""
+        del query
+        with run.read() as record:
+            return {"id": run.id, "path": run.path, **overview(record, run.keys)}
+
+    def series(self, run: ListedRun, query: Query) -> Any:
+        """Curves in a window. Versions of evaluations are their steps."""
+        keys = [unquote(key) for key in query.get("keys", "").split(",")[:_MOST_KEYS]]
+        x = query.get("x", "step")
+        if x not in ("step", "time_s"):
+            raise ConfigError(f"no x-axis {x!r}: step, time_s")
+        start, end = _number(query, "start"), _number(query, "end")
+        points = int(_number(query, "points") or 1000)
+        smoothing = _number(query, "smoothing") or 0.0
+        if not 0 <= smoothing < 1 or not 1 <= points <= _MOST_POINTS:
+            raise ConfigError(f"smoothing is 0 to below 1, points is 1 to {_MOST_POINTS}")
+        curves: dict[str, ShownCurve] = {}
+        with run.read() as record:
+            for key in keys:
+                lines = record.evaluations if key.startswith("evaluation/") else record.steps
+                weight = 0.0 if key.startswith("evaluation/") else smoothing
+                curves[key] = curve(lines, key, x=x, start=start, end=end, points=points, smoothing=weight)
+        return {"x": x, "curves": curves}
+
+    def staleness(self, run: ListedRun, query: Query) -> Any:
+        """How many trajectories were trained at each staleness."""
+        del query
+        with run.read() as record:
+            summary = record.summary
+        if summary is not None:
+            counts = [(int(staleness), count) for staleness, count in summary["staleness"].items()]
+            return {"counts": sorted(counts), "source": ""}
+        return {"counts": run.samples.staleness(), "source": "from the kept samples"}
+
+    def timeline(self, run: ListedRun, query: Query) -> Any:
+        """The timeline in a window; null if the run has none."""
+        width = int(_number(query, "width") or 1000)
+        if not 1 <= width <= _MOST_POINTS:
+            raise ConfigError(f"width is 1 to {_MOST_POINTS} pixels")
+        with run.read() as record:
+            folder = record.folder
+        return lanes(folder, _number(query, "start"), _number(query, "end"), width)
+
+    def samples(self, run: ListedRun, query: Query) -> Any:
+        """A page of the kept samples that fit."""
+        return run.samples.page(query)
+
+    def group(self, run: ListedRun, query: Query) -> Any:
+        """All samples of a ticket."""
+        return run.samples.group(query)
+
+    def tokens(self, run: ListedRun, query: Query) -> Any:
+        """One sample with its tokens."""
+        with run.read() as record:
+            model = record.document.get("model")
+        return run.samples.tokens(query, model)
+
+    def config(self, run: ListedRun, query: Query) -> Any:
+        """The values of a run by their dotted keys."""
+        del query
+        with run.read() as record:
+            return {"name": record.name, "values": list(dotted_values(record.document))}
+
+
+def application(folder: Path, access: Access) -> web.Application:
+    """Return the server's application.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    runs = Runs(folder)
+    runs.all()
+    page = _Page(runs)
+    app = web.Application(middlewares=[access.check, _errors])
+    app.router.add_get("/", _file("index.html"))
+    for name in _static_files():
+        app.router.add_get(f"/static/{name}", _file(name))
+    app.router.add_get("/api/runs", _answer(page.index))
+    for name, handler in {
+        "": page.overview,
+        "/series": page.series,
+        "/staleness": page.staleness,
+        "/timeline": page.timeline,
+        "/samples": page.samples,
+        "/group": page.group,
+        "/tokens": page.tokens,
+        "/config": page.config,
+    }.items():
+        app.router.add_get(f"/api/runs/{{run}}{name}", _of_run(runs, handler))
+    return app
+
+
+async def serve(folder: Path, host: str, port: int, announce: Callable[[str], None]) -> None:
+    """Serve the page until SIGINT or SIGTERM.
+
+    Args:
+        port: 0 for any free port.
+        announce: gets the address with its token when the server listens.
+
+    Raises:
+        ConfigError: if there is no such folder, or the address cannot be used.
+    """
+    access = Access(host)
+    runner = web.AppRunner(application(folder, access), access_log=None, handle_signals=False)
+    await runner.setup()
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        shown = f"[{host}]" if ":" in host else host
+        announce(f"http://{shown}:{runner.addresses[0][1]}/?token={access.token}")
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        response = await handler(request)
+    except ConfigError as error:
+        response = _json({"error": str(error)}, status=400)
+    if isinstance(response, web.Response) and (response.content_length or 0) >= _COMPRESSED:
+        response.enable_compression()
+    return response
+
+
+def _of_run(
+    runs: Runs, handler: Callable[[ListedRun, Query], Any]
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def answer(run_id: str, query: Query) -> Any:
+        return handler(runs.get(run_id), query)
+
+    async def respond(request: web.Request) -> web.Response:
+        try:
+            return await _in_thread(partial(answer, request.match_info["run"], request.query))
+        except KeyError:
+            return _json({"error": "there is no such run below this folder, or no longer"}, status=404)
+
+    return respond
+
+
+def _answer(handler: Callable[[Query], Any]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def respond(request: web.Request) -> web.Response:
+        return await _in_thread(partial(handler, request.query))
+
+    return respond
+
+
+async def _in_thread(work: Callable[[], Any]) -> web.Response:
+    """Read files and encode the answer outside the event loop."""
+
+    def encoded() -> bytes:
+        return msgspec.json.encode(work())
+
+    return web.Response(body=await anyio.to_thread.run_sync(encoded), content_type="application/json")
+
+
+def _json(value: Any, status: int) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _static_files() -> list[str]:
+    folder = Path(str(files("stretto.ui") / "static"))
+    return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+
+
+def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler of one file of the page. The files are read once: no request names a path."""
+    file = files("stretto.ui") / "static" / name
+    body, content_type = file.read_bytes(), _TYPES[Path(name).suffix]
+
+    async def respond(request: web.Request) -> web.Response:
+        del request
+        return web.Response(body=body, content_type=content_type, charset="utf-8")
+
+    return respond
+
+
+def _number(query: Query, name: str) -> float | None:
+    text = query.get(name, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is not a number: {text[:40]!r}")
+    return value

@@ -1,0 +1,252 @@
+"""Run folders with made figures, of any length: `from made_run import make_run`.
+
+The files have the form that a run writes; the figures are drawn. `python tests/helpers/made_run.py FOLDER`
+makes a run of 10,000 steps and 1,000,000 samples.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import yaml
+from pyarrow import parquet as pq
+
+from stretto.records import timeline
+from stretto.records.sample_files import SegmentName, schema_of
+
+_BEGUN = 1_790_000_000.0
+_SEGMENT_ROWS = 65_536
+_GROUP_ROWS = 4_096
+_STEP_S = 2.0
+
+
+def make_run(
+    folder: Path,
+    *,
+    name: str = "made",
+    steps: int = 50,
+    groups: int = 4,
+    samples: int = 4,
+    seed: int = 1,
+    finished: bool = True,
+    answer: str = "8 17",
+) -> Path:
+    """Make a run folder and return it.
+
+    Args:
+        groups: tickets a step.
+        samples: trajectories a ticket.
+        finished: write a summary.
+        answer: text of every answer. A token is a byte of it.
+    """
+    folder.mkdir(parents=True)
+    (folder / "bus").mkdir()
+    document = {
+        "name": name,
+        "steps": steps,
+        "seed": seed,
+        "algorithm": {"use": "grpo", "group_size": samples},
+        "training": {"use": "torch", "lr": 3e-4 * seed},
+        "model": None,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    lines = _lines(steps, groups, samples, np.random.default_rng(seed))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _write_timeline(folder, steps, groups, samples)
+    _write_samples(folder, steps, groups, samples, answer, np.random.default_rng(seed))
+    if finished:
+        (folder / "summary.json").write_text(json.dumps(_summary(name, lines, steps, groups, samples)))
+    return folder
+
+
+def _lines(steps: int, groups: int, samples: int, draw: np.random.Generator) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    figures = draw.normal(size=(steps, 28)).cumsum(axis=0) * 0.02
+    for step in range(1, steps + 1):
+        drift = figures[step - 1]
+        line: dict[str, Any] = {
+            "step": step,
+            "time_s": round(step * _STEP_S, 3),
+            "step_s": _STEP_S,
+            "train_s": 1.2,
+            "reward": round(1 - np.exp(-step / (0.4 * steps)) + 0.05 * draw.normal(), 6),
+            "reward_std": round(0.4 + 0.01 * draw.normal(), 6),
+            "length": round(12 + drift[0], 6),
+            "truncated": 0.0,
+            "staleness": 1.5,
+            "staleness_max": 2,
+            "tokens": 12 * groups * samples,
+            "train_tokens_per_s": 11_000,
+            "step_tokens_per_s": 9_000,
+            "loss": round(float(drift[1]), 6),
+            "entropy": round(float(abs(drift[2])), 6),
+            "grad_norm": round(float(abs(drift[3])), 6),
+            **{f"reward/part_{part}": round(float(drift[4 + part]), 6) for part in range(24)},
+            "calls": [{"call": "train(actor)", "group": "training", "start_s": 0.01, "end_s": 1.2}],
+            "ledger": {
+                "issued": (step + 2) * groups,
+                "trained": step * groups,
+                "filtered": groups,
+                "expired": 0,
+                "failed": 0,
+                "in_flight": groups,
+            },
+            "not_trained": {"all rewards are equal": groups} if step == 1 else {},
+            "advice": [],
+        }
+        lines.append(line)
+        if step % max(1, steps // 10) == 0:
+            accuracy = round(step / steps * 0.9, 6)
+            evaluation = {"evaluation/accuracy": accuracy, "evaluation/samples": 64, "evaluation/failed": 0}
+            lines.append({"step": step, "time_s": line["time_s"] + 0.1} | evaluation)
+    return lines
+
+
+def _summary(name: str, lines: list[dict[str, Any]], steps: int, groups: int, samples: int) -> dict[str, Any]:
+    trained = steps * groups * samples
+    advice = {
+        "rule": "truncation",
+        "since": 3,
+        "said": 8,
+        "until": None,
+        "message": "12 % of the answers are truncated",
+    }
+    return {
+        "run": name,
+        "status": "completed",
+        "reason": "",
+        "steps": steps,
+        "version": steps,
+        "wall_s": steps * _STEP_S,
+        "ledger": next(line["ledger"] for line in reversed(lines) if "ledger" in line),
+        "staleness": {"0": trained // 4, "1": trained // 4, "2": trained - 2 * (trained // 4)},
+        "overlap": 0.9,
+        "swaps": {"count": steps, "pause_mean_s": 0.001, "pause_max_s": 0.01},
+        "restarts": 0,
+        "problems": [],
+        "advice": [advice],
+    }
+
+
+def _write_timeline(folder: Path, steps: int, groups: int, samples: int) -> None:
+    events: list[timeline.Event] = [timeline.KernelStarted(_BEGUN, 1, 0)]
+    ticket = 0
+    for step in range(1, steps + 1):
+        begun, done = _BEGUN + (step - 1) * _STEP_S, _BEGUN + step * _STEP_S
+        numbers = tuple(range(ticket, ticket + groups))
+        for place, number in enumerate(numbers):
+            moment = begun + 0.5 * (place + 1) / groups
+            events.append(
+                timeline.TicketDone(
+                    moment, "train", number, 1, "rollout-0", 0.6, 0.5, 0.05, samples, 0.5, 48, step - 1
+                )
+            )
+        events.append(timeline.CallSpan(done - 0.1, begun + 0.6, "training", "train(actor)", step - 1, 1.2))
+        events.append(timeline.StepSpan(done, begun + 0.6, step, "groups", numbers))
+        events.append(timeline.SwapSpan(done, done - 0.05, "inference-0", step, 0.001, False))
+        ticket += groups
+    events.append(timeline.KernelEnded(_BEGUN + steps * _STEP_S, "completed"))
+    (folder / timeline.FILE).write_bytes(msgspec.json.Encoder().encode_lines(events))
+
+
+def _write_samples(
+    folder: Path, steps: int, groups: int, samples: int, answer: str, draw: np.random.Generator
+) -> None:
+    (folder / "samples").mkdir()
+    total = steps * groups * samples
+    for flush, first in enumerate(range(0, total, _SEGMENT_ROWS), start=1):
+        numbers = np.arange(first, min(total, first + _SEGMENT_ROWS))
+        kept, trained = _tables(numbers, groups, samples, answer, draw)
+        for name, table in (
+            (SegmentName("samples", flush, flush), kept),
+            (SegmentName("trained", flush, flush), trained),
+        ):
+            file = folder / "samples" / name.file
+            pq.write_table(table, file, compression="zstd", row_group_size=_GROUP_ROWS)
+
+
+def _tables(
+    numbers: np.ndarray[Any, Any], groups: int, samples: int, answer: str, draw: np.random.Generator
+) -> tuple[Any, Any]:
+    count = len(numbers)
+    ticket, place = numbers // samples, numbers % samples
+    step = ticket // groups + 1
+    oldest = np.maximum(0, step - 1 - numbers % 3)
+    prompt, ids = b"3+5+9=", list(answer.encode())
+    tokens = [*prompt, *ids]
+    mask = [False] * len(prompt) + [True] * len(ids)
+    names = [f"{one}/1/{other}" for one, other in zip(ticket.tolist(), place.tolist(), strict=True)]
+    logprobs = -np.abs(draw.normal(size=(count, len(tokens)))).astype(np.float32)
+    rewards = draw.integers(0, 2, count).astype(float)
+    values: dict[str, Any] = {
+        "id": names,
+        "purpose": ["train"] * count,
+        "ticket": ticket,
+        "attempt": np.ones(count),
+        "index": place,
+        "sample": place,
+        "row": ticket % 1000,
+        "sequence": ticket + 1,
+        "outcome": ["done"] * count,
+        "reason": [None] * count,
+        "reward": rewards,
+        "metrics": ["{}"] * count,
+        "finish": ["stop"] * count,
+        "length": np.full(count, len(tokens)),
+        "sampled": np.full(count, len(ids)),
+        "oldest": oldest,
+        "newest": np.maximum(oldest, step - 1),
+        "worker": ["rollout-0"] * count,
+        "engine": ["inference-0"] * count,
+        "seconds": draw.random(count) + 0.2,
+        "generate_s": np.full(count, 0.15),
+        "score_s": np.full(count, 0.01),
+        "digest": ["0" * 16] * count,
+        "prompt_text": [prompt.decode()] * count,
+        "text": [answer] * count,
+        "messages": [None] * count,
+        "dataset_row": ['{"prompt": "3+5+9=", "answer": "8 17"}'] * count,
+        "tokens": _lists(np.tile(tokens, count), len(tokens), pa.int32()),
+        "loss_mask": _lists(np.tile(mask, count), len(tokens), pa.bool_()),
+        "logprobs": _lists(logprobs.ravel(), len(tokens), pa.float32()),
+        "versions": _lists(np.repeat(oldest, len(tokens)), len(tokens), pa.int32()),
+    }
+    trained: dict[str, Any] = {
+        "id": names,
+        "ticket": ticket,
+        "sequence": ticket + 1,
+        "step": step,
+        "incarnation": np.zeros(count),
+        "advantages": _lists(rewards - 0.5, 1, pa.float32()),
+        "importance_weights": _lists(np.tile(1.0, count * len(ids)), len(ids), pa.float16()),
+    }
+    return _table("samples", values), _table("trained", trained)
+
+
+def _table(kind: Any, values: dict[str, Any]) -> Any:
+    """Give the columns the types of the schema; columns that are not made are null."""
+    schema, count = schema_of(kind), len(values["id"])
+    columns = [
+        values[field.name]
+        if isinstance(values.get(field.name), pa.Array)
+        else pa.array(values.get(field.name, [None] * count)).cast(field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _lists(flat: np.ndarray[Any, Any], length: int, kind: Any) -> Any:
+    """Make lists of one length from their values one after the other."""
+    offsets = np.arange(0, len(flat) + 1, length, dtype=np.int32)
+    narrow = flat.astype(kind.to_pandas_dtype())
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(narrow, kind))
+
+
+if __name__ == "__main__":
+    print(make_run(Path(sys.argv[1]), name="long", steps=10_000, groups=25, samples=4))

@@ -1,0 +1,182 @@
+"""Who may read the page, and what its answers allow."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from aiohttp import ClientResponse, CookieJar, web
+from aiohttp.test_utils import TestClient, TestServer
+from yarl import URL
+
+from made_run import make_run
+from stretto.ui.access import Access
+from stretto.ui.server import application
+
+Client = TestClient[web.Request, web.Application]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "one", steps=3)
+    return folder
+
+
+@pytest.fixture
+def access() -> Access:
+    return Access("127.0.0.1")
+
+
+@pytest.fixture
+async def client(runs: Path, access: Access) -> AsyncIterator[Client]:
+    jar = CookieJar(unsafe=True)  # addresses may have cookies
+    async with TestClient(TestServer(application(runs, access)), cookie_jar=jar) as client:
+        yield client
+
+
+async def test_without_the_token_no_request_is_answered(client: Client) -> None:
+    for path in ("/", "/api/runs", "/static/app.js", "/?token=guess", "/api/runs?token=guess", "/nothing"):
+        response = await client.get(path)
+        assert response.status == 401, path
+        assert "quickstart" not in await response.text()
+
+
+async def test_the_token_becomes_a_cookie_and_leaves_the_address(client: Client, access: Access) -> None:
+    response = await client.get(f"/?token={access.token}")
+
+    cookie = response.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert 'http-equiv="refresh" content="0;url=/"' in await response.text()
+    assert (await client.get("/api/runs")).status == 200
+    assert access.token not in await (await client.get("/")).text()
+
+
+async def test_a_foreign_host_name_is_refused(client: Client, access: Access) -> None:
+    await client.get(f"/?token={access.token}")
+
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", ""):
+        response = await client.get("/api/runs", headers={"Host": host})
+        assert response.status == 421, host
+    cookie = {"Cookie": _cookies(client)}
+    for host in ("localhost", "localhost:9999", "127.0.0.1:8888", "[::1]:80", "[::1]"):
+        assert (await client.get("/api/runs", headers={"Host": host} | cookie)).status == 200, host
+
+
+async def test_nothing_can_be_written(client: Client, access: Access) -> None:
+    await client.get(f"/?token={access.token}")
+
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
+        response = await client.request(method, "/api/runs")
+        assert response.status == 405, method
+
+
+async def test_every_answer_forbids_foreign_scripts_and_frames(client: Client, access: Access) -> None:
+    refused, unknown = await client.get("/"), await client.post("/")
+    await client.get(f"/?token={access.token}")
+    answers = [
+        refused,
+        unknown,
+        *[await client.get(path) for path in ("/", "/api/runs", "/api/none", "/static/app.js")],
+    ]
+
+    for response in answers:
+        policy = response.headers["Content-Security-Policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= set(policy)
+        assert "unsafe" not in response.headers["Content-Security-Policy"]
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+        assert response.headers["Referrer-Policy"] == "no-referrer"
+        assert "Access-Control-Allow-Origin" not in response.headers
+
+
+async def test_a_request_reaches_only_the_page_and_the_runs(
+    client: Client, access: Access, runs: Path
+) -> None:
+    (runs.parent / "secret.txt").write_text("secret")
+    await client.get(f"/?token={access.token}")
+
+    for path in (
+        "/static/../server.py",
+        "/static/%2e%2e/server.py",
+        "/static//etc/passwd",
+        "/api/runs/..%2f..%2fsecret.txt",
+        f"/api/runs/{'%2f'.join(runs.parts[1:])}",
+        "/api/runs/one",
+        "/api/runs/one/config",
+    ):
+        response = await client.get(URL(path, encoded=True))
+        assert response.status == 404, path
+        assert "secret" not in await _text(response)
+
+
+async def test_links_do_not_lead_out_of_the_folder(runs: Path, tmp_path: Path, access: Access) -> None:
+    secret = make_run(tmp_path / "elsewhere" / "secret", name="secret", steps=2)
+    folder = tmp_path / "shown"
+    linked = make_run(folder / "linked", steps=2)
+    (linked / "summary.json").unlink()
+    (linked / "summary.json").symlink_to(secret / "summary.json")
+    (folder / "run").symlink_to(secret)
+    async with TestClient(
+        TestServer(application(folder, access)), cookie_jar=CookieJar(unsafe=True)
+    ) as client:
+        await client.get(f"/?token={access.token}")
+        index = await (await client.get("/api/runs")).json()
+
+    assert index["runs"] == []
+    assert index["problems"] == ["linked/summary.json is a link that leads out of the run's folder"]
+
+
+async def test_long_answers_are_compressed(client: Client, access: Access) -> None:
+    await client.get(f"/?token={access.token}")
+
+    response = await client.get(
+        "/static/charts.js", headers={"Accept-Encoding": "gzip"}, allow_redirects=False
+    )
+
+    assert response.headers["Content-Encoding"] == "gzip"
+
+
+def test_the_command_listens_on_loopback_alone_and_ends_with_an_interrupt(runs: Path) -> None:
+    command = [sys.executable, "-m", "stretto", "ui", str(runs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        address = process.stdout.readline().strip()
+        listening = [
+            each.laddr for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"
+        ]
+        try:
+            with urllib.request.urlopen(address) as page:
+                assert page.status == 200
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(address.partition("?")[0])
+        finally:
+            process.send_signal(signal.SIGINT)
+
+    assert [each.ip for each in listening] == ["127.0.0.1"]
+    assert process.returncode == 0
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stretto", "ui", str(tmp_path / "none")]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert ended.returncode == 2
+    assert f"no folder '{tmp_path / 'none'}'" in ended.stderr
+
+
+def _cookies(client: Client) -> str:
+    return "; ".join(f"{cookie.key}={cookie.value}" for cookie in client.session.cookie_jar)
+
+
+async def _text(response: ClientResponse) -> str:
+    return await response.text()

@@ -1,0 +1,220 @@
+"""What the server says of runs, against the files of the runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import CookieJar
+from aiohttp.test_utils import TestClient, TestServer
+
+from made_run import make_run
+from stretto.ui import runs as ui_runs
+from stretto.ui.access import Access
+from stretto.ui.server import application
+
+Ask = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "one", name="one", steps=40)
+    make_run(folder / "deeper" / "two", name="two", steps=20, seed=2)
+    return folder
+
+
+@pytest.fixture
+async def ask(folder: Path) -> AsyncIterator[Ask]:
+    """`await ask("one/series", keys="loss")`: an answer about a run, or `await ask("")` for the list."""
+    async for each in _asking(folder):
+        yield each
+
+
+async def _asking(folder: Path) -> AsyncIterator[Ask]:
+    access = Access("127.0.0.1")
+    async with TestClient(
+        TestServer(application(folder, access)), cookie_jar=CookieJar(unsafe=True)
+    ) as client:
+        await client.get(f"/?token={access.token}")
+
+        async def ask(path: str, status: int = 200, **query: Any) -> Any:
+            if path:
+                name, _, rest = path.partition("/")
+                index = await (await client.get("/api/runs")).json()
+                run_id = next(run["id"] for run in index["runs"] if run["name"] == name)
+                path = f"/{run_id}/{rest}".rstrip("/")
+            response = await client.get(f"/api/runs{path}", params=query)
+            assert response.status == status, await response.text()
+            return await response.json()
+
+        yield ask
+
+
+def _lines(folder: Path, name: str = "one") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+async def test_the_list_has_all_runs_below_the_folder(ask: Ask, folder: Path) -> None:
+    index = await ask("")
+
+    steps = [line for line in _lines(folder) if "reward" in line]
+    assert [(run["name"], run["path"]) for run in index["runs"]] == [("two", "deeper/two"), ("one", "one")]
+    one = index["runs"][1]
+    assert (one["state"], one["step"], one["total"], one["reward"]) == (
+        "completed",
+        40,
+        40,
+        steps[-1]["reward"],
+    )
+    assert (one["accuracy"], one["best"], one["algorithm"]) == (0.9, 0.9, "grpo")
+    assert not index["single"]
+
+
+async def test_the_overview_has_the_newest_figures(ask: Ask, folder: Path) -> None:
+    facts = await ask("one")
+
+    lines = _lines(folder)
+    assert facts["last"] == [line for line in lines if "reward" in line][-1]
+    assert facts["evaluations"] == [line for line in lines if "evaluation/accuracy" in line]
+    assert facts["summary"]["ledger"]["trained"] == 160
+    assert facts["not_trained"] == [["all rewards are equal", 4]]
+    assert {"reward", "loss", "reward/part_0"} <= set(facts["keys"])
+    assert not {"step", "time_s", "calls", "ledger"} & set(facts["keys"])
+
+
+async def test_curves_are_the_lines(ask: Ask, folder: Path) -> None:
+    answer = await ask("one/series", keys="loss,evaluation%2Faccuracy,none")
+
+    lines = _lines(folder)
+    assert answer["curves"]["loss"]["y"] == [line["loss"] for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "evaluation/accuracy" in line]
+    assert answer["curves"]["evaluation/accuracy"]["x"] == [line["step"] for line in evaluations]
+    assert answer["curves"]["none"]["x"] == []
+
+
+async def test_a_window_over_time_has_its_points(ask: Ask) -> None:
+    answer = await ask("one/series", keys="loss", x="time_s", start=10, end=20)
+
+    assert answer["curves"]["loss"]["x"] == [8, 10, 12, 14, 16, 18, 20, 22]
+
+
+@pytest.mark.parametrize(
+    ("query", "fault"),
+    [
+        ({"x": "loss"}, "no x-axis 'loss'"),
+        ({"start": "nan"}, "start is not a number"),
+        ({"smoothing": "1"}, "smoothing is 0 to below 1"),
+        ({"points": "1000000"}, "points is 1 to 4000"),
+    ],
+)
+async def test_a_curve_that_cannot_be_is_refused(ask: Ask, query: dict[str, str], fault: str) -> None:
+    answer = await ask("one/series", 400, keys="loss", **query)
+
+    assert fault in answer["error"]
+
+
+async def test_staleness_comes_from_the_summary(ask: Ask) -> None:
+    assert (await ask("one/staleness"))["counts"] == [[0, 160], [1, 160], [2, 320]]
+
+
+async def test_samples_are_found_by_their_conditions(ask: Ask) -> None:
+    page = await ask("one/samples", step_from=3, step_to=4, reward_from=1, order="sequence", limit=200)
+
+    assert page["total"] == len(page["rows"]) > 0
+    assert {row["step"] for row in page["rows"]} == {3, 4}
+    assert {row["reward"] for row in page["rows"]} == {1.0}
+    assert page["rows"][0]["text"] == "8 17"
+
+
+async def test_pages_of_samples_follow_each_other(ask: Ask) -> None:
+    first = await ask("one/samples", limit=10)
+    second = await ask("one/samples", limit=10, offset=10)
+
+    ids = [row["id"] for row in (*first["rows"], *second["rows"])]
+    assert len(set(ids)) == 20
+    assert first["rows"][0]["ticket"] == 159
+    assert first["total"] == 640
+    assert first["more"]
+
+
+async def test_a_search_for_a_text_finds_it_in_prompts_and_answers(ask: Ask) -> None:
+    found = await ask("one/samples", text="5+9")
+    none = await ask("one/samples", text="zebra")
+
+    assert len(found["rows"]) == 50
+    assert none == {"rows": [], "more": False, "total": None}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [{"reward_from": "high"}, {"outcome": "lost"}, {"limit": "9999"}, {"offset": "-1"}, {"order": "price"}],
+)
+async def test_a_condition_that_cannot_be_read_is_refused(ask: Ask, query: dict[str, str]) -> None:
+    assert (await ask("one/samples", 400, **query))["error"]
+
+
+async def test_a_group_and_the_tokens_of_its_samples(ask: Ask) -> None:
+    group = await ask("one/group", ticket=7)
+    sample = await ask("one/tokens", ticket=7, sample="7/1/2")
+
+    assert [row["id"] for row in group] == ["7/1/0", "7/1/1", "7/1/2", "7/1/3"]
+    assert group[0]["dataset_row"] == {"prompt": "3+5+9=", "answer": "8 17"}
+    assert "".join(sample["pieces"]) == "3+5+9=8 17"
+    assert sample["loss_mask"] == [False] * 6 + [True] * 4
+    assert sample["advantages"] == [None] * 6 + [group[2]["reward"] - 0.5] * 4
+    assert len(sample["logprobs"]) == len(sample["versions"]) == 10
+
+
+async def test_a_sample_that_is_not_there_is_refused(ask: Ask) -> None:
+    assert "has no sample '9/1/0'" in (await ask("one/tokens", 400, ticket=7, sample="9/1/0"))["error"]
+    assert "names no ticket" in (await ask("one/group", 400))["error"]
+
+
+async def test_the_configuration_by_dotted_keys(ask: Ask) -> None:
+    values = dict((await ask("two/config"))["values"])
+
+    assert (values["training.lr"], values["name"]) == ("0.0006", '"two"')
+
+
+async def test_a_running_run_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ui_runs, "_SEARCH_S", 0.0)
+    run = make_run(tmp_path / "runs" / "one", name="one", steps=10, finished=False)
+    async for ask in _asking(tmp_path / "runs"):
+        before = await ask("one")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 11, "time_s": 30.0, "loss": 0.5, "new_figure": 1.0}) + "\n")
+        after = await ask("one")
+        make_run(tmp_path / "runs" / "later", name="later", steps=2)
+        index = await ask("")
+
+        assert (before["state"], before["step"], after["step"]) == ("stopped", 10, 11)
+        assert before["revision"] != after["revision"]
+        assert "new_figure" in after["keys"]
+        assert "new_figure" not in before["keys"]
+        assert [run["name"] for run in index["runs"]] == ["later", "one"]
+        # There is no summary yet, so the kept samples are counted.
+        assert sum(count for _, count in (await ask("one/staleness"))["counts"]) == 160
+
+
+async def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", name="good", steps=2)
+    (make_run(tmp_path / "bad", steps=2) / "metrics.jsonl").write_text("no figures\n")
+    async for ask in _asking(tmp_path):
+        index = await ask("")
+
+        assert [run["name"] for run in index["runs"]] == ["good"]
+        assert "metrics.jsonl:1: not JSON" in index["problems"][0]
+
+
+async def test_the_folder_of_one_run_shows_this_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one", name="one", steps=2)
+    async for ask in _asking(run):
+        index = await ask("")
+
+        assert index["single"]
+        assert [each["path"] for each in index["runs"]] == ["."]

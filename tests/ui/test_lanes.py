@@ -1,0 +1,144 @@
+"""The timeline in a window, as lanes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.records.timeline import (
+    FILE,
+    CallSpan,
+    Event,
+    KernelEnded,
+    KernelStarted,
+    StepSpan,
+    SwapSpan,
+    TicketDone,
+    TicketRetired,
+)
+from stretto.ui.lanes import Lane, Lanes, lanes
+
+
+def _write(folder: Path, events: list[Event]) -> None:
+    (folder / FILE).write_bytes(msgspec.json.Encoder().encode_lines(events))
+
+
+def _done(time: float, ticket: int, seconds: float, score_s: float = 0.0) -> TicketDone:
+    generate_s = seconds - score_s
+    return TicketDone(time, "train", ticket, 1, "rollout-0", seconds, generate_s, score_s, 8, 0.5, 80, 3)
+
+
+def _lanes(folder: Path, start: float | None = None, end: float | None = None, width: int = 1000) -> Lanes:
+    found = lanes(folder, start, end, width)
+    assert found is not None
+    return found
+
+
+def _lane(found: Lanes, name: str) -> Lane:
+    return next(lane for lane in found.lanes if lane.name == name)
+
+
+def test_a_run_without_a_timeline_has_no_lanes(tmp_path: Path) -> None:
+    assert lanes(tmp_path, None, None, 1000) is None
+
+
+def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        [
+            KernelStarted(100.0, 1, 0),
+            StepSpan(110.0, 105.0, 1, "groups", (0, 1)),
+            StepSpan(120.0, 113.0, 2, "evaluation of version 1", (2, 3)),
+            StepSpan(130.0, 120.0, 3, "", (4, 5)),
+            KernelEnded(131.0, "completed"),
+        ],
+    )
+
+    found = _lanes(tmp_path, 100.0, 131.0)
+
+    spans = [(span.kind, span.start, span.end) for span in _lane(found, "steps").spans]
+    assert spans == [("step", 105, 110), ("wait", 110, 113), ("step", 113, 120), ("step", 120, 130)]
+    assert found.waits == [("evaluation of version", 3.0)]
+    assert (found.begun, found.ended) == (100, 131)
+    assert [mark.text for mark in found.marks] == [
+        "a kernel began at version 0 (lease epoch 1)",
+        "the run ended: completed",
+    ]
+
+
+def test_the_time_between_two_kernels_is_no_wait(tmp_path: Path) -> None:
+    steps = StepSpan(110.0, 105.0, 1, "", (0,)), StepSpan(520.0, 515.0, 2, "groups", (1,))
+    _write(tmp_path, [KernelStarted(100.0, 1, 0), steps[0], KernelStarted(500.0, 2, 1), steps[1]])
+
+    assert _lanes(tmp_path, 100.0, 520.0).waits == []
+
+
+def test_tickets_at_once_have_rows_of_their_own(tmp_path: Path) -> None:
+    _write(tmp_path, [KernelStarted(0.0, 1, 0), _done(5, 7, 4, 1), _done(6, 8, 4), _done(9, 9, 2)])
+
+    lane = _lane(_lanes(tmp_path, 0.0, 10.0), "rollout-0")
+
+    assert [(span.ticket, span.start, span.end, span.row) for span in lane.spans] == [
+        (7, 1, 5, 0),
+        (8, 2, 6, 1),
+        (9, 7, 9, 0),
+    ]
+    assert lane.rows == 2
+    assert lane.spans[0].score == 0.25
+
+
+def test_a_ticket_that_was_not_trained_says_why(tmp_path: Path) -> None:
+    retired = TicketRetired(6.0, "train", 7, 1, "filtered", "all rewards are equal")
+    _write(tmp_path, [KernelStarted(0.0, 1, 0), _done(5, 7, 4), retired])
+
+    [span] = _lane(_lanes(tmp_path, 0.0, 10.0), "rollout-0").spans
+
+    assert span.text.endswith("filtered: all rewards are equal")
+
+
+def test_of_very_many_tickets_the_lane_counts_those_in_flight(tmp_path: Path) -> None:
+    # Every ticket takes 2 s, and one begins every 0.01 s: 200 are in flight at once.
+    _write(tmp_path, [KernelStarted(0.0, 1, 0), *(_done(2 + place / 100, place, 2) for place in range(3000))])
+
+    lane = _lane(_lanes(tmp_path, 5.0, 25.0, width=10), "rollout-0")
+
+    assert lane.spans == []
+    assert lane.flight == pytest.approx([200] * 10, abs=1)
+
+
+def test_spans_below_a_pixel_become_one_that_counts_them(tmp_path: Path) -> None:
+    swaps = [SwapSpan(place + 0.5, float(place), "inference-0", place, 0.1, False) for place in range(1000)]
+    _write(tmp_path, [KernelStarted(0.0, 1, 0), *swaps])
+
+    lane = _lane(_lanes(tmp_path, 0.0, 1000.0, width=100), "inference-0")
+
+    assert len(lane.spans) < 100
+    assert sum(span.count for span in lane.spans) == 1000
+    assert sum(span.busy_s for span in lane.spans) == pytest.approx(500)
+
+
+def test_a_span_that_is_over_after_the_window_is_in_it(tmp_path: Path) -> None:
+    call = CallSpan(90.0, 10.0, "training", "train(actor)", 1, 79.0)
+    _write(tmp_path, [KernelStarted(0.0, 1, 0), call, KernelEnded(200.0, "completed")])
+
+    [span] = _lane(_lanes(tmp_path, 40.0, 50.0), "training").spans
+
+    assert (span.start, span.end) == (10, 90)
+
+
+def test_at_first_the_newest_steps_are_shown(tmp_path: Path) -> None:
+    steps = [StepSpan(float(place), place - 0.5, place, "groups", (place,)) for place in range(1, 101)]
+    _write(tmp_path, [KernelStarted(0.0, 1, 0), *steps])
+
+    found = _lanes(tmp_path)
+
+    assert (found.start, found.end) == (88, 100)
+
+
+def test_a_wait_that_began_before_the_window_is_in_it(tmp_path: Path) -> None:
+    steps = StepSpan(10.0, 5.0, 1, "", (0,)), StepSpan(30.0, 25.0, 2, "groups", (1,))
+    _write(tmp_path, [KernelStarted(0.0, 1, 0), *steps])
+
+    assert _lanes(tmp_path, 20.0, 30.0).waits == [("groups", 5.0)]
