@@ -1,0 +1,125 @@
+// The first view of a run: figures, curves, ledger, workers, staleness, advice.
+import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
+import { get } from "./api.js";
+import { Board } from "./charts.js";
+
+/** From this many steps on, the curves of this view are smoothed. */
+const MANY_STEPS = 150;
+const ACCOUNTS = [["trained", "trained"], ["in_flight", "in flight"], ["filtered", "filtered"], ["expired", "expired"], ["failed", "failed"]];
+
+export async function overviewTab({ id, name, facts }) {
+  const smoothing = facts().step > MANY_STEPS ? 0.9 : 0;
+  const board = new Board([{ id, name }], { smoothing });
+  const tiles = h("div", { class: "tiles", id: "tiles" }), advice = h("div", { class: "advice" }), notes = h("div");
+  const ledger = h("section", { class: "panel w6", id: "ledger" }), staleness = h("section", { class: "panel w6", id: "staleness" });
+  const workers = h("section", { class: "panel w6 scroll", id: "workers" }), engines = h("section", { class: "panel w6", id: "speed" });
+  const keys = facts().keys, has = (key) => keys.includes(key);
+  const charts = [
+    ["Reward", ["reward"]], ["Held-out accuracy", ["evaluation/accuracy"], facts().evaluations.length],
+    ["Loss", ["loss"]], ["Entropy", ["entropy"]], ["Gradient norm", ["grad_norm"]], ["Staleness", ["staleness", "staleness_max"], has("staleness"), ["mean", "max"]],
+  ].filter(([, [key], there]) => there ?? has(key));
+  const element = h("div", {}, notes, tiles, h("div", { style: { height: "12px" } }), advice,
+    h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map(([title, wanted, , labels]) => board.add(title, wanted, { labels }))),
+    smoothing > 0 && h("p", { class: "faint" }, `The lines are smoothed (${smoothing}); the faint lines behind them are not.`),
+    h("div", { class: "grid" }, ledger, staleness, workers, engines));
+
+  async function draw() {
+    const now = facts();
+    drawNotes(notes, now);
+    drawTiles(tiles, now);
+    drawAdvice(advice, now);
+    drawLedger(ledger, now);
+    drawWorkers(workers, now);
+    drawSpeed(engines, now);
+    drawStaleness(staleness, await get(`runs/${id}/staleness`));
+  }
+
+  await draw();
+  return {
+    element,
+    async update(changed) { if (changed) board.refresh(); await draw(); },
+    redraw() { board.redraw(); },
+    destroy() { board.destroy(); },
+  };
+}
+
+function drawNotes(element, { summary, status, state }) {
+  const notes = [];
+  if (summary?.reason) notes.push(["bad", summary.reason]);
+  if (state === "stopped") notes.push(["bad", "No kernel owns this run, and it has not ended. `stretto resume` goes on with it."]);
+  if (state === "running" && status && !status.connected) notes.push(["bad", "The kernel has no connection to nats-server."]);
+  if (state === "running" && status && Date.now() / 1000 - status.written > 15) notes.push(["bad", `The kernel stands still: it wrote its status ${ago(status.written)}.`]);
+  for (const problem of summary?.problems ?? []) notes.push(["", problem]);
+  fill(element, notes.map(([kind, text]) => h("p", { class: `note ${kind}` }, printable(text))));
+}
+
+function drawTiles(element, { last, evaluations, status, state, keys }) {
+  const accuracies = evaluations.filter((each) => typeof each["evaluation/accuracy"] === "number"), newest = accuracies.at(-1);
+  const best = accuracies.reduce((one, other) => (one && one["evaluation/accuracy"] >= other["evaluation/accuracy"] ? one : other), null);
+  const rows = [
+    ["Reward", number(last.reward), last.reward_std === undefined ? "" : `spread ${number(last.reward_std)}`, keys.includes("reward")],
+    ["Held out", number(newest?.["evaluation/accuracy"]), newest ? `version ${newest.step}; best ${number(best["evaluation/accuracy"])} at ${best.step}` : "", newest],
+    ["Loss", number(last.loss), "", last.loss !== undefined],
+    ["Entropy", number(last.entropy), last.behaviour_kl === undefined ? "" : `KL to behaviour ${number(last.behaviour_kl)}`, last.entropy !== undefined],
+    ["Staleness", number(last.staleness, 3), `max ${number(last.staleness_max)}${last.staleness_limit === undefined ? "" : `, limit ${last.staleness_limit}`}`, last.staleness !== undefined],
+    ["Length", number(last.length), last.truncated === undefined ? "" : `${number(100 * last.truncated, 3)} % truncated`, last.length !== undefined],
+    ["Step", duration(last.step_s), `training ${duration(last.train_s)}`, last.step_s !== undefined],
+    ["Tokens/s", number(last.step_tokens_per_s), `while training ${number(last.train_tokens_per_s)}`, last.step_tokens_per_s !== undefined],
+  ];
+  fill(element, rows.filter(([, , , there]) => there).map(([label, value, sub]) => h("div", { class: "tile", "data-tile": label }, h("div", { class: "label" }, label), h("div", { class: "value" }, value), h("div", { class: "sub" }, sub))));
+  if (state !== "running" || !status) return;
+  const { evaluating, bottleneck, now, generate_tokens_per_s } = status;
+  const lines = [bottleneck ? `waits most for ${bottleneck}` : now, evaluating && `evaluating version ${evaluating.version}: ${number(evaluating.rows)} of ${number(evaluating.of)} rows`, generate_tokens_per_s ? `generating ${number(Math.round(generate_tokens_per_s))} tokens/s` : ""];
+  element.append(h("div", { class: "tile", "data-tile": "Now" }, h("div", { class: "label" }, "Now"), lines.filter(Boolean).map((line) => h("div", { class: "sub" }, printable(line)))));
+}
+
+function drawAdvice(element, { summary, status }) {
+  const advice = summary?.advice ?? status?.advice ?? [];
+  const open = advice.filter((each) => !each.until), past = advice.filter((each) => each.until);
+  fill(element,
+    open.map((each) => h("article", { "data-rule": each.rule }, h("h3", {}, `${each.rule.replaceAll("_", " ")} `, h("span", { class: "muted" }, `since step ${each.since}`)), h("div", { class: "wrap" }, withCode(each.message)))),
+    past.length > 0 && h("details", {}, h("summary", { class: "muted" }, `${past.length} withdrawn`), past.map((each) => h("article", { class: "past" }, h("h3", {}, `${each.rule.replaceAll("_", " ")} steps ${each.since} to ${each.until}`), h("div", { class: "wrap" }, withCode(each.message))))));
+}
+
+function drawLedger(element, { last, not_trained, summary, status, state }) {
+  const running = state === "running" && status?.ledger?.issued !== undefined, counts = summary?.ledger ?? (running ? status.ledger : last.ledger);
+  if (!counts) { fill(element, h("h2", {}, "Tickets"), h("p", { class: "muted" }, "No step yet.")); return; }
+  fill(element, h("h2", {}, "Tickets ", h("span", { class: "muted" }, `${number(counts.issued)} issued`)),
+    h("div", { class: "stack", role: "img", "aria-label": ACCOUNTS.map(([key, label]) => `${label} ${counts[key]}`).join(", ") },
+      ACCOUNTS.filter(([key]) => counts[key]).map(([key]) => h("div", { class: `k-${key}`, style: { flex: String(counts[key]) } }))),
+    h("div", { class: "legend" }, ACCOUNTS.map(([key, label]) => h("span", { "data-account": key }, h("span", { class: `key k-${key}` }), `${label} ${number(counts[key])}`)),
+      running && h("span", {}, `${number(status.finished)} finished, waiting for a batch`)),
+    not_trained.length > 0 && h("table", { style: { "margin-top": "8px" } }, h("tbody", {}, not_trained.map(([cause, count]) => h("tr", {}, h("td", { class: "number" }, number(count)), h("td", { class: "wrap" }, printable(cause)))))));
+}
+
+function drawWorkers(element, { status, state }) {
+  if (!status) { fill(element, h("h2", {}, "Workers"), h("p", { class: "muted" }, "The kernel has not written its state.")); return; }
+  const waits = new Map(status.waits.map((each) => [each.asker, each]));
+  const now = state === "running" ? "" : `as of ${ago(status.written)}`;
+  fill(element, h("h2", {}, "Workers and queue ", h("span", { class: "muted" }, now)),
+    h("table", {}, h("thead", {}, h("tr", {}, ["worker", "state", "heard", "waits for"].map((each) => h("th", {}, each)))),
+      h("tbody", {}, [...status.workers, ...(waits.has("kernel") ? [{ worker: "kernel", ready: true }] : [])].map((each) => {
+        const wait = waits.get(each.worker), word = each.ready ? "ready" : (status.starting[each.worker] ?? "not ready");
+        return h("tr", {}, h("td", {}, printable(each.worker)), h("td", {}, printable(each.blocked_s ? `${word}, stands still for ${duration(each.blocked_s)}` : word)),
+          h("td", {}, each.silent_s === undefined ? "" : `${duration(each.silent_s)} before`), h("td", { class: "wrap" }, wait ? printable(`${wait.who} (${wait.verb}) for ${duration(wait.seconds)}`) : "–"));
+      }))));
+}
+
+function drawSpeed(element, { last, summary }) {
+  const rows = [
+    ["engines busy", last.generate_busy_s, duration], ["verifiers busy", last.verify_busy_s, duration], ["training", last.train_s, duration], ["swap pause", last.swap_pause_s, duration],
+    ["a ticket generates", last.ticket_generate_s, duration], ["a ticket is scored", last.ticket_score_s, duration],
+    ["slots used", last.slots_used, (value) => `${number(100 * value, 3)} %`], ["cache used", last.kv_used, (value) => `${number(100 * value, 3)} %`], ["samples waiting", last.samples_waiting, number],
+    ["overlap", summary?.overlap, (value) => number(value, 3)], ["swaps", summary?.swaps?.count, number], ["restarts", summary?.restarts, number],
+  ];
+  fill(element, h("h2", {}, "Speed ", h("span", { class: "muted" }, last.step ? `in step ${last.step}` : "")),
+    h("dl", { class: "facts" }, rows.filter(([, value]) => value !== undefined && value !== null).map(([label, value, format]) => [h("dt", {}, label), h("dd", {}, format(value))])));
+}
+
+function drawStaleness(element, { counts, source }) {
+  const total = counts.reduce((sum, [, count]) => sum + count, 0), most = Math.max(1, ...counts.map(([, count]) => count));
+  fill(element, h("h2", {}, "Staleness ", h("span", { class: "muted" }, total ? `${number(total)} trained trajectories${source ? `, ${source}` : ""}` : "")),
+    total ? h("div", { class: "bars" }, counts.map(([staleness, count]) => [h("span", { class: "muted" }, `${staleness} version${staleness === 1 ? "" : "s"}`),
+      h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${(100 * count) / most}%` } })), h("span", { class: "number", "data-staleness": staleness }, `${number(count)} · ${((100 * count) / total).toFixed(1)} %`)]))
+      : h("p", { class: "muted" }, "Nothing was trained on samples yet."));
+}

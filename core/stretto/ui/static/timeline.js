@@ -1,0 +1,244 @@
+// Generation and training over time, on a canvas: lanes of spans, what waited for what, zoom and movement.
+import { colour, debounce, duration, fill, h, number, printable } from "./dom.js";
+import { get } from "./api.js";
+
+const LABEL = 132, ROW = 18, THIN = 5, GAP = 9, AXIS = 22, FLIGHT = 46;
+const COLOURS = { step: "c0", wait: "c5", evaluation: "c4", call: "c2", swap: "c3", train: "c0", eval: "c4" };
+const WAITS = { ticket: "a late ticket", groups: "groups: too few were finished", checkpoint: "a checkpoint", "evaluation of version": "an evaluation", "nothing, the next batch was ready": "nothing: from one step to the next" };
+const KINDS = [["step", "train step"], ["wait", "wait before a step"], ["call", "call of a worker group"], ["swap", "swap of weights"], ["train", "ticket: generation"], ["score", "ticket: scoring"], ["eval", "evaluation"]];
+
+export async function timelineTab({ id, facts }) {
+  let data = await get(`runs/${id}/timeline`, { width: 1200 });
+  if (!data) return { element: h("p", { class: "empty" }, "This run has no timeline: it was made by an older version, or it has not begun.") };
+  let [start, end] = [data.start, data.end], follows = facts().state === "running", boxes = [];
+  const abort = new AbortController();
+  const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "Timeline of generation and training", id: "timeline" });
+  const detail = h("p", { class: "detail", "aria-live": "polite" }), range = h("span", { class: "muted mono" }), waits = h("section", { class: "panel w6", id: "waits" });
+  const tip = h("div", { class: "tip", hidden: true }), followed = h("input", { type: "checkbox", checked: follows, onchange: () => { follows = followed.checked; } });
+  const element = h("div", {},
+    h("div", { class: "tools" },
+      h("button", { type: "button", onclick: () => zoom(0.5) }, "Zoom in"), h("button", { type: "button", onclick: () => zoom(2) }, "Zoom out"),
+      h("button", { type: "button", onclick: () => go(data.begun, data.ended) }, "Whole run"), h("button", { type: "button", onclick: newest }, "Newest steps"),
+      facts().state === "running" && h("label", {}, followed, "follow"), range),
+    h("section", { class: "panel timeline" }, canvas, detail),
+    h("div", { class: "legend", style: { margin: "10px 2px 14px" } }, KINDS.map(([kind, label]) => h("span", {}, h("span", { class: `key k${kind === "score" ? 6 : COLOURS[kind].slice(1)}` }), label)), h("span", { class: "faint" }, "Drag to move, Ctrl and wheel to zoom, hover for details, click a ticket for its samples.")),
+    h("div", { class: "grid" }, waits), tip);
+  const sized = new ResizeObserver(() => draw());
+
+  async function newest() {
+    data = await get(`runs/${id}/timeline`, { width: pixels() }, abort.signal);
+    [start, end] = [data.start, data.end];
+    draw();
+  }
+
+  const load = debounce(async () => {
+    try {
+      const asked = [start, end], answer = await get(`runs/${id}/timeline`, { start, end, width: pixels() }, abort.signal);
+      if (asked[0] !== start || asked[1] !== end) return; // a newer window is on its way
+      data = answer;
+      draw();
+    } catch (error) {
+      if (error.name !== "AbortError") fill(detail, error.message);
+    }
+  }, 120);
+
+  const pixels = () => Math.max(200, Math.round(canvas.clientWidth - LABEL));
+  const label = () => (canvas.clientWidth < 600 ? 84 : LABEL);
+
+  function go(from, to) {
+    const least = 0.005, whole = Math.max(data.ended - data.begun, 1);
+    const width = Math.min(Math.max(to - from, least), whole * 1.02);
+    const middle = (from + to) / 2;
+    start = Math.min(Math.max(middle - width / 2, data.begun - whole * 0.01), data.ended + whole * 0.01 - width);
+    end = start + width;
+    follows = followed.checked = false;
+    draw();
+    load();
+  }
+
+  function zoom(factor, at = (start + end) / 2) { go(at - (at - start) * factor, at + (end - at) * factor); }
+
+  function heights() { return data.lanes.map((lane) => (lane.kind === "flight" ? FLIGHT : lane.kind === "tickets" ? Math.max(ROW, lane.rows * THIN) : ROW)); }
+
+  function draw() {
+    const width = canvas.clientWidth, left = label(), scale = devicePixelRatio || 1, tall = heights();
+    const height = AXIS + tall.reduce((sum, each) => sum + each + GAP, 0);
+    if (!width) return;
+    canvas.style.setProperty("height", `${height}px`);
+    canvas.width = width * scale;
+    canvas.height = height * scale;
+    const pen = canvas.getContext("2d"), x = (time) => left + ((time - start) / (end - start)) * (width - left);
+    pen.scale(scale, scale);
+    pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    boxes = [];
+    drawAxis(pen, x, left, width, height);
+    let y = AXIS;
+    data.lanes.forEach((lane, index) => {
+      pen.fillStyle = colour("muted");
+      pen.textBaseline = "top";
+      pen.fillText(shorten(pen, printable(lane.name), left - 10), 0, y + 3);
+      pen.fillStyle = colour("sunk");
+      pen.fillRect(left, y, width - left, tall[index]);
+      pen.save();
+      pen.beginPath();
+      pen.rect(left, y, width - left, tall[index]);
+      pen.clip();
+      if (lane.kind === "flight") drawFlight(pen, lane, x, y, tall[index]);
+      else drawSpans(pen, lane, x, y, tall[index]);
+      pen.restore();
+      y += tall[index] + GAP;
+    });
+    pen.strokeStyle = colour("bad");
+    for (const mark of data.marks) {
+      const at = Math.round(x(mark.time)) + 0.5;
+      if (at < left) continue;
+      pen.beginPath();
+      pen.moveTo(at, AXIS - 4);
+      pen.lineTo(at, height);
+      pen.stroke();
+      boxes.push({ left: at - 4, right: at + 4, top: 0, bottom: AXIS, span: { ...mark, start: mark.time, end: mark.time, kind: "mark" } });
+    }
+    fill(range, `${clock(start)} to ${clock(end)} · ${duration(end - start)}`);
+    drawWaits();
+  }
+
+  function drawAxis(pen, x, left, width, height) {
+    const unit = tick((end - start) / Math.max(2, (width - left) / 90)), from = data.begun;
+    pen.fillStyle = colour("muted");
+    pen.textBaseline = "top";
+    pen.strokeStyle = colour("line");
+    for (let at = Math.ceil((start - from) / unit) * unit; at <= end - from; at += unit) {
+      const place = Math.round(x(from + at)) + 0.5;
+      pen.beginPath();
+      pen.moveTo(place, 14);
+      pen.lineTo(place, height);
+      pen.stroke();
+      pen.fillText(relative(at, unit), place + 3, 2);
+    }
+  }
+
+  function drawSpans(pen, lane, x, y, tall) {
+    const high = lane.kind === "tickets" ? (lane.rows * THIN < ROW ? ROW / lane.rows : THIN) : tall;
+    for (const span of lane.spans) {
+      const left = x(span.start), wide = Math.max(1, x(span.end) - left - (high > 6 ? 0.5 : 0)), top = y + (span.row ?? 0) * high;
+      pen.fillStyle = colour(COLOURS[span.kind]);
+      pen.globalAlpha = span.kind === "wait" ? 0.4 : span.count > 1 ? 0.35 + 0.55 * Math.min(1, span.busy_s / (span.end - span.start)) : 0.9;
+      pen.fillRect(left, top, wide, high - (high > 4 ? 1 : 0));
+      if (span.score > 0.02) {
+        pen.fillStyle = colour("c6");
+        pen.fillRect(left + wide * (1 - span.score), top, wide * span.score, high - (high > 4 ? 1 : 0));
+      }
+      pen.globalAlpha = 1;
+      boxes.push({ left, right: left + Math.max(3, wide), top, bottom: top + high, span, lane });
+      const text = span.count > 1 || tall !== ROW || lane.kind === "tickets" ? "" : span.kind === "wait" ? span.text.split(": ")[1] : span.text.split(/:| at version/)[0];
+      if (text && wide > 26) {
+        pen.fillStyle = span.kind === "wait" ? colour("text") : colour("panel");
+        pen.textBaseline = "middle";
+        const full = pen.measureText(text).width <= wide - 8, brief = text.match(/(\d+)$/)?.[1] ?? text;
+        pen.fillText(shorten(pen, full ? text : brief, wide - 8), Math.max(left, label()) + 4, top + high / 2);
+      }
+    }
+  }
+
+  function drawFlight(pen, lane, x, y, tall) {
+    const most = Math.max(1, ...lane.flight), step = (data.end - data.start) / lane.flight.length;
+    pen.fillStyle = colour("c0");
+    pen.globalAlpha = 0.6;
+    pen.beginPath();
+    pen.moveTo(x(data.start), y + tall);
+    lane.flight.forEach((value, place) => {
+      const at = data.start + place * step, top = y + tall - (value / most) * (tall - 3);
+      pen.lineTo(x(at), top);
+      pen.lineTo(x(at + step), top);
+      boxes.push({ left: x(at), right: x(at + step), top: y, bottom: y + tall, lane, span: { start: at, end: at + step, kind: "flight", text: `${number(value)} tickets in flight (at most ${number(most)})` } });
+    });
+    pen.lineTo(x(data.end), y + tall);
+    pen.fill();
+    pen.globalAlpha = 1;
+  }
+
+  function drawWaits() {
+    const whole = end - start, most = Math.max(...data.waits.map(([, seconds]) => seconds), 1e-9);
+    fill(waits, h("h2", {}, "What training waited for ", h("span", { class: "muted" }, "in this window")),
+      data.waits.length ? h("div", { class: "bars" }, data.waits.map(([text, seconds]) => [h("span", { class: "muted" }, WAITS[text] ?? printable(text)), h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${(100 * seconds) / most}%` } })), h("span", { class: "number" }, `${duration(seconds)} · ${((100 * seconds) / whole).toFixed(1)} %`)]))
+        : h("p", { class: "muted" }, "No step in this window."));
+  }
+
+  const clock = (time) => relative(time - data.begun, (end - start) / 100);
+
+  function found(event) {
+    const box = canvas.getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
+    return boxes.findLast((each) => px >= each.left && px <= each.right && py >= each.top && py < each.bottom) ?? null;
+  }
+
+  function describe(box) {
+    const { span, lane } = box, several = span.count > 1 ? `${number(span.count)} spans, busy ${duration(span.busy_s)}; the first: ` : "";
+    return printable(`${lane ? `${lane.name}\n` : ""}${several}${span.text}\n${clock(span.start)}${span.end > span.start ? ` to ${clock(span.end)}, ${duration(span.end - span.start)}` : ""}`);
+  }
+
+  let grip = null;
+  canvas.addEventListener("pointerdown", (event) => { grip = { x: event.clientX, start, end, moved: false }; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointermove", (event) => {
+    if (grip) {
+      const shift = ((event.clientX - grip.x) / (canvas.clientWidth - label())) * (grip.end - grip.start);
+      if (Math.abs(event.clientX - grip.x) > 3) grip.moved = true;
+      if (grip.moved) { tip.hidden = true; go(grip.start - shift, grip.end - shift); }
+      return;
+    }
+    const box = found(event);
+    tip.hidden = !box;
+    if (!box) return;
+    fill(tip, describe(box));
+    tip.style.setProperty("left", `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`);
+    tip.style.setProperty("top", `${Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)}px`);
+  });
+  canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+  canvas.addEventListener("pointerup", (event) => {
+    const still = grip && !grip.moved, box = found(event);
+    grip = null;
+    if (!still || !box) return;
+    fill(detail, describe(box).replaceAll("\n", " · "), box.span.ticket !== undefined && box.span.ticket !== null && [" ", h("a", { href: `#/run/${id}/samples?ticket=${box.span.ticket}&purpose=${box.span.kind}&group=1` }, "its samples")]);
+  });
+  canvas.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    const share = (event.clientX - canvas.getBoundingClientRect().left - label()) / (canvas.clientWidth - label());
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, start + share * (end - start));
+  }, { passive: false });
+
+  function key(event) {
+    const width = end - start;
+    const moves = { "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => go(start - width / 4, end - width / 4), ArrowRight: () => go(start + width / 4, end + width / 4), 0: () => go(data.begun, data.ended) };
+    if (!moves[event.key]) return false;
+    moves[event.key]();
+    return true;
+  }
+
+  return {
+    element,
+    shown() { sized.observe(canvas); draw(); },
+    async update() { if (follows) await newest(); },
+    redraw: draw, key,
+    destroy() { sized.disconnect(); abort.abort(); tip.remove(); },
+  };
+}
+
+function tick(least) {
+  for (const unit of [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800]) if (unit >= least) return unit;
+  return 604800;
+}
+
+/** Time since the run began. */
+function relative(seconds, precision) {
+  const digits = precision >= 1 ? 0 : Math.min(3, Math.ceil(-Math.log10(precision)));
+  if (Math.abs(seconds) < 120) return `${seconds.toFixed(digits)} s`;
+  const hours = Math.floor(seconds / 3600), minutes = Math.floor((seconds % 3600) / 60), rest = (seconds % 60).toFixed(digits).padStart(digits ? digits + 3 : 2, "0");
+  return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
+}
+
+function shorten(pen, text, width) {
+  if (pen.measureText(text).width <= width) return text;
+  let shown = text;
+  while (shown && pen.measureText(`${shown}…`).width > width) shown = shown.slice(0, -1);
+  return shown ? `${shown}…` : "";
+}

@@ -1,0 +1,379 @@
+"""The page in a browser: what it shows is what the run's files hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver import ActionChains, Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+from browser import complaints, open_browser, requested
+from made_run import make_run
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = '<script>document.title="owned"</script><img src=x onerror="document.title=1">\x1b[31m'
+T = TypeVar("T")
+
+
+class Page:
+    """A browser that has the token of a server, and shows one of its addresses."""
+
+    def __init__(self, driver: Chrome, address: str, folder: Path) -> None:
+        self.driver = driver
+        self.base = address.partition("?")[0]
+        self.folder = folder
+        driver.get(address)
+        self.until(lambda: driver.current_url.startswith(f"{self.base}#") or driver.current_url == self.base)
+
+    def open(self, place: str) -> None:
+        """Load an address of the page from the beginning."""
+        self.driver.get("about:blank")
+        self.driver.get(f"{self.base}#/{place}")
+
+    def until(self, found: Callable[[], T], seconds: float = 30.0) -> T:
+        """Wait until a condition holds, and return what it found."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                value = found()
+            except StaleElementReferenceException:  # the page has drawn again
+                value = None
+            if value:
+                return value  # pyright: ignore[reportReturnType]
+            assert time.monotonic() < deadline, f"not in {seconds} s: {self.driver.page_source[-3000:]}"
+            time.sleep(0.05)
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def one(self, selector: str) -> WebElement:
+        return self.until(lambda: self.all(selector))[0]
+
+    def text(self, selector: str) -> str:
+        return self.one(selector).text
+
+    def cells(self, selector: str) -> list[list[str]]:
+        """Return the texts of a table's body, by row."""
+        script = (
+            "return [...document.querySelectorAll(arguments[0] + ' tbody tr')]"
+            ".map((row) => [...row.cells].map((cell) => cell.textContent))"
+        )
+        return self.driver.execute_script(script, selector)
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def run(self, name: str) -> str:
+        """Return the id of a run."""
+        script = (
+            "return fetch('/api/runs').then((answer) => answer.json())"
+            ".then(({ runs }) => runs.find((run) => run.name === arguments[0]).id)"
+        )
+        return self.driver.execute_script(script, name)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def _served(folder: Path) -> Generator[str]:
+    """Serve a folder; yield the address with its token."""
+    command = [sys.executable, "-m", "stretto", "ui", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """Three runs in a browser."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "one", name="one", steps=40)
+    make_run(folder / "two", name="two", steps=30, seed=2)
+    make_run(folder / "hostile", name="hostile", steps=3, answer=HOSTILE)
+    with (
+        _served(folder) as address,
+        open_browser(tmp_path_factory.mktemp("browser") / "profile") as driver,
+    ):
+        yield Page(driver, address, folder)
+
+
+@pytest.fixture(autouse=True)
+def clean(page: Page) -> Iterator[None]:
+    """After each test: the browser found no fault, and asked no other server."""
+    complaints(page.driver)
+    requested(page.driver)
+    yield
+    assert complaints(page.driver) == []
+    assert [url for url in requested(page.driver) if not url.startswith(page.base)] == []
+
+
+def _curve(page: Page, key: str) -> list[tuple[float, float]]:
+    """Return the points of a chart, from its table."""
+    chart = f".chart[data-key='{key}']"
+    page.driver.execute_script(
+        "arguments[0].scrollIntoView()", page.one(chart)
+    )  # what is not seen is not loaded
+    page.one(f"{chart} canvas")
+    page.driver.execute_script("arguments[0].click()", page.one(f"{chart} header button"))
+    rows = page.until(lambda: page.cells(f"{chart} .data"))
+    return [(float(x.replace(",", "")), float(y.replace(",", ""))) for x, y in rows]
+
+
+def test_the_token_leaves_the_address(page: Page) -> None:
+    assert "token" not in page.driver.current_url
+    assert page.driver.execute_script("return document.cookie") == ""
+
+
+def test_the_overview_shows_the_newest_line(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/overview")
+
+    last = [line for line in page.lines("one") if "reward" in line][-1]
+    assert page.text("[data-tile=Reward] .value") == f"{last['reward']:.4g}"
+    assert page.text("[data-tile=Loss] .value") == f"{last['loss']:.4g}"
+    assert page.text("#steps") == "step 40 of 40"
+    assert page.text("#state") == "completed"
+    assert page.text("[data-account=trained]") == "trained 160"
+    assert page.until(lambda: page.text("[data-staleness='2']")) == "320 · 50.0 %"
+    assert page.text("[data-rule=truncation]") == "truncation since step 3\n12 % of the answers are truncated"
+
+
+def test_a_curve_has_every_step(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/curves")
+
+    expected = {line["step"]: line["loss"] for line in page.lines("one") if "loss" in line}
+    assert dict(_curve(page, "loss")) == pytest.approx(expected, abs=1e-6)
+
+
+def test_evaluations_are_points_with_their_version(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/curves")
+
+    accuracy = [line for line in page.lines("one") if "evaluation/accuracy" in line]
+    values = page.until(lambda: page.text(".chart[data-key='evaluation/accuracy'] .values"))
+    assert values == "0.9 at version 40"
+    expected = {line["step"]: line["evaluation/accuracy"] for line in accuracy}
+    assert dict(_curve(page, "evaluation/accuracy")) == pytest.approx(expected)
+
+
+def test_a_drag_over_a_chart_shows_the_part_in_all_charts(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/curves")
+    plot = page.one(".chart[data-key=reward] .u-over")
+    requested(page.driver)
+
+    ActionChains(page.driver).move_to_element_with_offset(plot, 0, 0).click_and_hold().move_by_offset(
+        plot.size["width"] // 4, 10
+    ).release().perform()
+
+    page.until(lambda: any("start=" in url for url in requested(page.driver)))
+    page.until(lambda: page.one(".tools button:not([data-value])").is_enabled())
+    assert 5 < len(_curve(page, "reward")) < 35
+    assert 5 < len(_curve(page, "reward_std")) < 35
+
+
+def test_smoothing_adds_a_mean(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/curves")
+    page.one(".chart[data-key=reward] canvas")
+
+    slider = page.one("#smoothing")
+    slider.send_keys(Keys.END)
+    page.until(lambda: page.all(".chart[data-key=reward] .values .faint")[0].text)
+
+    last = [line for line in page.lines("one") if "reward" in line][-1]["reward"]
+    values = page.text(".chart[data-key=reward] .values").split()
+    assert float(values[1]) == pytest.approx(last, rel=1e-3)
+    assert float(values[0]) < last
+    slider.send_keys(Keys.HOME)
+
+
+def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
+    page.open("")
+    page.one("#runs tbody tr")
+    page.driver.find_element(By.XPATH, "//th//button[text()='step']").click()
+    assert [row[3].split()[0] for row in page.cells("#runs")] == ["40", "30", "3"]
+
+    for name in ("one", "two"):
+        page.one(f"[aria-label='Select {name}']").click()
+    page.one("#compare").click()
+
+    lines = {name: [line for line in page.lines(name) if "reward" in line][-1] for name in ("one", "two")}
+    figures = {row[0]: row for row in page.until(lambda: page.cells("#figures"))}
+    assert [figures[name][4] for name in lines] == [f"{line['reward']:.4g}" for line in lines.values()]
+    assert page.until(lambda: page.text(".chart[data-key=reward] .values")).count("\n") <= 1
+    points = _curve(page, "reward")
+    assert len(points) == 70
+
+
+def test_what_differs_between_configurations(page: Page) -> None:
+    page.open(f"compare?runs={page.run('one')},{page.run('two')}&tab=config")
+
+    rows = [row for row in page.until(lambda: page.cells("#config")) if len(row) == 3]
+    assert rows == [
+        ["name", '"one"', '"two"'],
+        ["steps", "40", "30"],
+        ["seed", "1", "2"],
+        ["lr", "0.0003", "0.0006"],
+    ]
+
+
+def test_the_timeline_names_what_is_below_the_pointer(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/timeline")
+    canvas = page.one("#timeline")
+    page.until(lambda: page.text("#waits"))
+    assert page.text("#waits").endswith("7.2 s · 30.0 %")  # 0.6 s of each of 12 steps of 2 s
+
+    middle: int = canvas.size["height"] // 2
+    ActionChains(page.driver).move_to_element_with_offset(canvas, 560, 30 - middle).perform()
+    page.until(lambda: "step 40: 4 tickets; it had waited for groups" in page.text(".tip"))
+
+    before = page.text(".tools .mono")
+    canvas.send_keys("+")
+    page.until(lambda: page.text(".tools .mono") != before)
+
+
+def test_samples_are_filtered_and_shown_with_their_group(page: Page) -> None:
+    page.open(f"run/{page.run('one')}/samples")
+    assert page.until(lambda: page.text("#count")) == "1 to 50 of 640"
+
+    page.one("#f-ticket").send_keys("7")
+    page.until(lambda: page.text("#count") == "1 to 4 of 4")
+    assert [row[0] for row in page.cells("#samples")] == ["7/1/0", "7/1/1", "7/1/2", "7/1/3"]
+
+    page.one("tr[data-id='7/1/2']").click()
+    page.until(lambda: len(page.all(".group article")) == 4)
+    assert page.text("#prompt") == "3+5+9="
+    assert page.text(".group article [data-part=answer]") == "8 17"
+    assert page.text("#row") == "prompt\n3+5+9=\nanswer\n8 17"
+
+
+def test_tokens_have_the_colours_and_figures_of_the_sample(page: Page) -> None:
+    run = page.run("one")
+    page.open(f"run/{run}/samples?ticket=7&group=1")
+    sample = page.driver.execute_script(
+        f"return fetch('/api/runs/{run}/tokens?ticket=7&sample=7/1/1').then((answer) => answer.json())"
+    )
+
+    for mode, name in (("logprob", "logprobs"), ("advantage", "advantages")):
+        page.one(f"[data-value={mode}]").click()
+        token = page.one("article[data-sample='7/1/1'] .tok[data-at='8']")
+        assert token.text == "1"
+        assert token.value_of_css_property("background-color") != "rgba(0, 0, 0, 0)"
+        ActionChains(page.driver).move_to_element(token).perform()
+        shown = page.until(lambda: page.text("#token"))
+        assert f"{mode} {float(f'{sample[name][8]:.4g}'):g}" in shown
+    prompt = page.one("article[data-sample='7/1/1'] .tok[data-at='0']")
+    assert prompt.value_of_css_property("background-color") == "rgba(0, 0, 0, 0)"
+    page.one("[data-value=text]").click()
+
+
+def test_text_of_a_model_is_no_markup(page: Page) -> None:
+    run = page.run("hostile")
+    for place in (f"run/{run}/samples", f"run/{run}/samples?ticket=3&group=1"):
+        page.open(place)
+        page.until(lambda: "<script>" in page.text("main"))
+        assert "\\x1b[31m" in page.text("main")
+    page.one("[data-value=logprob]").click()
+    page.until(lambda: page.all(".tok"))
+
+    assert page.driver.title == "hostile · stretto"
+    assert page.all("main script, main img") == []
+    page.one("[data-value=text]").click()
+
+
+def test_the_keyboard_reaches_everything(page: Page) -> None:
+    page.open("")
+    page.one("#runs tbody tr")
+    page.press("?")
+    page.until(lambda: page.all("dialog[open]"))
+    page.press(Keys.ESCAPE)
+    page.until(lambda: not page.all("dialog[open]"))
+
+    page.press("j", Keys.ENTER)
+    page.one("#tiles")
+    for key, selector in (("2", "#smoothing"), ("3", "#timeline"), ("4", "#samples"), ("5", "#config")):
+        page.press(key)
+        page.one(selector)
+    page.press("/")
+    page.until(lambda: page.driver.switch_to.active_element.get_attribute("type") == "search")
+    page.press(Keys.ESCAPE, "g", "r")
+    page.one("#runs")
+
+
+def test_the_theme_changes_and_stays(page: Page) -> None:
+    page.open("")
+    theme = "return document.documentElement.dataset.theme"
+    assert page.driver.execute_script(theme) == "light"
+
+    page.press("t")
+    page.open("")
+
+    assert page.driver.execute_script(theme) == "dark"
+    page.one("#theme").click()
+
+
+def test_a_phone_needs_no_sideways_scrolling(page: Page) -> None:
+    run = page.run("one")
+    places = [f"run/{run}/{tab}" for tab in ("overview", "curves", "timeline", "samples", "config")]
+    places += ["", f"run/{run}/samples?ticket=7&group=1", f"compare?runs={run},{page.run('two')}"]
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        for place in places:
+            page.open(place)
+            page.until(lambda: page.all("main h1"))
+            width = page.driver.execute_script("return document.documentElement.scrollWidth")
+            assert width <= 390, place
+    finally:
+        page.driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", size | {"width": 1280, "height": 900}
+        )
+
+
+def test_a_run_that_goes_on_is_followed(page: Page) -> None:
+    folder = make_run(page.folder / "going", name="going", steps=10, finished=False)
+    page.open("")
+    page.until(lambda: any("going" in row[1] for row in page.cells("#runs")))
+    page.open(f"run/{page.run('going')}/overview")
+    page.until(lambda: page.text("#steps") == "step 10 of 10")
+
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 11, "time_s": 30.0, "reward": 0.125, "loss": 1.5}) + "\n")
+
+    page.until(lambda: page.text("[data-tile=Reward] .value") == "0.125")
+    page.until(lambda: page.text(".chart[data-key=loss] .values") == "1.5")
+
+
+@pytest.mark.timeout(600)
+def test_a_long_run_opens_in_two_seconds(page: Page, tmp_path: Path) -> None:
+    """10,000 steps and 1,000,000 samples: from the request until figures and curves are drawn."""
+    make_run(tmp_path / "runs" / "long", name="long", steps=10_000, groups=25, samples=4)
+    with _served(tmp_path / "runs") as address, open_browser(tmp_path / "profile") as driver:
+        long = Page(driver, address, tmp_path / "runs")
+        run = long.run("long")
+        drawn = (
+            "const done = arguments[0], count = () => document.querySelectorAll('.chart canvas').length;"
+            "const look = () => count() >= 5 ? done(performance.now() / 1000) : requestAnimationFrame(look);"
+            "look();"
+        )
+        long.open(f"run/{run}/overview")
+        overview_s = driver.execute_async_script(drawn)
+        print(f"overview after {overview_s:.2f} s")
+        assert _curve(long, "loss")[-1][0] == 10_000
+
+        long.open(f"run/{run}/samples")
+        long.until(lambda: long.text("#count") == "1 to 50 of 1,000,000")
+
+    assert overview_s < 2
