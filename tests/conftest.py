@@ -8,8 +8,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files whose tests take longest, so that no process of pytest is left alone with one."""
-    longest = {"start", "measured"}  # fixtures: a whole run, the layouts of training
+    longest = {"start", "module_start", "measured"}  # fixtures: a whole run, the layouts of training
     items.sort(key=lambda item: longest.isdisjoint(getattr(item, "fixturenames", ())))
 
 
@@ -274,6 +274,20 @@ Start = Callable[..., Run]
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("steps=3")`: a run of the mock engines; `start(resume=run)` goes on with one, and
     `start("steps=5", resume=run)` with changes."""
+    with runs_in(tmp_path) as start_run:
+        yield start_run
+
+
+@pytest.fixture(scope="module")
+def module_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Like `start`, for runs that the tests of a file share."""
+    with runs_in(tmp_path_factory.mktemp("runs")) as start_run:
+        yield start_run
+
+
+@contextmanager
+def runs_in(tmp_path: Path) -> Generator[Start]:
+    """What `start` gives, with the runs in one folder. They are killed at the end."""
     runs: list[Run] = []
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -36,6 +36,7 @@ __all__ = [
     "QueueConfig",
     "RolloutConfig",
     "RunConfig",
+    "TracingConfig",
     "VerifierConfig",
 ]
 
@@ -163,6 +164,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Peak learning rate of the model; default the `lr` of its worker group."""
 
 
+class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces for OpenTelemetry (extra `otel`): what every process did for a ticket, from its prompt to the
+    optimizer step, and when."""
+
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """Share of the tickets that are traced, each of them as a whole. Steps and evaluations always are."""
+    endpoint: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                pattern=r"^https?://\S+$(?!\n)", description="`http://host:4318` or `https://host:4318`"
+            ),
+        ]
+        | None
+    ) = None
+    """Address of an OTLP/HTTP collector, such as `http://127.0.0.1:4318`. By default each process writes its
+    spans to a file in the run's folder, `traces/<process>.jsonl`."""
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole run. In a composed run, each section is the struct of the component that `use` names."""
 
@@ -228,3 +248,5 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     the run and get none of its environment variables but PATH."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Trackers that receive the metrics, besides the files in the run's folder."""
+    tracing: TracingConfig | None = None
+    """Traces for OpenTelemetry; none by default."""

@@ -20,6 +20,7 @@ from stretto.environment import Feedback
 from stretto.errors import BusError
 from stretto.launcher import ROLES, Role
 from stretto.tools import ToolAnswer
+from stretto.tracing import Traceparent
 from stretto.weights import WeightsNote
 
 __all__ = [
@@ -254,6 +255,8 @@ class Ticket(Message, frozen=True):
     version."""
     samples: int
     """Number of samples of the group, n."""
+    traceparent: Traceparent = ""
+    """Context of the ticket's trace."""
 
     @property
     def name(self) -> str:
@@ -490,6 +493,8 @@ class Generate(Message, frozen=True, tag="Generate/2"):
     """The only version that may sample the request of an evaluation; None for training. A worker that is lent
     to an evaluation answers only the requests of that evaluation. Any other worker answers only the requests
     of training."""
+    traceparent: Traceparent = ""
+    """Context of the request's span."""
 
 
 class ChunkHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -536,6 +541,8 @@ class Swap(Message, frozen=True, tag="Swap/2"):
     note: WeightsNote
     exact: bool = False
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
+    traceparent: Traceparent = ""
+    """Context of the kernel's span of the swap."""
 
 
 class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -636,6 +643,8 @@ class ScoreSamples(Message, frozen=True):
     columns: bytes
     """Further arguments that the reward gets by name: a msgpack map of lists, one value for each
     completion."""
+    traceparent: Traceparent = ""
+    """Context of the ticket's rollout."""
 
 
 class Scored(Message, frozen=True):
@@ -662,6 +671,8 @@ class RunTool(Message, frozen=True):
     name: str
     arguments: bytes
     """A JSON object, as the policy wrote it."""
+    traceparent: Traceparent = ""
+    """Context of the ticket's rollout."""
 
 
 class ToolDone(Message, frozen=True):
@@ -675,6 +686,8 @@ class TellEnvironment(Message, frozen=True):
 
     arguments: bytes
     """The arguments of the environment, by name: a msgpack map."""
+    traceparent: Traceparent = ""
+    """Context of the ticket's rollout."""
 
 
 class EnvironmentAnswer(Message, frozen=True):
@@ -712,6 +725,10 @@ class RunCall(Message, frozen=True, tag="Call/2"):
     name: str
     rows: tuple[RowRef, ...]
     """The batch, in order. All calls of a step have the same rows."""
+    traceparent: Traceparent = ""
+    """Context of the step."""
+    links: tuple[Traceparent, ...] = ()
+    """Contexts of the batch's tickets, of those that are traced."""
 
 
 class CallDone(Message, frozen=True, tag="CallDone/2"):
@@ -748,6 +765,8 @@ class EndStep(Message, frozen=True):
     """Version at which the step began. The weights are now those of `version + 1`."""
     needed: tuple[int, ...] = ()
     """Versions that evaluations still need. The trainers keep those of them that are published."""
+    traceparent: Traceparent = ""
+    """Context of the step."""
 
 
 class StepEnded(Message, frozen=True):

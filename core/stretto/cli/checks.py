@@ -54,6 +54,7 @@ _CONNECT_S = 3.0
 """Time limit of the connection to the nats-server at `bus.url`."""
 _ANSWER = "0"
 """The answer that the reward scores in its trial."""
+_TRACING_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 _FAR_STALENESS = 16
 """Warn about a larger `queue.max_staleness`: the project has measured no run above 8."""
 
@@ -111,6 +112,8 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         if placement.graph.samples and config.steps:
             yield from _sampling_problems(config)
         yield from _odd_values(config)
+        if config.tracing is not None and (module := _missing_module(*_TRACING_MODULES)):
+            yield Problem("tracing", f"needs {module!r}: pip install 'stretto[otel]'")
         yield from _thread_problems(config, placement)
         yield from _plugin_problems(composed, "launcher", partial(_launcher_problems, composed, placement))
         if config.bus.url is not None and (fault := fault_of_server(config.bus.url, _CONNECT_S)):
@@ -132,6 +135,16 @@ def _folder_problems(config: RunConfig) -> Iterator[Problem]:
         else:
             advice = "is not an empty folder; choose another folder"
         yield Problem("out", f"{str(folder)!r} {advice}")
+
+
+def _missing_module(*modules: str) -> str:
+    """Return the first of these modules that is not installed; empty if all are."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            return error.name or module
+    return ""
 
 
 def _placement_or_problem(composed: Composed) -> Placement | Problem:

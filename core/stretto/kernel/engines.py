@@ -14,12 +14,14 @@ from itertools import count
 import anyio
 import structlog
 
+from stretto import tracing
 from stretto.bus.client import Bus
 from stretto.bus.messages import AskLoad, LoadReport, Subjects, Swap, SwapDone
 from stretto.errors import BusError, NoAnswer, RunError
 from stretto.kernel.fleet import Fleet, FleetMember
 from stretto.kernel.lending import Lending, Wish
 from stretto.kernel.timeline import Timeline
+from stretto.kernel.traces import RunTraces
 from stretto.weights import WeightsNote
 
 __all__ = ["Engines"]
@@ -48,6 +50,7 @@ class Engines:
         fleet: Fleet,
         lease_epoch: int,
         timeline: Timeline,
+        traces: RunTraces,
         *,
         on_swapped: Callable[[str, SwapDone], None],
         on_callable: Callable[[], None],
@@ -58,6 +61,7 @@ class Engines:
         self._fleet = fleet
         self._lease_epoch = lease_epoch
         self._timeline = timeline
+        self._traces = traces
         self._on_swapped = on_swapped
         self._on_callable = on_callable
         self._news = anyio.Event()
@@ -173,13 +177,15 @@ class Engines:
 
     async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone:
         start = self._timeline.now()
-        done = await self._bus.request(
-            self._names.worker("inference", member.worker, "swap"),
-            Swap(self._lease_epoch, next(self._numbers), note, exact),
-            SwapDone,
-            who=member.worker,
-            deadline_s=_SWAP_S,
-        )
+        cause = self._traces.cause_of_swap(note.version, exact=exact)
+        with tracing.span("swap", cause, worker=member.worker, version=note.version) as span:
+            done = await self._bus.request(
+                self._names.worker("inference", member.worker, "swap"),
+                Swap(self._lease_epoch, next(self._numbers), note, exact, span.traceparent),
+                SwapDone,
+                who=member.worker,
+                deadline_s=_SWAP_S,
+            )
         if done.fault:
             raise RunError(f"{member.worker}: {done.fault}")
         self._timeline.swap(start, member.worker, done.report.version, done.report.pause_s, exact=exact)

@@ -18,6 +18,7 @@ import structlog
 import yaml
 from anyio.abc import TaskGroup
 
+from stretto import tracing
 from stretto.bus.client import Bus
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
@@ -66,6 +67,7 @@ from stretto.kernel.scheduler import (
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.tickets import TicketQueue
 from stretto.kernel.timeline import Timeline
+from stretto.kernel.traces import RunTraces, StepTrace
 from stretto.kernel.trainers import StepResult, Trainers
 from stretto.launcher import ROLES, Role
 from stretto.weights import WeightsNote
@@ -132,6 +134,7 @@ class Kernel:
         self._ending = ending
         self._tasks = tasks
         self._timeline = Timeline(setup.folder)
+        self._traces = RunTraces(setup.run, lease_epoch)
         self._trainers = Trainers(bus, setup.names, setup.placement, lease_epoch, self._timeline)
         self._engines = Engines(
             bus,
@@ -139,6 +142,7 @@ class Kernel:
             setup.fleet,
             lease_epoch,
             self._timeline,
+            self._traces,
             on_swapped=self._take_in_swap,
             on_callable=self._notify,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
@@ -500,6 +504,8 @@ class Kernel:
     def _take_in(self, outcome: Outcome) -> None:
         if isinstance(outcome, GroupDone):
             self._timeline.done(outcome)
+            if outcome.purpose == "eval":
+                self._traces.evaluated(outcome)
             self._scheduler.group_done(outcome)
         else:
             self._scheduler.group_failed(outcome)
@@ -535,13 +541,14 @@ class Kernel:
         match command:
             case Issue(ticket):
                 self._timeline.issued(ticket)
-                await self._tickets.issue(ticket)
+                await self._tickets.issue(self._traces.issued(ticket))
             case Withdraw(purpose, ticket, attempt):
                 await self._tickets.withdraw(purpose, ticket, attempt)
             case StartBatch():
                 self._tasks.start_soon(self._step, command)
             case Retired(purpose, ticket, attempt, account, reason):
                 self._timeline.retired(purpose, ticket, attempt, account, reason)
+                self._traces.retired(command)
             case EvaluationDone():
                 await self._end_evaluation(command)
             case HeldBack(evaluating, waiting):
@@ -555,7 +562,9 @@ class Kernel:
 
     async def _step(self, start: StartBatch) -> None:
         """Train a batch, announce the new weights, and write a checkpoint if one is due."""
-        result, divergence = await self._train(start)
+        trace = self._traces.step(start)
+        with tracing.within(trace.span):
+            result, divergence = await self._train(start, trace)
         version, config = result.note.version, self._config
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.is_due(version)
@@ -565,6 +574,7 @@ class Kernel:
         self._scheduler.step_finished(hold=due, divergence=divergence)
         metrics = self._report.step(start, result, generate_busy_s=busy_s, divergence=divergence)
         self._record_step(start, result)
+        self._traces.trained(trace, result.began)
         self._engines.announce(result.note)
         self._wake_carry_out()
         self._notify()
@@ -575,7 +585,7 @@ class Kernel:
             self._scheduler.release()
             self._wake_carry_out()
 
-    async def _train(self, start: StartBatch) -> tuple[StepResult, float | None]:
+    async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float | None]:
         """Write the batch to the journal, run the calls of its step, and write the step to the journal.
 
         Returns:
@@ -588,7 +598,7 @@ class Kernel:
         await self._journal.append(batch, "batch", start.version)
         ahead = _rows(tuple(self._scheduler.done_groups))
         needed = self._scheduler.needed_versions
-        result = await self._trainers.step(incarnation, start.version, rows, ahead, needed)
+        result = await self._trainers.step(incarnation, start.version, rows, ahead, needed, trace)
         version = result.note.version
         divergence = self._engine_errors.divergence(result.divergence)
         finished = JournalStep(incarnation, version, result.note.digest, divergence)
@@ -616,6 +626,7 @@ class Kernel:
         await self._journal.append(entry, "evaluation", version)
         self._report.evaluation(done.evaluation)
         self._timeline.evaluation(done.evaluation)
+        self._traces.evaluation_ended(done.evaluation)
         if self._config.checkpoint.keep_best:
             await self._checkpointer.prune()
 

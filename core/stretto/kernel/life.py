@@ -19,6 +19,7 @@ from typing import Any
 import anyio
 import structlog
 
+from stretto import tracing
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import run_folder
@@ -139,7 +140,9 @@ def _live(setup: RunSetup, accept_dataset: bool = False) -> tuple[dict[str, Any]
     """Run one kernel, and return its summary and `Ending.next_values`."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     setup.check_datasets(accept=accept_dataset)
-    return anyio.run(_live_and_sum_up, setup)
+    config = setup.config
+    with tracing.traced(config.tracing, "kernel", setup.run, config.name, setup.folder):
+        return anyio.run(_live_and_sum_up, setup)
 
 
 async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]:

@@ -33,6 +33,7 @@ from stretto.bus.messages import (
 )
 from stretto.errors import one_error
 from stretto.kernel.timeline import Timeline
+from stretto.kernel.traces import UNTRACED, StepTrace
 from stretto.weights import WeightsNote
 
 __all__ = ["CallTime", "StepResult", "Trainers"]
@@ -111,6 +112,7 @@ class Trainers:
         rows: tuple[RowRef, ...],
         ahead: tuple[RowRef, ...] = (),
         needed: tuple[int, ...] = (),
+        trace: StepTrace = UNTRACED,
     ) -> StepResult:
         """Run the calls of one train step on a batch.
 
@@ -119,12 +121,16 @@ class Trainers:
                 rows train.
             needed: published versions that the trainers keep, because evaluations need them.
         """
-        step = _Step(self, RunCall(self._lease_epoch, incarnation, version, "", rows), ahead)
+        request = RunCall(
+            self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.groups)
+        )
+        step = _Step(self, request, ahead)
         with one_error():
             async with anyio.create_task_group() as tasks:
                 for group in self.placement.groups.values():
                     tasks.start_soon(step.run_group, group)
-        answers = await self._ask_all("end", EndStep(self._lease_epoch, version, needed), StepEnded)
+        end = EndStep(self._lease_epoch, version, needed, trace.span.traceparent)
+        answers = await self._ask_all("end", end, StepEnded)
         divergence = step.statistics.pop("divergence", None)
         return StepResult(
             step.statistics,

@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from stretto import tracing
 from stretto.array import Array
 from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate
 from stretto.engine import Finish, GenerateRequest
@@ -114,11 +115,13 @@ class _Generation:
         floor: VersionFloor,
         exact_version: int | None,
         on_tokens: OnTokens | None,
+        span: tracing.Span,
     ) -> None:
         self.request = request
         self.floor = floor
         self.exact_version = exact_version
         self.on_tokens = on_tokens
+        self.span = span
         self.samples = [GeneratedSample() for _ in request.seeds]
         self.unfinished = len(self.samples)
         self.failure: Exception | None = None
@@ -146,6 +149,7 @@ class _Generation:
         """Continue on another engine, or start again on the same one."""
         self.engine, self.given_up, self.wake = engine, False, anyio.Event()
         self.quiet_since, self.silent_periods = time.monotonic(), 0
+        self.span.event("engine chosen", engine=engine)
 
     def look(self, now: float, silence_s: float) -> None:
         """Wake the waiting task if the engine has sent nothing for `silence_s` seconds."""
@@ -241,6 +245,7 @@ class Generations:
         exact_version: int | None = None,
         affinity: str = "",
         on_tokens: OnTokens | None = None,
+        traceparent: str = "",
     ) -> list[GeneratedSample]:
         """Run a request until every sample is finished, and return the samples.
 
@@ -251,18 +256,22 @@ class Generations:
                 prefix (see `Router.member`); empty for none.
             on_tokens: called with (sample, new tokens) as tokens arrive; each position of an answer is passed
                 once.
+            traceparent: context of the ticket's rollout.
 
         Raises:
             EngineError: if an engine refused the request, or engines gave it up too often.
             Exception: any exception that `on_tokens` raised.
         """
-        generation = _Generation(request, floor, exact_version, on_tokens)
+        with tracing.span("request", traceparent, request=request.id, samples=len(request.seeds)) as span:
+            return await self._run(_Generation(request, floor, exact_version, on_tokens, span), affinity)
+
+    async def _run(self, generation: _Generation, affinity: str) -> list[GeneratedSample]:
         attempt, give_ups, former_engine = 0, 0, ""
         while generation.unfinished:
             async with self._engines.member(
                 affinity,
-                min_version=floor.version,
-                exact_version=exact_version,
+                min_version=generation.floor.version,
+                exact_version=generation.exact_version,
                 samples=lambda: generation.unfinished,
                 avoid=former_engine,
             ) as engine:
@@ -327,7 +336,8 @@ class Generations:
             min_version=generation.floor.version,
         )
         subject = self._context.names.worker("inference", engine, "generate")
-        await self._bus.publish(subject, Generate(request, self._bus.inbox, generation.exact_version))
+        message = Generate(request, self._bus.inbox, generation.exact_version, generation.span.traceparent)
+        await self._bus.publish(subject, message)
 
     async def _release(self, engine: str, generation: _Generation, name: str) -> None:
         """Tell the engine that it can forget the request."""

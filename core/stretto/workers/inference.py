@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from stretto import tracing
 from stretto.array import Array
 from stretto.assembly.contracts import expect_contract
 from stretto.bus.messages import (
@@ -82,6 +83,21 @@ class _Request:
     """Chunks of each sample."""
     active_at: float = 0.0
     """When the request was last sent or got a chunk, in seconds of the monotonic clock."""
+    span: tracing.Span = tracing.NO_SPAN
+    """From the request's arrival to its last token."""
+
+    def trace(self, chunk: Chunk) -> None:
+        """Record the first token, and the end of the request."""
+        if sum(map(len, self.chunks)) == 1:
+            self.span.event("first token")
+        if self.unfinished == 0:
+            versions = np.concatenate([part.versions for chunks in self.chunks for part in chunks])
+            if len(versions):
+                self.span.set(oldest=int(versions.min()), newest=int(versions.max()))
+            self.span.set(tokens=len(versions), finish=chunk.finish)
+            if chunk.finish == "error":
+                self.span.fail(chunk.error)
+            self.span.end()
 
 
 Audience = int | None | Literal["nobody"]
@@ -153,7 +169,8 @@ class InferenceWorker:
         if known is None:
             count = len(request.seeds) - request.have.count(-1)
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
-            self._requests[request.id] = _Request(message.inbox, count, no_chunks, time.monotonic())
+            span = tracing.begin("generate", message.traceparent, request=request.id, samples=count)
+            self._requests[request.id] = _Request(message.inbox, count, no_chunks, time.monotonic(), span)
             assert self._engine is not None
             self._engine.generate(request)
             return
@@ -175,8 +192,12 @@ class InferenceWorker:
     def _drop(self, request: str) -> None:
         """Abort a request and forget it: no rollout worker waits for it here any more."""
         assert self._engine is not None
+        if known := self._requests.get(request):
+            known.span.set(dropped=True)
         self._engine.abort(request)
-        self._requests.pop(request, None)
+        if known is not None:
+            del self._requests[request]
+            known.span.end()
         self._held_chunks = {key: chunks for key, chunks in self._held_chunks.items() if key[0] != request}
 
     async def _forget(self) -> None:
@@ -214,6 +235,8 @@ class InferenceWorker:
         request.chunks[chunk.sample].append(chunk)
         request.active_at = time.monotonic()
         request.unfinished -= bool(chunk.finish)
+        if request.span.traceparent:
+            request.trace(chunk)
         self._queue(request.inbox, [chunk])
 
     def _trust(self, version: int) -> None:
@@ -251,6 +274,14 @@ class InferenceWorker:
     async def _swap(self, message: Swap) -> SwapDone:
         """Serve a version. Skip a swap if a newer one is already done."""
         self._context.check_lease(message.lease_epoch)
+        with tracing.span("engine swap", message.traceparent, version=message.note.version) as span:
+            done = await self._swap_in_turn(message)
+            span.set(served=done.report.version, pause_s=done.report.pause_s)
+            if done.fault:
+                span.fail(done.fault)
+            return done
+
+    async def _swap_in_turn(self, message: Swap) -> SwapDone:
         async with self._swapping:
             order = (message.lease_epoch, message.number)
             if self._served is not None and order <= self._order:

@@ -14,9 +14,19 @@ import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
+from stretto import tracing
 from stretto.assembly.logs import bound
 from stretto.bus.client import Delivery
-from stretto.bus.messages import AbortTicket, Heartbeat, Progress, Purpose, Ticket, TicketStarted
+from stretto.bus.messages import (
+    AbortTicket,
+    GroupDone,
+    GroupFailed,
+    Heartbeat,
+    Progress,
+    Purpose,
+    Ticket,
+    TicketStarted,
+)
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.models.files import fetch_config
@@ -118,7 +128,9 @@ class RolloutWorker:
             try:
                 message = TicketStarted(worker, ticket.purpose, ticket.id, ticket.attempt)
                 await self._bus.publish(self._context.names.ticket_started, message)
-                outcome = await runner.outcome(ticket)
+                with tracing.span("rollout", ticket.traceparent, ticket=ticket.name) as span:
+                    outcome = await runner.outcome(ticket)
+                    _trace(outcome, span)
                 await self._bus.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
             finally:
                 _, newest = self._running.pop(key)
@@ -155,6 +167,17 @@ class RolloutWorker:
             progress, self._progress = self._progress, {}
             oldest = tuple((ticket, attempt, version) for (ticket, attempt), version in progress.items())
             await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
+
+
+def _trace(outcome: GroupDone | GroupFailed, span: tracing.Span) -> None:
+    """Add the outcome of a ticket to the span of its rollout."""
+    if isinstance(outcome, GroupFailed):
+        span.set(outcome="filtered" if outcome.filtered else "failed", reason=outcome.reason)
+        if not outcome.filtered:
+            span.fail(outcome.reason)
+    else:
+        rewards = [member.reward for member in outcome.members]
+        span.set(outcome="done", trajectories=len(rewards), reward=sum(rewards) / len(rewards))
 
 
 def _vision_of(model: str | None) -> Vision | None:

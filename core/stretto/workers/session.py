@@ -13,6 +13,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto import tracing
 from stretto.agents.conversation import Conversation
 from stretto.array import Array
 from stretto.bus.messages import Ticket
@@ -83,6 +84,8 @@ class RolloutSession:
         self._services = services
         self._ticket = ticket
         self._clocks = clocks
+        self._trace = tracing.current()
+        """Context of the ticket's rollout, also for calls from tasks outside of it."""
         self._floor = VersionFloor(
             ticket.min_version, lambda version: services.on_oldest_version(ticket, version)
         )
@@ -134,6 +137,7 @@ class RolloutSession:
                 exact_version=ticket.exact_version,
                 affinity=f"{ticket.name}/{conversation_id}",
                 on_tokens=on_tokens,
+                traceparent=self._trace,
             )
         return [
             Answer(
@@ -177,7 +181,9 @@ class RolloutSession:
         """Let the verifiers score answers to the prompt's row."""
         texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
         with self._clocks.score:
-            results = await self._services.verifiers.score(self._row(prompt), texts, columns or {})
+            results = await self._services.verifiers.score(
+                self._row(prompt), texts, columns or {}, traceparent=self._trace
+            )
         return [Score(reward, metrics) for reward, metrics in results]
 
     async def tools(self) -> list[dict[str, Any]]:
@@ -187,7 +193,7 @@ class RolloutSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool."""
         with self._clocks.score:
-            return await self._services.verifiers.call(name, arguments)
+            return await self._services.verifiers.call(name, arguments, traceparent=self._trace)
 
     async def feedback(
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
@@ -200,7 +206,8 @@ class RolloutSession:
             "state": state,
         }
         with self._clocks.score:
-            return await self._services.verifiers.feedback({**self._row(prompt), **columns})
+            question = {**self._row(prompt), **columns}
+            return await self._services.verifiers.feedback(question, traceparent=self._trace)
 
     @property
     def _seed_scope(self) -> str:

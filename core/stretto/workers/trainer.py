@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from stretto import tracing
 from stretto.algorithm import Algorithm, Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.dataflow import graph_of
@@ -220,7 +221,9 @@ class TrainerWorker:
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
         start = time.perf_counter()
-        statistics = await self._run_call(call)
+        facts = {"op": call.op, "step": message.version + 1, "sequences": len(message.rows)}
+        with tracing.span(f"call {call.name}", message.traceparent, links=message.links, **facts):
+            statistics = await self._run_call(call)
         seconds = time.perf_counter() - start
         self._busy_s += seconds
         return CallDone(dict(statistics), seconds)
@@ -233,7 +236,8 @@ class TrainerWorker:
             self._shared_rows[self._version + 1] = await self._score_shared_rows()
         self._rows.end()
         self._version += 1
-        return StepEnded(await self._publish(message.needed))
+        with tracing.span("publish", message.traceparent, version=self._version):
+            return StepEnded(await self._publish(message.needed))
 
     async def _prefetch(self, message: Prefetch) -> None:
         await self._rows.prefetch(message.rows)
@@ -381,7 +385,8 @@ class TrainerWorker:
             loss = audit.loss if audited and not steps else call.loss
             if number < len(starts):
                 loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
-            statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
+            with tracing.span("optimizer step", number=number, sequences=len(rows)):
+                statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
             if audited and not steps:
                 figures = audit.pop_figures(statistics)
             if "divergence" in statistics:

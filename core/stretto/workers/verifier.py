@@ -11,6 +11,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
+from stretto import tracing
 from stretto.bus.messages import (
     AskTools,
     EnvironmentAnswer,
@@ -24,6 +25,7 @@ from stretto.bus.messages import (
 )
 from stretto.children import environment, reward, tools
 from stretto.environment import EnvironmentConfig
+from stretto.errors import printable
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.user_code.guard import guarded
@@ -38,6 +40,8 @@ _MOST_LOGGED = 20
 """Answers over a limit that one verifier worker logs."""
 _END = 200
 """Characters of such an answer in the log: its end, which has the result."""
+_LONGEST_NAME = 100
+"""Characters of a tool's name in a trace: the policy may call what does not exist."""
 
 
 class VerifierWorker:
@@ -99,6 +103,13 @@ class _Rewards:
         await self._context.bus.serve(self._context.subject("score"), ScoreSamples, self._score)
 
     async def _score(self, message: ScoreSamples) -> Scored:
+        with tracing.span("reward", message.traceparent, answers=len(message.completions)) as span:
+            scored = await self._scored(message)
+            if scored.error:
+                span.fail(scored.error)
+            return scored
+
+    async def _scored(self, message: ScoreSamples) -> Scored:
         task = reward.Task(message.row, message.completions, message.columns)
         timeout_s = self._timeout_s + self._answer_s * len(message.completions)
         try:
@@ -150,6 +161,13 @@ class _Tools:
         return ToolList(self._schemas)
 
     async def _call(self, message: RunTool) -> ToolDone:
+        with tracing.span("tool", message.traceparent, tool=printable(message.name[:_LONGEST_NAME])) as span:
+            done = await self._called(message)
+            if done.answer.failed:
+                span.fail(done.answer.text)
+            return done
+
+    async def _called(self, message: RunTool) -> ToolDone:
         invocation = tools.Invocation(message.name, message.arguments)
         try:
             return ToolDone(await self.children.ask(invocation, ToolAnswer, self._timeout_s))
@@ -178,6 +196,13 @@ class _Environments:
         await self._context.bus.serve(self._context.subject("environment"), TellEnvironment, self._tell)
 
     async def _tell(self, message: TellEnvironment) -> EnvironmentAnswer:
+        with tracing.span("environment", message.traceparent) as span:
+            answer = await self._told(message)
+            if answer.error:
+                span.fail(answer.error)
+            return answer
+
+    async def _told(self, message: TellEnvironment) -> EnvironmentAnswer:
         question = environment.Question(message.arguments)
         try:
             reaction = await self.children.ask(question, environment.Reaction, self._timeout_s)

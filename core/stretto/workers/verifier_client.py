@@ -41,7 +41,12 @@ class VerifierClient:
         self._listing = anyio.Lock()
 
     async def score(
-        self, row: Mapping[str, Any], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self,
+        row: Mapping[str, Any],
+        texts: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        traceparent: str = "",
     ) -> list[tuple[float, dict[str, float]]]:
         """Return the reward and the metrics of each text.
 
@@ -52,7 +57,9 @@ class VerifierClient:
             raise RewardError(
                 "the run has no `reward`, so its environment must return a reward for every conversation"
             )
-        message = ScoreSamples(msgspec.msgpack.encode(row), tuple(texts), msgspec.msgpack.encode(columns))
+        message = ScoreSamples(
+            msgspec.msgpack.encode(row), tuple(texts), msgspec.msgpack.encode(columns), traceparent
+        )
         answer = await self._ask("score", message, Scored)
         if answer.error:
             raise RewardError(answer.error)
@@ -72,17 +79,17 @@ class VerifierClient:
                 self._schemas = msgspec.msgpack.decode(answer.schemas, type=list[dict[str, Any]])
         return self._schemas
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+    async def call(self, name: str, arguments: Mapping[str, Any], *, traceparent: str = "") -> ToolAnswer:
         """Call a tool, and return its answer.
 
         Raises:
             ConfigError: if the config of the workflow does not extend `ToolsConfig`.
         """
         await self.tools()
-        message = RunTool(name, json.dumps(arguments).encode())
+        message = RunTool(name, json.dumps(arguments).encode(), traceparent)
         return (await self._ask("tool", message, ToolDone)).answer
 
-    async def feedback(self, question: Mapping[str, Any]) -> Feedback:
+    async def feedback(self, question: Mapping[str, Any], *, traceparent: str = "") -> Feedback:
         """Call the environment, and return its feedback.
 
         Raises:
@@ -91,7 +98,7 @@ class VerifierClient:
         """
         if not isinstance(self._context.composed.config.workflow, EnvironmentConfig):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
-        message = TellEnvironment(msgspec.msgpack.encode(question))
+        message = TellEnvironment(msgspec.msgpack.encode(question), traceparent)
         answer = await self._ask("environment", message, EnvironmentAnswer)
         if answer.error:
             raise RewardError(answer.error)

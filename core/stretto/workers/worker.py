@@ -22,6 +22,7 @@ from pathlib import Path
 import anyio
 import structlog
 
+from stretto import tracing
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import resources_of
 from stretto.bus.client import connect
@@ -125,7 +126,9 @@ async def _join_and_work(bootstrap: Bootstrap, joining: anyio.CancelScope) -> No
             joining.cancel()
             context = WorkerContext(bus, names, worker, role, nonce, welcome)
             bus.explain = context.explain
-            await _work_and_leave(context, beats)
+            config, folder = context.composed.config, context.component_context.folder
+            with tracing.traced(config.tracing, worker, bootstrap.run, config.name, Path(folder)):
+                await _work_and_leave(context, beats)
 
 
 async def _work_and_leave(context: WorkerContext, beats: Heartbeats) -> None:
