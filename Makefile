@@ -77,6 +77,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/durability.py
+	$(BIN)/python benchmarks/tracing.py
 	$(BIN)/python benchmarks/algorithms.py
 
 clean:
