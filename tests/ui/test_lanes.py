@@ -17,6 +17,7 @@ from stretto.records.timeline import (
     SwapSpan,
     TicketDone,
     TicketRetired,
+    TicketTaken,
 )
 from stretto.ui.lanes import Lane, Lanes, lanes
 
@@ -96,6 +97,26 @@ def test_a_ticket_that_was_not_trained_says_why(tmp_path: Path) -> None:
     [span] = _lane(_lanes(tmp_path, 0.0, 10.0), "rollout-0").spans
 
     assert span.text.endswith("filtered: all rewards are equal")
+
+
+def test_tickets_in_flight_are_open_until_now(tmp_path: Path) -> None:
+    taken = [TicketTaken(float(ticket), "train", ticket, 1, "rollout-0") for ticket in (1, 2, 3)]
+    step = StepSpan(9.0, 8.0, 1, "ticket 3", (1,))
+    _write(
+        tmp_path,
+        [
+            KernelStarted(0.0, 1, 0),
+            *taken,
+            _done(5, 1, 4),
+            TicketRetired(6.0, "train", 2, 1, "failed", ""),
+            step,
+        ],
+    )
+
+    lane = _lane(_lanes(tmp_path), "rollout-0")
+
+    assert [(span.ticket, span.start, span.end) for span in lane.spans] == [(1, 1, 5), (3, 3, 9)]
+    assert lane.spans[1].text == "ticket 3: in flight"
 
 
 def test_of_very_many_tickets_the_lane_counts_those_in_flight(tmp_path: Path) -> None:

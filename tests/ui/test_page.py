@@ -274,6 +274,9 @@ def test_tokens_have_the_colours_and_figures_of_the_sample(page: Page) -> None:
         ActionChains(page.driver).move_to_element(token).perform()
         shown = page.until(lambda: page.text("#token"))
         assert f"{mode} {float(f'{sample[name][8]:.4g}'):g}" in shown
+    page.one("article[data-sample='7/1/1'] .tok[data-at='8']").click()
+    page.press(Keys.ARROW_RIGHT)
+    page.until(lambda: page.text("#token").startswith("token 9 "))
     prompt = page.one("article[data-sample='7/1/1'] .tok[data-at='0']")
     assert prompt.value_of_css_property("background-color") == "rgba(0, 0, 0, 0)"
     page.one("[data-value=text]").click()
@@ -354,6 +357,26 @@ def test_a_run_that_goes_on_is_followed(page: Page) -> None:
 
     page.until(lambda: page.text("[data-tile=Reward] .value") == "0.125")
     page.until(lambda: page.text(".chart[data-key=loss] .values") == "1.5")
+
+
+def test_a_real_run_is_shown_while_it_trains(start: Callable[..., Any], tmp_path: Path) -> None:
+    run = start("steps=60")
+    run.until_step(2)
+    with _served(run.folder) as address, open_browser(tmp_path / "profile") as driver:
+        page = Page(driver, address, tmp_path)
+        assert page.text("#state") == "running"
+        before = page.text("#steps")
+        page.until(lambda: page.text("#steps") != before)
+        page.press("3")
+        page.until(lambda: page.text("#waits .bars"))
+        page.press("1")
+        page.until(lambda: page.text("#state") == "completed", seconds=60)
+        summary = run.assert_completed(60)
+
+        assert page.text("[data-account=trained]") == f"trained {summary['ledger']['trained']}"
+        for staleness, count in summary["staleness"].items():
+            assert page.text(f"[data-staleness='{staleness}']").startswith(f"{count} ·")
+        assert complaints(driver) == []
 
 
 @pytest.mark.timeout(600)

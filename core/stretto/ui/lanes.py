@@ -25,7 +25,9 @@ from stretto.records.timeline import (
     StepSpan,
     SwapSpan,
     TicketDone,
+    TicketIssued,
     TicketRetired,
+    TicketTaken,
     WorkerChanged,
     read_timeline,
 )
@@ -123,7 +125,8 @@ def lanes(folder: Path, start: float | None, end: float | None, width: int) -> L
         found.append(Lane("evaluation", "evaluations", _merge(_within(evaluations, start, end), pixel)))
     found += _by_name(events, CallSpan, start, end, pixel)
     found += _by_name(events, SwapSpan, start, end, pixel)
-    found += _tickets(events, start, end, width)
+    open_until = ended if end + margin >= ended else None
+    found += _tickets(events, start, end, width, open_until)
     marks = [mark for event in events if (mark := _mark(event)) and start <= mark.time <= end]
     return Lanes(begun, ended, start, end, found, marks, _totals(waits, start, end))
 
@@ -211,9 +214,16 @@ def _by_name(
     ]
 
 
-def _tickets(events: Iterable[Event], start: float, end: float, width: int) -> list[Lane]:
+def _tickets(
+    events: Sequence[Event], start: float, end: float, width: int, open_until: float | None
+) -> list[Lane]:
     """Return a lane for each rollout worker with its tickets: one by one if they are few, or else how many
-    were in flight."""
+    were in flight.
+
+    Args:
+        open_until: the end of the timeline, up to which tickets that are not done are drawn; None if the
+            events end before it, so that it is not known which these are.
+    """
     named: defaultdict[str, list[LaneSpan]] = defaultdict(list)
     retired = {
         (event.purpose, event.ticket): f"; {event.account}: {event.reason}"
@@ -232,6 +242,8 @@ def _tickets(events: Iterable[Event], start: float, end: float, width: int) -> l
             span = LaneSpan(event.time - event.seconds, event.time, event.purpose, text, ticket=event.ticket)
             span.score = min(1.0, event.score_s / event.seconds) if event.seconds else 0.0
             named[event.worker].append(span)
+    for span, worker in _open_tickets(events, open_until) if open_until is not None else ():
+        named[worker].append(span)
     if sum(map(len, named.values())) > _MOST_TICKETS:
         return [
             Lane(name, "flight", [], flight=_flight(named[name], start, end, width)) for name in sorted(named)
@@ -241,6 +253,26 @@ def _tickets(events: Iterable[Event], start: float, end: float, width: int) -> l
         spans = sorted(named[name], key=lambda span: span.start)
         found.append(Lane(name, "tickets", spans, rows=_pack(spans)))
     return found
+
+
+def _open_tickets(events: Iterable[Event], until: float) -> list[tuple[LaneSpan, str]]:
+    """Return the tickets that workers have taken and not finished, with the worker of each."""
+    taken: dict[tuple[str, int], TicketTaken] = {}
+    for event in events:
+        if isinstance(event, TicketTaken):
+            taken[event.purpose, event.ticket] = event
+        elif isinstance(event, (TicketDone, TicketRetired, TicketIssued)):
+            taken.pop((event.purpose, event.ticket), None)
+        elif isinstance(event, (KernelStarted, KernelEnded)):
+            taken.clear()
+    return [
+        (
+            LaneSpan(each.time, until, each.purpose, f"ticket {each.ticket}: in flight", ticket=each.ticket),
+            each.worker,
+        )
+        for each in taken.values()
+        if each.time < until
+    ]
 
 
 def _pack(spans: Sequence[LaneSpan]) -> int:
