@@ -332,6 +332,21 @@ def ui(
 
 
 @app.command()
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Default RUN/trace.pftrace.")
+    ] = None,
+) -> None:
+    """Write what happened when into a file for Perfetto (https://ui.perfetto.dev)."""
+    from stretto.cli.trace import write_trace
+
+    file = out or folder / "trace.pftrace"
+    write_trace(folder, file)
+    typer.echo(f"wrote {file}; open it at https://ui.perfetto.dev, which reads it in your browser")
+
+
+@app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     as_json: Annotated[
