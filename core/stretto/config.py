@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointConfig",
     "EvaluationConfig",
     "Groups",
+    "MetricsConfig",
     "ModelConfig",
     "QueueConfig",
     "RolloutConfig",
@@ -124,6 +125,18 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     kernel."""
     max_payload_mb: PositiveInt = 8
     """Largest single message of the bundled server, in MiB. Larger messages are sent in parts."""
+
+
+class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The run's figures for Prometheus, at `http://<address>:<port>/metrics`."""
+
+    address: str = "127.0.0.1"
+    """Address at which the kernel listens. Anybody who can reach it can read the figures."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """Port at which the kernel listens. 0 takes a free port; the log and `status.json` name it."""
+    hosts: tuple[str, ...] = ()
+    """Names by which Prometheus calls the kernel's machine. `localhost`, the machine's own name and addresses
+    need no entry; requests for other names are refused."""
 
 
 class RolloutConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,6 +256,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The launcher, which starts the workers."""
     bus: BusConfig = BusConfig()
     """The NATS server."""
+    metrics: MetricsConfig | None = None
+    """Figures for Prometheus (see docs/metrics.md); off by default."""
     sandbox: SandboxMode = "bubblewrap"
     """Sandbox for tools and for the commands of agents. `unsafe` uses no sandbox: they run with the rights of
     the run and get none of its environment variables but PATH."""

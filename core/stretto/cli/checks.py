@@ -116,6 +116,9 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
             yield Problem("tracing", f"needs {module!r}: pip install 'stretto[otel]'")
         yield from _thread_problems(config, placement)
         yield from _plugin_problems(composed, "launcher", partial(_launcher_problems, composed, placement))
+        if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
+            needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
+            yield Problem("metrics", needed, "environment")
         if config.bus.url is not None and (fault := fault_of_server(config.bus.url, _CONNECT_S)):
             yield Problem("bus.url", fault, "environment")
         yield from rewards.result()

@@ -37,6 +37,8 @@ def status_lines(folder: Path) -> list[str]:
         lines.append(f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago")
     if not status.connected:
         lines.append("the kernel has no connection to nats-server")
+    if status.metrics_url:
+        lines.append(printable(f"figures for Prometheus: {status.metrics_url}"))
     for worker in status.workers:
         state = "ready" if worker.ready else status.starting.get(worker.worker, "not ready")
         blocked = f", its event loop stands still for {worker.blocked_s:.0f} s" if worker.blocked_s else ""

@@ -41,6 +41,7 @@ from stretto.bus.messages import (
     Welcome,
 )
 from stretto.bus.server import restart_server
+from stretto.config import MetricsConfig
 from stretto.errors import BusError, RunError
 from stretto.kernel.canary import EngineErrors
 from stretto.kernel.changes import differences, values_file
@@ -169,6 +170,8 @@ class Kernel:
         if stored is not None and not self._setup.goes_on and self._has_nothing_to_repeat(stored):
             self._ending.end("repeated", "")
             return
+        if self._config.metrics is not None:
+            self._board.metrics_url = await self._serve_metrics(self._config.metrics)
         self._report.begin()
         self._timeline.begin(self._lease_epoch, resumed[1].version if resumed else 0)
         self._tasks.start_soon(self._timeline.keep)
@@ -200,6 +203,16 @@ class Kernel:
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
         await bus.subscribe(names.ticket_started, TicketStarted, self._ticket_started)
         await bus.subscribe(names.progress, Progress, self._progress)
+
+    async def _serve_metrics(self, config: MetricsConfig) -> str:
+        """Start to serve the figures to Prometheus, and return their URL.
+
+        Raises:
+            RunError: if the address cannot be used.
+        """
+        from stretto.kernel.prometheus import serve_metrics  # only here: it needs an extra
+
+        return await self._tasks.start(serve_metrics, config, self._setup, self._bus)
 
     async def _recover(self, resumed: tuple[Path | None, KernelState]) -> Stored:
         """Find out what the store still holds, and restore the ledger. Report what is lost.

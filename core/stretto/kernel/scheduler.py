@@ -345,6 +345,13 @@ class Scheduler:
         return self._gate.limit
 
     @property
+    def room(self) -> int:
+        """Number of training tickets that may be in flight now: (η_eff + 1)·B, but no more than the remaining
+        steps use."""
+        wanted = (self.settings.steps - self.version) * self.settings.batch_size
+        return min((self.staleness_limit + 1) * self.settings.batch_size, wanted)
+
+    @property
     def done_groups(self) -> list[GroupDone]:
         """Finished groups that wait for training, in the order in which batches take them."""
         return [ticket.done for ticket in self._ready() if ticket.done is not None]
@@ -626,11 +633,8 @@ class Scheduler:
     # ------------------------------------------------------------------------- tickets and ledger
 
     def _admit(self) -> None:
-        """Issue tickets while fewer than (η_eff + 1)·B are in flight, but no more than the remaining steps
-        use."""
-        settings = self.settings
-        wanted = (settings.steps - self.version) * settings.batch_size
-        room = min((self.staleness_limit + 1) * settings.batch_size, wanted)
+        """Issue tickets while there is room."""
+        room = self.room
         while len(self._open) < room and not self._closing:
             self._reissue("train", self._open_next(), "")
 

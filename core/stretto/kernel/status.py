@@ -69,6 +69,8 @@ class StatusBoard:
         """The end of the run, as far as it is decided."""
         self.bus: Bus | None = None
         """The kernel's connection; None before it is open."""
+        self.metrics_url = ""
+        """Where Prometheus finds the figures; empty if it does not."""
         self._complaint = ""
 
     def status(self) -> Status:
@@ -111,6 +113,7 @@ class StatusBoard:
             ],
             starting=dict(fleet.starting),
             waits=self._waits(),
+            metrics_url=self.metrics_url,
         )
 
     async def publish(self, bus: Bus, names: Subjects) -> None:
@@ -130,7 +133,11 @@ class StatusBoard:
     def write_end(self) -> None:
         """Write the final status, after the workers have ended."""
         status = self.status()
-        self._write(msgspec.structs.replace(status, now=status.state, workers=[], starting={}, waits=[]))
+        self._write(
+            msgspec.structs.replace(
+                status, now=status.state, workers=[], starting={}, waits=[], metrics_url=""
+            )
+        )
 
     def _write(self, status: Status) -> None:
         """Write the status into the run's folder. If this fails, log the error once."""

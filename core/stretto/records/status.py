@@ -134,6 +134,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are not ready, with their state."""
     waits: list[Stall]
     """The longest wait of each process, longest first."""
+    metrics_url: str = ""
+    """Where Prometheus finds the figures; empty if it does not."""
 
 
 def decode_status(content: bytes) -> Status:
