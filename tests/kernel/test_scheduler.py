@@ -24,7 +24,7 @@ from stretto.kernel.scheduler import (
     Finish,
     HeldBack,
     Issue,
-    Retired,
+    Retire,
     Scheduler,
     SchedulerSettings,
     Snapshot,
@@ -57,7 +57,7 @@ def failed(ticket: Ticket, reason: str = "raised", *, filtered: bool = False) ->
 def issued(scheduler: Scheduler) -> list[Ticket]:
     """Tickets given out by the commands so far; beside retirements, other commands must not be there."""
     commands = scheduler.commands()
-    assert all(isinstance(command, Issue | Retired) for command in commands), commands
+    assert all(isinstance(command, Issue | Retire) for command in commands), commands
     return [command.ticket for command in commands if isinstance(command, Issue)]
 
 
@@ -158,10 +158,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 case HeldBack(evaluating, waiting):
                     assert self.training is None
                     assert evaluating < waiting <= self.scheduler.version
-                case Retired("train", id):
+                case Retire("train", id):
                     assert id not in self.retired, "retired twice"
                     self.retired.add(id)
-                case Withdraw() | Retired():
+                case Withdraw() | Retire():
                     pass
                 case Fail():
                     raise AssertionError("failures were few")

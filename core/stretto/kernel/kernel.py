@@ -61,7 +61,7 @@ from stretto.kernel.scheduler import (
     Finish,
     HeldBack,
     Issue,
-    Retired,
+    Retire,
     StartBatch,
     Withdraw,
 )
@@ -289,7 +289,7 @@ class Kernel:
             on_repeated=self._report_step,
         )
         for command in self._scheduler.commands():
-            if isinstance(command, Retired):  # nobody works on the withdrawn attempts any more
+            if isinstance(command, Retire):  # nobody works on the withdrawn attempts any more
                 await self._do(command)
         await self._tickets.clear()
         self._journal.incarnation = recovered.incarnation
@@ -559,7 +559,7 @@ class Kernel:
                 await self._tickets.withdraw(purpose, ticket, attempt)
             case StartBatch():
                 self._tasks.start_soon(self._step, command)
-            case Retired(purpose, ticket, attempt, account, reason):
+            case Retire(purpose, ticket, attempt, account, reason):
                 self._timeline.retired(purpose, ticket, attempt, account, reason)
                 self._traces.retired(command)
             case EvaluationDone():

@@ -40,7 +40,7 @@ __all__ = [
     "HeldBack",
     "Issue",
     "Ledger",
-    "Retired",
+    "Retire",
     "Scheduler",
     "SchedulerSettings",
     "Snapshot",
@@ -111,7 +111,7 @@ class StartBatch:
 
 
 @dataclass(frozen=True)
-class Retired:
+class Retire:
     """Record that this ticket will not be trained, or that its row of an evaluation has no result."""
 
     purpose: Purpose
@@ -152,7 +152,7 @@ class Fail:
     reason: str
 
 
-Command = Issue | Withdraw | StartBatch | Retired | EvaluationDone | HeldBack | Finish | Fail
+Command = Issue | Withdraw | StartBatch | Retire | EvaluationDone | HeldBack | Finish | Fail
 
 
 # ------------------------------------------------------------------------------------------ state
@@ -719,7 +719,7 @@ class Scheduler:
         del self._open[ticket.id]
         setattr(self._ledger, account, getattr(self._ledger, account) + 1)
         self.reasons[f"{account}: {reason}"] += 1
-        self._commands.append(Retired("train", ticket.id, ticket.attempt, account, reason))
+        self._commands.append(Retire("train", ticket.id, ticket.attempt, account, reason))
 
     def _fail(self, ticket: OpenTicket, reason: str) -> None:
         self._retire(ticket, "failed", reason)
@@ -846,7 +846,7 @@ class Scheduler:
         if group is None:
             under_way.failed += 1
             self.reasons[f"not evaluated: {reason}"] += 1
-            self._commands.append(Retired("eval", ticket.id, ticket.attempt, "failed", reason))
+            self._commands.append(Retire("eval", ticket.id, ticket.attempt, "failed", reason))
         else:
             under_way.groups.append(group)
         if under_way.open:

@@ -15,7 +15,7 @@ import msgspec
 
 from stretto import tracing
 from stretto.bus.messages import Evaluation, GroupDone, Purpose, Ticket
-from stretto.kernel.scheduler import Retired, StartBatch
+from stretto.kernel.scheduler import Retire, StartBatch
 
 __all__ = ["UNTRACED", "RunTraces", "StepTrace"]
 
@@ -89,7 +89,7 @@ class RunTraces:
             tracing.begin("trained", context, links=links, start_ns=start_ns, step=trace.step).end()
             self._end_ticket(context, "trained", group.attempt)
 
-    def retired(self, retired: Retired) -> None:
+    def retired(self, retired: Retire) -> None:
         """End the trace of a ticket that is not trained, or of an evaluation's row without a result."""
         if tracing.is_on():
             context = self._of_ticket(retired.purpose, retired.ticket)
