@@ -211,6 +211,15 @@ async def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
         assert "metrics.jsonl:1: not JSON" in index["problems"][0]
 
 
+async def test_a_status_that_cannot_be_read_does_not_hide_the_run(tmp_path: Path) -> None:
+    (make_run(tmp_path / "one", name="one", steps=2) / "status.json").write_text('{"pid": 7}')
+    async for ask in _asking(tmp_path):
+        facts = await ask("one")
+
+        assert (facts["step"], facts["status"]) == (2, None)
+        assert "status.json is not the status of a run" in facts["fault"]
+
+
 async def test_the_folder_of_one_run_shows_this_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one", name="one", steps=2)
     async for ask in _asking(run):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from stretto.errors import ConfigError
 from stretto.records.run import RunRecord
 
 __all__ = ["Keys", "overview"]
@@ -36,8 +37,13 @@ class Keys:
 
 
 def overview(record: RunRecord, keys: Keys) -> dict[str, Any]:
-    """Return the content of the view as JSON values."""
-    steps, summary, status = record.steps, record.summary, record.status
+    """Return the content of the view as JSON values. A status that cannot be read, such as that of another
+    version of stretto, is a fault to show, and no reason to hide the run."""
+    steps, summary, fault = record.steps, record.summary, ""
+    try:
+        status = record.status
+    except ConfigError as error:
+        status, fault = None, str(error)
     last = steps[-1] if steps else {}
     return {
         "name": record.name,
@@ -54,6 +60,7 @@ def overview(record: RunRecord, keys: Keys) -> dict[str, Any]:
         "not_trained": _not_trained(steps),
         "status": None if status is None else msgspec.to_builtins(status),
         "summary": summary,
+        "fault": fault,
     }
 
 

@@ -43,8 +43,8 @@ export async function overviewTab({ id, name, facts }) {
   };
 }
 
-function drawNotes(element, { summary, status, state }) {
-  const notes = [];
+function drawNotes(element, { summary, status, state, fault }) {
+  const notes = fault ? [["bad", fault]] : [];
   if (summary?.reason) notes.push(["bad", summary.reason]);
   if (state === "stopped") notes.push(["bad", "No kernel owns this run, and it has not ended. `stretto resume` goes on with it."]);
   if (state === "running" && status && !status.connected) notes.push(["bad", "The kernel has no connection to nats-server."]);

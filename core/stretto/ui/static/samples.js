@@ -197,9 +197,9 @@ function context(row, purpose) {
 
 function sampleHead(row) {
   const parts = Object.entries(row.metrics ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  const facts = [["reward", number(row.reward)], ["length", number(row.length)], ["stop", row.finish], ["staleness", row.staleness], ["versions", row.oldest === row.newest ? row.oldest : `${row.oldest} to ${row.newest}`], ["step", row.step],
+  const facts = [["length", number(row.length)], ["stop", row.finish], ["staleness", row.staleness], ["versions", row.oldest === row.newest ? row.oldest : `${row.oldest} to ${row.newest}`], ["step", row.step],
     ["worker", row.worker], ["engine", row.engine], ["took", row.seconds === null ? null : duration(row.seconds)], ["generation", row.generate_s === null ? null : duration(row.generate_s)], ["scoring", row.score_s === null ? null : duration(row.score_s)]];
-  return [h("h2", {}, row.id, " ", h("span", { class: `pill ${row.outcome}` }, row.outcome)),
+  return [h("h2", { class: "sample" }, row.id, h("span", { class: `pill ${row.outcome}` }, row.outcome), h("span", { class: "grow" }), row.reward !== null && `reward ${number(row.reward)}`),
     h("div", { class: "facts-line" }, facts.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([label, value]) => h("span", {}, `${label} `, h("b", { "data-fact": label }, printable(value)))), parts && h("span", {}, printable(parts))),
     row.reason && h("p", { class: "note bad" }, printable(row.reason))];
 }
