@@ -55,7 +55,7 @@ def make_runs() -> None:
     """Run the quickstart with each learning rate."""
     for name, rate in RATES.items():
         if not (RUNS / name / "summary.json").exists():
-            values = [f"name={name}", f"training.lr={rate}", "steps=80", "evaluation.every=20", "samples=all"]
+            values = [f"name={name}", f"training.lr={rate}", "steps=80", "evaluation.every=20"]
             stretto("run", "examples/quickstart/run.yaml", *values, f"out={RUNS / name}")
 
 
