@@ -1,7 +1,7 @@
 """Make the pictures of docs/images: `python docs/screenshots.py [PICTURE]...`.
 
-Runs the quickstart twice, with two learning rates, into build/screenshots, unless these runs are there
-already; then opens what stretto shows of them in headless Chromium.
+Runs the quickstart twice, with two learning rates, into a folder of temporary files, unless these runs are
+there already; then opens what stretto shows of them in headless Chromium.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from browser import open_browser  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-RUNS = ROOT / "build" / "screenshots"
+RUNS = Path(tempfile.gettempdir()) / "stretto-pictures"  # pictures show the path
 RATES = {"quickstart": 3e-4, "higher-rate": 1e-3}
 _WAIT_S = 30.0
 
@@ -126,7 +126,7 @@ def terminal(driver: Chrome, base: str) -> None:
     """What commands print."""
     del base
     console = Console(record=True, width=110, file=io.StringIO())
-    for command in (("runs", "build/screenshots"), ("plot", "build/screenshots/quickstart", "reward")):
+    for command in (("runs", str(RUNS)), ("plot", str(RUNS / "quickstart"), "--key", "reward")):
         console.print(Text(f"$ stretto {' '.join(command)}", style="bold"))
         console.print(Text.from_ansi(stretto(*command)))
     file = RUNS / "terminal.html"

@@ -95,6 +95,7 @@ function drawLedger(element, { last, not_trained, summary, status, state }) {
 function drawWorkers(element, { status, state }) {
   if (!status) { fill(element, h("h2", {}, "Workers"), h("p", { class: "muted" }, "The kernel has not written its state.")); return; }
   const waits = new Map(status.waits.map((each) => [each.asker, each]));
+  if (!status.workers.length) { fill(element, h("h2", {}, "Workers"), h("p", { class: "muted" }, state === "running" ? "No worker has joined yet." : "The run has ended, and its workers with it.")); return; }
   const now = state === "running" ? "" : `as of ${ago(status.written)}`;
   fill(element, h("h2", {}, "Workers and queue ", h("span", { class: "muted" }, now)),
     h("table", {}, h("thead", {}, h("tr", {}, ["worker", "state", "heard", "waits for"].map((each) => h("th", {}, each)))),
@@ -113,7 +114,7 @@ function drawSpeed(element, { last, summary }) {
     ["overlap", summary?.overlap, (value) => number(value, 3)], ["swaps", summary?.swaps?.count, number], ["restarts", summary?.restarts, number],
   ];
   fill(element, h("h2", {}, "Speed ", h("span", { class: "muted" }, last.step ? `in step ${last.step}` : "")),
-    h("dl", { class: "facts" }, rows.filter(([, value]) => value !== undefined && value !== null).map(([label, value, format]) => [h("dt", {}, label), h("dd", {}, format(value))])));
+    h("dl", { class: "facts two" }, rows.filter(([, value]) => value !== undefined && value !== null).map(([label, value, format]) => [h("dt", {}, label), h("dd", {}, format(value))])));
 }
 
 function drawStaleness(element, { counts, source }) {
