@@ -29,7 +29,7 @@ from opentelemetry.trace import Link, StatusCode
 from stretto import tracing
 from stretto.bus.messages import GroupDone, Member, Ticket
 from stretto.config import TracingConfig
-from stretto.kernel.scheduler import Retired, StartBatch
+from stretto.kernel.scheduler import Retire, StartBatch
 from stretto.kernel.traces import RunTraces
 from stretto.tracing.files import FileExporter
 
@@ -98,8 +98,8 @@ def test_a_resumed_kernel_ends_the_traces_that_the_former_one_began(tmp_path: Pa
     with tracing.traced(config, "kernel", "run-1", "test", tmp_path):
         traces = RunTraces("run-1", 2)
         again = traces.issued(ticket(7, 1001))
-        traces.retired(Retired("train", 7, 1001, "failed", "\x1b[31mno luck"))
-        traces.retired(Retired("train", 8, 1, "expired", "late"))
+        traces.retired(Retire("train", 7, 1001, "failed", "\x1b[31mno luck"))
+        traces.retired(Retire("train", 8, 1, "expired", "late"))
     assert again.traceparent == first.traceparent != second.traceparent
     rollout, seven, eight = spans_in(tmp_path)
     assert rollout["traceId"] == seven["traceId"]
