@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise ConfigError("a trace needs perfetto: pip install 'stretto[trace]'") from error
 
-__all__ = ["Facts", "Lanes", "PerfettoFile"]
+__all__ = ["Facts", "PerfettoFile", "SpanTracks"]
 
 Facts = Mapping[str, str | int | float | bool | None]
 """What the viewer shows of a span. A fact of None is left out."""
@@ -121,7 +121,7 @@ class PerfettoFile:
         return TracePacket(timestamp=_ns(time), trusted_packet_sequence_id=_SEQUENCE)
 
 
-class Lanes:
+class SpanTracks:
     """Tracks of one name for spans that overlap: as many as there are spans at once.
 
     Args:

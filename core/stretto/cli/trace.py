@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.cli.perfetto import Lanes, PerfettoFile
+from stretto.cli.perfetto import PerfettoFile, SpanTracks
 from stretto.errors import ConfigError, printable
 from stretto.records.run import RunRecord
 from stretto.records.story import Attempt, Life, Story
@@ -163,7 +163,7 @@ class _Drawing:
     def _draw_waiting(self, run: int) -> None:
         """Draw the groups between their last trajectory and their step, and attempts that nobody took."""
         story, trace = self._story, self._trace
-        lanes = Lanes(trace, "groups waiting for their step", run)
+        lanes = SpanTracks(trace, "groups waiting for their step", run)
         waiting = [attempt for attempt in story.attempts if attempt.step is not None]
         for attempt in sorted(waiting, key=lambda each: each.end):
             assert attempt.step is not None
@@ -171,7 +171,7 @@ class _Drawing:
             track, facts = lanes.take(attempt.end, end), {"step": attempt.step.version}
             flows = [self._flows[id(attempt)]]
             trace.span(track, attempt.end, end, attempt.name, "waiting", facts, flows=flows)
-        lanes = Lanes(trace, "tickets that nobody took", run)
+        lanes = SpanTracks(trace, "tickets that nobody took", run)
         for attempt in sorted(story.attempts, key=lambda each: each.start):
             if not attempt.worker:
                 track = lanes.take(attempt.start, attempt.end)
@@ -226,7 +226,7 @@ class _Drawing:
 
     def _draw_tickets(self, parent: int, attempts: list[Attempt]) -> None:
         for purpose, name in (("train", "tickets"), ("eval", "evaluation tickets")):
-            lanes = Lanes(self._trace, name, parent)
+            lanes = SpanTracks(self._trace, name, parent)
             chosen = [attempt for attempt in attempts if attempt.issued.purpose == purpose]
             for attempt in sorted(chosen, key=lambda each: each.start):
                 track = lanes.take(attempt.start, attempt.end)
