@@ -87,7 +87,7 @@ def overview(driver: Chrome, base: str) -> None:
 
 def samples(driver: Chrome, base: str) -> None:
     """A group whose samples differ in their rewards, with tokens coloured by their logprob."""
-    show(driver, base, "samples?step_from=20&step_to=20", "#samples tbody tr.link")
+    show(driver, base, "samples?step_from=20&step_to=20&purpose=train", "#samples tbody tr.link")
     ticket = driver.execute_script(
         "const rows = [...document.querySelectorAll('#samples tbody tr')].map((row) =>"
         " [row.dataset.id.split('/')[0], row.cells[3].textContent]);"
@@ -95,7 +95,7 @@ def samples(driver: Chrome, base: str) -> None:
     )
     show(driver, base, f"samples?ticket={ticket}&group=1", "[data-value=logprob]")
     driver.find_element(By.CSS_SELECTOR, "[data-value=logprob]").click()
-    until(lambda: driver.find_elements(By.CSS_SELECTOR, ".tok"))
+    until(lambda: driver.find_elements(By.CSS_SELECTOR, "#legend .ramp"))  # drawn when all tokens are
 
 
 def timeline(driver: Chrome, base: str) -> None:
