@@ -100,7 +100,7 @@ def stretto_weights() -> Iterable[Component[Any]]:
 
 @hookspec
 def stretto_tracker() -> Iterable[Component[Any]]:
-    """Return trackers (`stretto.tracker.Tracker`). The kernel makes them."""
+    """Return trackers (`stretto.tracker.Tracker`). A child process of the kernel makes each."""
     ...
 
 

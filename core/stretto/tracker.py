@@ -1,16 +1,22 @@
-"""The contract of trackers: in the kernel, a tracker receives the metrics of each step and the run's summary.
+"""The contract of trackers: a tracker sends the figures of a run to a service or into files of its own.
 
-The run writes `metrics.jsonl` and `summary.json` into its folder with or without a tracker.
+Each tracker lives in a child process of its own, which reads the run's `metrics.jsonl` while the run goes on.
+Its methods may block and may raise: the run neither waits for them nor ends with them. The run writes
+`metrics.jsonl` and `summary.json` with or without a tracker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Protocol, cast
 
 import msgspec
 
-__all__ = ["Tracker", "TrackerConfig"]
+from stretto.component import Context, PositiveFloat
+
+__all__ = ["Sent", "Tracker", "TrackerConfig", "figures", "kept_id", "tracker_folder"]
 
 
 class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,16 +24,107 @@ class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     use: str
     """Name of the tracker."""
+    folder: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$(?!\n)",
+                description="letters, digits, `-` and `_`, the first a letter or a digit",
+            ),
+        ]
+        | None
+    ) = None
+    """Name of the tracker's folder in the run's folder `trackers`; default: the tracker's name. Two trackers
+    of one name need different folders."""
+    finish_s: PositiveFloat = 30.0
+    """Seconds that the end of the run waits for the tracker. `stretto track` sends what is left then."""
+
+    @property
+    def folder_name(self) -> str:
+        """The name of the tracker's folder in `trackers`."""
+        return self.folder or self.use.rpartition(":")[2]
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tracker has received so far."""
+
+    step: int = 0
+    """The newest step; 0 if there is none."""
+    evaluation: int = -1
+    """The newest version whose evaluation it has received; -1 if there is none."""
 
 
 class Tracker(Protocol):
-    """A tracker. The kernel makes it once. It logs an exception with the tracker's name, and the run goes
-    on."""
+    """A tracker. Its process makes it once, and calls its methods one after the other, in one thread.
+
+    The process notes what it has sent. It may be killed after a call and before the note: the next process
+    then sends the same step or evaluation again. A tracker makes this harmless: it returns from `start` what
+    it has, or it overwrites or skips what comes a second time.
+
+    An exception ends the process. The kernel starts it again some times, with growing pauses.
+    """
+
+    def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> Sent | None:
+        """Begin, or go on in the same curve.
+
+        Args:
+            config: the composed run as a plain mapping. Values from the environment appear as the
+                interpolations that read them, not as values.
+            resumed_at: what a former process of this tracker has surely sent; None for the first one.
+
+        Returns:
+            What the tracker has received, if it can find out; the next steps and evaluations follow that.
+            None to go on after `resumed_at`.
+        """
+        ...
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of one train step, the same object as in `metrics.jsonl`. Must not block."""
+        """Send the metrics of one train step, the object in `metrics.jsonl` (see `figures`). Steps come in
+        order. A tracker whose `start` returns None has to keep them through a kill of this process."""
+        ...
+
+    def evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Send one evaluation, the object in `metrics.jsonl`; `step` is the version that was evaluated.
+        Evaluations come in the order of their versions, and later steps may come before."""
+        ...
+
+    def advice(self, advice: Mapping[str, Any]) -> None:
+        """Send one piece of advice, as `summary.json` shows it, when it is given and when it is withdrawn;
+        `until` is None while it is open. It comes after its step, and may come a second time after a
+        kill."""
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Record the end of the run; `summary` is the content of `summary.json`."""
+        """Send the end of the run; `summary` is the content of `summary.json`. The call is the last in this
+        process. A run that is resumed later has another end."""
         ...
+
+
+def tracker_folder(config: TrackerConfig, context: Context) -> Path:
+    """Return the folder of a tracker, in which it can keep files of its own."""
+    return context.path("trackers", config.folder_name)
+
+
+def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a line of metrics by name, without `step` and `time`. Those of the ledger
+    are named `ledger/trained` and so on."""
+    ledger = cast("Mapping[str, Any]", metrics.get("ledger", {}))
+    return dict(_numbers({**metrics, **{f"ledger/{name}": count for name, count in ledger.items()}}))
+
+
+def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in metrics.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if is_number and name not in ("step", "time"):
+            yield name, value
+
+
+def kept_id(config: TrackerConfig, context: Context, make: Callable[[], str]) -> str:
+    """Return the name under which the tracker's service has this run: what the file `id` in the tracker's
+    folder says. The first process makes it."""
+    file = tracker_folder(config, context) / "id"
+    if not file.exists():
+        aside = file.with_name(".id")
+        aside.write_text(make())
+        aside.replace(file)
+    return file.read_text()

@@ -72,7 +72,7 @@ def entry(name: str, module: str, kind: str, distribution: str = "acme") -> Entr
 def test_every_built_in_component_loads_by_the_public_route() -> None:
     lines = Plugins().listing()
     assert [line for line in lines if line.error] == []
-    assert {line.kind for line in lines} == set(KINDS) - {"tracker"}
+    assert {line.kind for line in lines} == set(KINDS)
     assert all(line.summary and line.distribution == "stretto" for line in lines)
 
 

@@ -124,7 +124,13 @@ def test_columns_that_the_workflow_adds_are_not_missing(run_file: Path) -> None:
 
 
 class _Tracker:
+    def start(self, config: Any, resumed_at: Any) -> None: ...
+
     def step(self, metrics: Any) -> None: ...
+
+    def evaluation(self, metrics: Any) -> None: ...
+
+    def advice(self, advice: Any) -> None: ...
 
     def finish(self, summary: Any) -> None: ...
 
@@ -155,7 +161,7 @@ def variant(base: type, **members: Any) -> object:
 @pytest.mark.parametrize(
     ("made", "contract", "fault"),
     [
-        (variant(object, finish=_Tracker.finish), Tracker, "has no method 'step'"),
+        (variant(object, finish=_Tracker.finish), Tracker, "has no method 'start', and has no method 'step'"),
         (variant(_Tracker, step=takes_nothing), Tracker, r"step\(\), but stretto calls step\(metrics\)"),
         (variant(_Tracker, step=3), Tracker, "has 'step', which cannot be called"),
         (variant(_Rows, fingerprint=takes_nothing), Dataset, "method 'fingerprint'; expected an attribute"),
@@ -225,6 +231,12 @@ def test_check_makes_every_component_and_names_what_each_lacks(run_file: Path) -
         f"weights 'mine' of my_weights.py raised KeyError: 'boom' ({files['weights']}:2)"
     )
     assert "has no method 'launch'" in text["launcher"]
+
+
+def test_two_trackers_need_two_folders(run_file: Path) -> None:
+    text = found(run_file, "trackers=[csv,csv]")["trackers.1.folder"]
+    assert text == "another tracker has the folder 'csv' too; give each its own `folder`"
+    assert not any("trackers" in path for path in found(run_file, "trackers=[csv,{use: csv, folder: mine}]"))
 
 
 def test_a_dataset_and_an_algorithm_that_break_their_contracts_are_refused(run_file: Path) -> None:

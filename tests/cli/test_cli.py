@@ -48,7 +48,3 @@ def test_the_quickstart_can_be_checked_as_a_run_of_no_steps() -> None:
     done = stretto("check", QUICKSTART, "steps=0")
     assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
     assert "evaluation version 0" in done.stdout
-
-
-def test_a_kind_without_components_is_said_to_have_none() -> None:
-    assert stretto("plugins", "tracker").stdout == "no tracker is installed\n"

@@ -60,7 +60,7 @@ _PLANNED: dict[Kind, tuple[str, ...]] = {
     "dataset": (),
     "launcher": ("slurm", "ray"),
     "weights": (),
-    "tracker": ("wandb", "tensorboard"),
+    "tracker": (),
 }
 
 
@@ -113,7 +113,7 @@ class _PluginSource:
 
     @property
     def _package(self) -> Distribution | None:
-        return self.provider.dist if isinstance(self.provider, EntryPoint) else None
+        return None if isinstance(self.provider, ModuleType) else self.provider.dist
 
     @property
     def label(self) -> str:
@@ -243,7 +243,8 @@ class Plugins:
 
     def _load(self, kind: Kind, source: _PluginSource) -> Component[Any]:
         module = source.provider
-        if isinstance(module, EntryPoint):
+        # Once a library has imported the package importlib_metadata, entry points have that package's class.
+        if not isinstance(module, ModuleType):
             try:
                 module = module.load()
             except Exception as error:

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -83,6 +84,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
             composed, path, partial(_component_problems, composed, path, placement_if_valid)
         )
     section_problems += _tool_problems(config)
+    section_problems += _tracker_problems(config)
     yield from section_problems
     if isinstance(placement, Problem):
         yield placement
@@ -312,6 +314,17 @@ def _tool_problems(config: RunConfig) -> Iterator[Problem]:
                 "the tools cannot reach it without a network; set `workflow.network: true`",
             )
     yield from sandbox_problems(config, network=section.network)
+
+
+def _tracker_problems(config: RunConfig) -> Iterator[Problem]:
+    """Find trackers that would share a folder."""
+    folders = Counter(section.folder_name for section in config.trackers)
+    for index, section in enumerate(config.trackers):
+        if folders[section.folder_name] > 1:
+            yield Problem(
+                f"trackers.{index}.folder",
+                f"another tracker has the folder {section.folder_name!r} too; give each its own `folder`",
+            )
 
 
 def _tool_trial_problems(config: RunConfig, failed_sections: Set[str]) -> Iterator[Problem]:

@@ -1,5 +1,5 @@
 """The command line: `stretto COMMAND`, with the commands `quickstart`, `run`, `resume`, `evaluate`, `status`,
-`audit`, `check`, `plugins`, `invite` and `schema`.
+`audit`, `track`, `check`, `plugins`, `invite` and `schema`.
 
 Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
 before the run started a worker, or a run cannot be audited; 130 interrupted.
@@ -369,6 +369,21 @@ def audit(
     else:
         _show_audit(report)
     raise typer.Exit(0 if report.status == "clean" else 1)
+
+
+@app.command()
+def track(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended.")],
+    trust_plugins: TrustPlugins = False,
+) -> None:
+    """Send to the run's trackers what they have not received, such as after a time without a network."""
+    from stretto.cli.track import track_run
+    from stretto.cli.trust import require_trust
+
+    folder = folder.absolute()
+    require_trust(folder, trusted=trust_plugins)
+    if failed := track_run(folder):
+        raise StrettoError(f"not everything was sent to: {', '.join(failed)}")
 
 
 @app.command(cls=_WithOverrides)

@@ -175,6 +175,8 @@ class Kernel:
         self._report.begin()
         self._timeline.begin(self._lease_epoch, resumed[1].version if resumed else 0)
         self._tasks.start_soon(self._timeline.keep)
+        if self._setup.goes_on:
+            self._setup.trackers.start()
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(self._watch_bus)

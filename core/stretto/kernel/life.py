@@ -179,6 +179,8 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
         reason += _full_disk(setup.folder, reason)
     summary = setup.report.finish(ending.status, reason)
     setup.board.write_end()
+    await setup.trackers.finish(hurried=ending.hurried)
+    setup.report.add_late_problems(summary)
     if ending.status == "failed":
         setup.notify_plugins("stretto_run_failed", summary=summary, error=error or RunError(ending.reason))
     elif ending.status != "repeated":

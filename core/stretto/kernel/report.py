@@ -1,4 +1,4 @@
-"""The report of a run for people: `metrics.jsonl`, `summary.json`, trackers and log lines."""
+"""The report of a run for people: `metrics.jsonl`, `summary.json` and log lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from stretto.kernel.metrics_file import MetricsFile
 from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
 from stretto.records.metrics import is_evaluation
-from stretto.tracker import Tracker
 
 __all__ = ["Report", "Status"]
 
@@ -57,7 +56,6 @@ class Report:
         run: str,
         scheduler: Scheduler,
         fleet: Fleet,
-        trackers: Sequence[Tracker],
         resumed: KernelState | None,
         *,
         sampled: bool,
@@ -69,7 +67,6 @@ class Report:
         self._run = run
         self._scheduler = scheduler
         self._fleet = fleet
-        self._trackers = trackers
         self.sampled = sampled
         """Whether the run trains on sampled trajectories, and not on sequences read from a dataset."""
         self._began = time.monotonic()
@@ -176,8 +173,8 @@ class Report:
     def step(
         self, start: StartBatch, result: StepResult, *, generate_busy_s: float, divergence: float | None
     ) -> dict[str, Any]:
-        """Report a complete step, which may be a repeated one: write its line, inform the trackers, and log
-        it. Returns the line."""
+        """Report a complete step, which may be a repeated one: write its line and log it. Returns the
+        line."""
         now = time.monotonic()
         train_s = result.seconds
         statistics = dict(result.statistics)
@@ -192,6 +189,7 @@ class Report:
         step_s = now - before
         self.last = {
             "step": result.note.version,
+            "time": round(time.time(), 3),
             "time_s": round(self.wall_s, 3),
             "step_s": round(step_s, 4),
             "train_s": round(train_s, 4),
@@ -217,8 +215,6 @@ class Report:
         self._advise()
         self._note_skipped([name for name, value in statistics.items() if value == 1 and _is_skipped(name)])
         self._metrics.append(_finite(self.last))
-        for tracker in self._trackers:
-            self._tell(tracker, "step", self.last)
         log.info("step", **{key: self.last[key] for key in _SHOWN if key in self.last})
         return self.last
 
@@ -241,6 +237,7 @@ class Report:
         meanwhile."""
         line = {
             "step": evaluation.version,
+            "time": round(time.time(), 3),
             "time_s": round(self.wall_s, 3),
             "evaluation/accuracy": evaluation.accuracy,
             "evaluation/samples": evaluation.samples,
@@ -309,12 +306,15 @@ class Report:
 
     def _advise(self) -> None:
         """Apply the advice rules to the newest line, and log new and withdrawn advice."""
-        for advice in self.adviser.step(self.last):
+        changed = self.adviser.step(self.last)
+        for advice in changed:
             if advice.until is None:
                 log.warning("advice", rule=advice.rule, since=advice.since, message=advice.message)
             else:
                 log.info("advice withdrawn", rule=advice.rule, since=advice.since)
         self.last["advice"] = [advice.rule for advice in self.adviser.open]
+        if changed:
+            self.last["advice_changes"] = msgspec.to_builtins(changed)
 
     def _note_skipped(self, skipped: Sequence[str]) -> None:
         """Record a step in which every gradient of some model was not finite."""
@@ -343,18 +343,24 @@ class Report:
         return f"{part}: training waits for it {1 - share:.0%} of the time"
 
     def finish(self, status: Status, reason: str) -> dict[str, Any]:
-        """Write the summary, inform the trackers, and return the summary. If it cannot be written, log the
-        error."""
+        """Write the summary and return it. If it cannot be written, log the error."""
         summary = self._summary(status, reason)
+        self._write_summary(summary)
+        return summary
+
+    def add_late_problems(self, summary: dict[str, Any]) -> None:
+        """Write the summary again if there are problems that it does not have yet."""
+        if (problems := self._all_problems()) != summary["problems"]:
+            summary["problems"] = problems
+            self._write_summary(summary)
+
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
         aside = self.folder / ".summary.json"
         try:
             aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
             aside.rename(self.folder / "summary.json")
         except OSError as error:
             log.error("summary not written", error=str(error))
-        for tracker in self._trackers:
-            self._tell(tracker, "finish", summary)
-        return summary
 
     def _summary(self, status: Status, reason: str) -> dict[str, Any]:
         scheduler, fleet = self._scheduler, self._fleet
@@ -389,7 +395,7 @@ class Report:
             "checkpoints": self.checkpoints,
             "lost": msgspec.structs.asdict(self.lost),
             "refused_messages": self.refused + fleet.refused(),
-            "problems": [*self.problems, *self._held_back()],
+            "problems": self._all_problems(),
             "advice": msgspec.to_builtins(self.adviser.given),
         }
 
@@ -401,6 +407,9 @@ class Report:
         name = checkpoint_name(best.version)
         there = (self.folder / "checkpoints" / name).is_dir()
         return {"version": best.version, "accuracy": best.accuracy, "checkpoint": name if there else None}
+
+    def _all_problems(self) -> list[str]:
+        return [*self.problems, *self._held_back()]
 
     def _held_back(self) -> list[str]:
         """Return a line that says how often evaluations held training back; empty if they did not."""
@@ -427,13 +436,6 @@ class Report:
             return 0.0
         (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
         return max(generate_end - generate, train_end - train) / (end - start)
-
-    def _tell(self, tracker: Tracker, method: str, facts: Mapping[str, Any]) -> None:
-        try:
-            getattr(tracker, method)(facts)
-        except Exception as error:
-            log.exception("tracker failed", tracker=type(tracker).__name__)
-            self.problems.append(f"tracker {type(tracker).__name__}: {type(error).__name__}: {error}")
 
 
 def _finite(value: Any) -> Any:

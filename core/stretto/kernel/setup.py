@@ -25,6 +25,7 @@ from stretto.kernel.fleet import Fleet
 from stretto.kernel.report import Report
 from stretto.kernel.scheduler import Scheduler, SchedulerSettings
 from stretto.kernel.status import StatusBoard
+from stretto.kernel.trackers import Trackers
 from stretto.weights import WeightsTransport
 
 __all__ = ["RunSetup"]
@@ -86,19 +87,18 @@ class RunSetup:
             self.logs,
             max_restarts=config.launcher.max_restarts,
         )
-        trackers = [composed.make(path, self.context) for path in composed.components if "trackers." in path]
         self.report = Report(
             folder,
             self.run,
             self.scheduler,
             self.fleet,
-            trackers,
             resumed[1] if resumed else None,
             sampled=self.graph.samples,
             canary=config.inference.canary,
             adviser=Adviser(composed.document),
         )
         self.board = StatusBoard(config.name, config.steps, folder, self.report, self.scheduler, self.fleet)
+        self.trackers = Trackers(folder, config.trackers, self.report.problems)
 
     @property
     def layout(self) -> str:

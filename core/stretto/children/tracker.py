@@ -1,0 +1,251 @@
+"""The process of one tracker: it sends the lines of `metrics.jsonl`, which is its queue.
+
+`python -m stretto.children.tracker MODE RUN NAME`: NAME is the tracker's folder in the run's folder
+`trackers`. In the mode `follow` the process is a child of the kernel, and follows the run until the kernel
+has written the summary or is gone. In the mode `send` it sends what there is. The folder has:
+
+    cursor.json   what was sent; written after each block of lines
+    lock          locked by the process that sends: one at a time
+    output.log    the output of the process in the mode `follow`
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+import structlog
+
+from stretto.assembly.compose import Composed, compose
+from stretto.assembly.logs import log_to
+from stretto.assembly.plan import context_of
+from stretto.bus.server import run_id, write_private
+from stretto.errors import ConfigError, StrettoError, offer
+from stretto.records.metrics import is_evaluation
+from stretto.records.run import RunRecord
+from stretto.tracker import Sent, Tracker, TrackerConfig
+
+__all__ = ["Mode", "command", "cursor_file"]
+
+log = structlog.get_logger()
+
+Mode = Literal["follow", "send"]
+
+_POLL_S = 0.5
+_BLOCK = 100
+"""Number of lines that are sent between two writes of the cursor, if as many are there."""
+_NICENESS = 10
+"""Priority of the process: it yields to the run's own processes."""
+_SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SHORTEST_SECRET = 8
+"""Shorter values of variables with such names occur in ordinary text."""
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def command(mode: Mode, run: Path, name: str) -> list[str]:
+    """Return the command that starts the process."""
+    return [sys.executable, "-m", __name__, mode, str(run), name]
+
+
+def cursor_file(run: Path, name: str) -> Path:
+    """Return the file that says what a tracker was sent."""
+    return run / "trackers" / name / "cursor.json"
+
+
+class _Cursor(Sent, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tracker was sent, across all its processes."""
+
+    summary: str = ""
+    """Digest of the last summary; empty if there was none."""
+
+
+class _LineSender:
+    """Sends the lines of one run that the cursor has not passed to a tracker."""
+
+    def __init__(self, run: RunRecord, file: Path) -> None:
+        self._run = run
+        self._file = file
+        self._cursor = _Cursor()
+        self._began = file.exists()
+        if self._began:
+            try:
+                self._cursor = msgspec.json.decode(file.read_bytes(), type=_Cursor)
+            except msgspec.DecodeError as error:
+                message = f"{file} is damaged: {error}; remove it, and the tracker gets everything again"
+                raise ConfigError(message) from error
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to send."""
+        summary = self._run.summary
+        return bool(self._news() or (summary is not None and _digest(summary) != self._cursor.summary))
+
+    def start(self, tracker: Tracker) -> None:
+        """Start the tracker, and go on after what it has."""
+        resumed_at = Sent(step=self._cursor.step, evaluation=self._cursor.evaluation)
+        has = tracker.start(self._run.document, resumed_at if self._began else None)
+        if has is not None:
+            self._move(step=has.step, evaluation=has.evaluation)
+
+    def send_news(self, tracker: Tracker) -> bool:
+        """Send the new lines, and the summary if the run has one. Returns whether it has one."""
+        self._run.refresh()
+        summary = self._run.summary  # read before the lines: all lines are older than the summary
+        news = self._news()
+        for start in range(0, len(news), _BLOCK):
+            block = news[start : start + _BLOCK]
+            step, evaluation = self._cursor.step, self._cursor.evaluation
+            for line in block:
+                if is_evaluation(line):
+                    tracker.evaluation(line)
+                    evaluation = line["step"]
+                else:
+                    _send_step(tracker, line)
+                    step = line["step"]
+            self._move(step=step, evaluation=evaluation)
+        if summary is None:
+            return False
+        tracker.finish(summary)
+        self._move(summary=_digest(summary))
+        return True
+
+    def log_state(self) -> None:
+        """Log what was sent."""
+        log.info("sent", steps_up_to=self._cursor.step, evaluations_up_to_version=self._cursor.evaluation)
+
+    def _news(self) -> list[dict[str, Any]]:
+        """Return the lines to send, in the order of their versions. A resumed run repeats steps: their lines
+        are not new."""
+        steps, evaluations = self._run.steps, self._run.evaluations
+        new_steps = steps[bisect_right(steps, self._cursor.step, key=_step) :]
+        new_evaluations = evaluations[bisect_right(evaluations, self._cursor.evaluation, key=_step) :]
+        return sorted([*new_steps, *new_evaluations], key=lambda line: (line["step"], is_evaluation(line)))
+
+    def _move(self, **changes: Any) -> None:
+        self._cursor = msgspec.structs.replace(self._cursor, **changes)
+        write_private(self._file, msgspec.json.encode(self._cursor))
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    return line["step"]
+
+
+def _send_step(tracker: Tracker, line: Mapping[str, Any]) -> None:
+    tracker.step(line)
+    for advice in cast("list[dict[str, Any]]", line.get("advice_changes", [])):
+        tracker.advice(advice)
+
+
+def _digest(summary: Mapping[str, Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(summary)).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------- process
+
+
+class _ParentWatch:
+    """Notices that the kernel is gone: the system then ends this process's standard input."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.finish_s = 30.0
+        """Seconds that the process has for what is left, before it kills itself and what it started."""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):  # a buffered read would block the end of the process
+            pass
+        self.gone.set()
+        time.sleep(self.finish_s)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+@contextmanager
+def _sole_sender(file: Path, *, wait: bool) -> Generator[None]:
+    """Be the only process that sends to this tracker. With `wait`, the former process may still end.
+
+    Raises:
+        ConfigError: if another process sends, and `wait` is false.
+    """
+    with file.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process sends to this tracker now: {file.parent / 'output.log'}"
+            ) from error
+        yield
+
+
+def _section(composed: Composed, name: str) -> tuple[str, TrackerConfig]:
+    """Return the dotted key and the section of the tracker with this folder."""
+    sections = {section.folder_name: index for index, section in enumerate(composed.config.trackers)}
+    if name not in sections:
+        raise ConfigError(f"the run has no tracker {name!r}{offer(name, sections, 'trackers')}")
+    return f"trackers.{sections[name]}", composed.config.trackers[sections[name]]
+
+
+def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch | None) -> None:
+    path, section = _section(composed, name)
+    if watch is not None:
+        watch.finish_s = section.finish_s
+    file = cursor_file(folder, name)
+    with _sole_sender(file.with_name("lock"), wait=watch is not None):
+        sender = _LineSender(RunRecord(folder), file)
+        if watch is None and not sender.has_news:
+            log.info("there is nothing new to send")
+            return
+        context = context_of(composed.config, run=run_id(folder / "bus") or "", folder=str(folder))
+        tracker: Tracker = composed.make(path, context)
+        sender.start(tracker)
+        while True:
+            last = watch is None or watch.gone.is_set()
+            if sender.send_news(tracker) or last:
+                sender.log_state()
+                return
+            assert watch is not None
+            watch.gone.wait(_POLL_S)
+
+
+def _without_secrets(text: str, redact: Callable[[str], str]) -> str:
+    """Return a text without the secrets of the environment and the logins in addresses."""
+    text = redact(text)
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, f"${name}")
+    return _URL_LOGIN.sub("…@", text)
+
+
+def main(mode: str, folder: Path, name: str) -> int:
+    """Body of the process. Returns its exit status."""
+    os.nice(_NICENESS)
+    watch = _ParentWatch() if mode == "follow" else None
+    log_to(None, console=True, tracker=name)
+    redact: Callable[[str], str] = str
+    try:
+        composed = compose(folder / "config.yaml")
+        redact = composed.redact
+        cursor_file(folder, name).parent.mkdir(parents=True, exist_ok=True)
+        _send(folder, name, composed, watch)
+    except Exception as error:  # noqa: BLE001 - a tracker may raise anything; the kernel reports the last line
+        fault = str(error) if isinstance(error, StrettoError) else traceback.format_exc()
+        print(_without_secrets(fault, redact).rstrip(), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,120 @@
+"""One run of MLflow.
+
+A figure is `train/<name>` or `evaluation/<name>`; a further `/` becomes a dot, because a store of files
+cannot hold `reward` beside `reward/format`. The store may have a part of a step when the process is killed,
+so the next process asks for the last step of each figure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from stretto import Context
+from stretto.tracker import Sent, figures, kept_id
+from stretto_mlflow import MlflowConfig
+
+__all__ = ["MlflowTracker"]
+
+_REFUSED = re.compile(r"[^\w .:-]")
+"""Characters that MLflow does not accept in the name of a figure or a parameter, and `/`."""
+_MOST_PARAMS = 100
+"""Number of parameters that MLflow accepts at once."""
+_LONGEST_VALUE = 500
+"""Characters. The shortest limit of MLflow's stores for the value of a parameter or tag."""
+_STATUS = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class MlflowTracker:
+    """Logs to one run of MLflow. Every call has been answered by the store before it returns."""
+
+    def __init__(self, config: MlflowConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self._run_id = ""
+        self._last: dict[str, int] = {}
+        """Figure -> the last step that the store has of it."""
+
+    def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> None:
+        """Create the run, or go on with it."""
+        self._client = MlflowClient(self._config.tracking_uri)
+        self._run_id = kept_id(self._config, self._context, self._create_run)
+        self._client.update_run(self._run_id, status="RUNNING")
+        data = self._client.get_run(self._run_id).data
+        for name in data.metrics:
+            history = self._client.get_metric_history(self._run_id, name)
+            self._last[name] = max(metric.step for metric in history)
+        if resumed_at is None:
+            self._log_params(config, data.params)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Log the figures of a step."""
+        self._log("train", metrics)
+
+    def evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Log the figures of an evaluation, at the version that was evaluated."""
+        self._log("evaluation", metrics)
+
+    def advice(self, advice: Mapping[str, Any]) -> None:
+        """Set a tag with the advice, and take it away when the advice is withdrawn."""
+        name = f"advice.{advice['rule']}"
+        if advice["until"] is None:
+            self._client.set_tag(self._run_id, name, advice["message"][:_LONGEST_VALUE])
+        elif name in self._client.get_run(self._run_id).data.tags:
+            self._client.delete_tag(self._run_id, name)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Set the status of the run."""
+        self._client.set_tag(self._run_id, "reason", summary["reason"][:_LONGEST_VALUE])
+        self._client.set_terminated(self._run_id, _STATUS[summary["status"]])
+
+    def _create_run(self) -> str:
+        name = self._config.experiment
+        try:
+            experiment = self._client.create_experiment(name)
+        except MlflowException:  # it exists, perhaps since just now
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            experiment = found.experiment_id
+        run_name = self._config.run_name or Path(self._context.folder).name
+        return self._client.create_run(experiment, run_name=run_name).info.run_id
+
+    def _log(self, prefix: str, metrics: Mapping[str, Any]) -> None:
+        step, milliseconds = metrics["step"], round(1000 * metrics["time"])
+        named = {
+            f"{prefix}/{_REFUSED.sub('.', name.removeprefix(f'{prefix}/'))}": value
+            for name, value in figures(metrics).items()
+        }
+        new = [
+            Metric(name, value, milliseconds, step)
+            for name, value in named.items()
+            if self._last.get(name, -1) < step
+        ]
+        self._client.log_batch(self._run_id, metrics=new)
+
+    def _log_params(self, config: Mapping[str, Any], logged: Mapping[str, str]) -> None:
+        """Log the run's values. MLflow's parameters never change: those of a resumed run stay."""
+        params = (
+            Param(_REFUSED.sub("_", key), value[:_LONGEST_VALUE])
+            for key, value in _leaves(config)
+            if key not in logged
+        )
+        while batch := list(islice(params, _MOST_PARAMS)):
+            self._client.log_batch(self._run_id, params=batch)
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted keys and their values as text."""
+    if isinstance(node, Mapping):
+        for key, value in cast("Mapping[str, Any]", node).items():
+            yield from _leaves(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, str(node)

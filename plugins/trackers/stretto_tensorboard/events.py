@@ -1,0 +1,119 @@
+"""Event files of one run.
+
+Each process writes files of its own. The first event of a file tells readers to drop the steps that come
+again: what a killed process wrote after its last note.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+# Protobuf makes the names of these modules when they are imported.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from stretto import Context, TrackerConfig
+from stretto.tracker import Sent, figures, tracker_folder
+
+__all__ = ["TensorBoardTracker"]
+
+
+class TensorBoardTracker:
+    """Writes the event files."""
+
+    def __init__(self, config: TrackerConfig, context: Context) -> None:
+        self._folder = tracker_folder(config, context)
+
+    def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> None:
+        """Open new event files that go on after what was sent."""
+        sent = resumed_at or Sent(step=-1)
+        self._train = _Events(self._folder / "train", first_step=sent.step + 1)
+        self._evaluation = _Events(self._folder / "evaluation", first_step=sent.evaluation + 1)
+        if resumed_at is None:
+            self._train.add_text("config", yaml.safe_dump(dict(config), sort_keys=False), 0, time.time())
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Write the figures of a step."""
+        self._train.add_figures(metrics)
+
+    def evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Write the figures of an evaluation, at the version that was evaluated."""
+        self._evaluation.add_figures(metrics)
+
+    def advice(self, advice: Mapping[str, Any]) -> None:
+        """Write the advice as text."""
+        step = advice["said"] if advice["until"] is None else advice["until"]
+        word = "given" if advice["until"] is None else "withdrawn"
+        self._train.add_text(
+            f"advice/{advice['rule']}",
+            f"{word}, since step {advice['since']}: {advice['message']}",
+            step,
+            time.time(),
+        )
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write how the run ended, as text."""
+        text = " ".join(filter(None, [summary["status"], summary["reason"]]))
+        self._train.add_text("end", text, summary["version"], time.time())
+        self._train.close()
+        self._evaluation.close()
+
+
+class _Events:
+    """A new event file in a folder."""
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        _wait_for_later_name(folder)
+        self._writer = EventFileWriter(str(folder))
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._writer.flush()
+
+    def add_figures(self, metrics: Mapping[str, Any]) -> None:
+        """Write the figures of a line of metrics."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures(metrics).items()]
+        self._add(Summary(value=values), metrics["step"], metrics["time"])
+
+    def add_text(self, tag: str, text: str, step: int, wall_time: float) -> None:
+        """Write a text. TensorBoard reads Markdown; indented lines are shown as they are."""
+        indented = "\n".join(f"    {line}" for line in text.splitlines())
+        plugin = SummaryMetadata.PluginData(
+            plugin_name="text", content=TextPluginData(version=0).SerializeToString()
+        )
+        value = Summary.Value(
+            tag=f"{tag}/text_summary",
+            metadata=SummaryMetadata(plugin_data=plugin),
+            tensor=TensorProto(
+                dtype=DT_STRING,
+                string_val=[indented.encode()],
+                tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+            ),
+        )
+        self._add(Summary(value=[value]), step, wall_time)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _add(self, summary: Any, step: int, wall_time: float) -> None:
+        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=summary))
+        self._writer.flush()
+
+
+def _wait_for_later_name(folder: Path) -> None:
+    """Wait until a new file's name comes after those of the folder. Readers take the files in the order of
+    their names, and a name begins with its second."""
+    newest = max((int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")), default=0)
+    while int(time.time()) <= newest:
+        time.sleep(0.05)

@@ -1,0 +1,38 @@
+"""Tracker `trackio`: Hugging Face's tracker, into its database on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto import Component, Context, TrackerConfig, hookimpl
+from stretto.tracker import Tracker
+
+__all__ = ["TrackioConfig"]
+
+
+class TrackioConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the tracker `trackio`. The database is in `TRACKIO_DIR` of the environment, by default in
+    the cache of Hugging Face."""
+
+    project: str = "stretto"
+    """Project of the run."""
+    run_name: str | None = None
+    """Name of the run in trackio; default: the name of the run's folder. A suffix makes it unique."""
+
+
+def _make(config: TrackioConfig, context: Context) -> Tracker:
+    from stretto_trackio.trackio_run import TrackioTracker  # trackio is slow to import
+
+    return TrackioTracker(config, context)
+
+
+@hookimpl
+def stretto_tracker() -> Iterator[Component[TrackioConfig]]:
+    """The component of this package."""
+    yield Component(
+        "trackio",
+        _make,
+        TrackioConfig,
+        "trackio's dashboard on this machine",
+        requires={"trackio": "stretto[trackio]"},
+    )

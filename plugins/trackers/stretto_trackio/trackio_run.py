@@ -1,0 +1,79 @@
+"""One run of trackio.
+
+A thread of trackio writes to the database, some time after a row was logged. What arrived is therefore read
+from the database at each start.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+
+from stretto import Context
+from stretto.errors import ConfigError
+from stretto.tracker import Sent, figures, kept_id
+from stretto_trackio import TrackioConfig
+
+__all__ = ["TrackioTracker"]
+
+
+class TrackioTracker:
+    """Logs to one run of trackio."""
+
+    def __init__(self, config: TrackioConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+
+    def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> Sent:
+        """Begin or resume the run; return what the database has.
+
+        Raises:
+            ConfigError: if the environment has trackio send to a server, which cannot say what it has.
+        """
+        del resumed_at
+        for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            if os.environ.get(name):
+                raise ConfigError(
+                    f"unset {name}: the tracker trackio writes to this machine; `trackio sync` sends"
+                )
+        self._name = kept_id(self._config, self._context, self._new_name)
+        self._run = trackio.init(
+            self._config.project,
+            self._name,
+            config=dict(config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        rows = SQLiteStorage.get_logs(self._config.project, self._name)
+        evaluations = [row["step"] for row in rows if "evaluation/samples" in row]
+        steps = [row["step"] for row in rows if "evaluation/samples" not in row]
+        return Sent(step=max(steps, default=0), evaluation=max(evaluations, default=-1))
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Log the figures of a step."""
+        self._run.log(figures(metrics), step=metrics["step"])
+
+    def evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Log the figures of an evaluation, at the version that was evaluated."""
+        self._run.log(figures(metrics), step=metrics["step"])
+
+    def advice(self, advice: Mapping[str, Any]) -> None:
+        """Send given advice as an alert of the dashboard."""
+        if advice["until"] is None:
+            self._run.alert(advice["rule"], advice["message"], level=trackio.AlertLevel.WARN)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write what is left."""
+        del summary
+        self._run.finish()
+
+    def _new_name(self) -> str:
+        return f"{self._config.run_name or Path(self._context.folder).name}-{secrets.token_hex(2)}"

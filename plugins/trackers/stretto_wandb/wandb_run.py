@@ -1,0 +1,89 @@
+"""One run of Weights & Biases.
+
+wandb's history only grows, and evaluations come after later steps. So `step` and `evaluation/step` are
+figures of the history's rows, and wandb draws the curves over them. A process of wandb writes and sends the
+rows, some time after they were logged. So each start asks what has arrived: the run's page, or the files of
+an offline run.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from stretto import Context
+from stretto.tracker import Sent, figures, kept_id, tracker_folder
+from stretto_wandb import WandbConfig
+from stretto_wandb.offline import history_rows
+
+__all__ = ["WandbTracker"]
+
+_STEP, _EVALUATION = "step", "evaluation/step"
+
+
+class WandbTracker:
+    """Logs to one run of wandb, whose id stays the same."""
+
+    def __init__(self, config: WandbConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self._folder = tracker_folder(config, context)
+
+    def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> Sent:
+        """Begin or resume the run; return what it has."""
+        del resumed_at
+        own = self._config
+        run_id = kept_id(own, self._context, lambda: secrets.token_hex(4))
+        offline = own.mode == "offline"
+        rows = list(self._rows_of_files(run_id)) if offline else []
+        self._run = wandb.init(
+            project=own.project,
+            entity=own.entity,
+            name=own.run_name or Path(self._context.folder).name,
+            group=own.group,
+            tags=own.tags,
+            id=run_id,
+            resume="allow",
+            mode=own.mode,
+            dir=str(self._folder),
+            config=dict(config),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+        )
+        self._run.define_metric(_STEP, hidden=True)
+        self._run.define_metric(_EVALUATION, hidden=True)
+        self._run.define_metric("*", step_metric=_STEP)
+        self._run.define_metric("evaluation/*", step_metric=_EVALUATION)
+        if not offline:
+            rows = [{name: self._run.summary.get(name) for name in (_STEP, _EVALUATION)}]
+        return Sent(step=_largest(rows, _STEP, 0), evaluation=_largest(rows, _EVALUATION, -1))
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Log a row with the figures of a step."""
+        self._run.log({_STEP: metrics["step"], **figures(metrics)})
+
+    def evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Log a row with the figures of an evaluation."""
+        self._run.log({_EVALUATION: metrics["step"], **figures(metrics)})
+
+    def advice(self, advice: Mapping[str, Any]) -> None:
+        """Send given advice as an alert, by which wandb can notify its user."""
+        if advice["until"] is None:
+            self._run.alert(f"stretto: {advice['rule']}", advice["message"], level="WARN")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Finish the run. A run that did not complete counts as failed."""
+        self._run.summary["status"] = summary["status"]
+        self._run.summary["reason"] = summary["reason"]
+        self._run.finish(exit_code=0 if summary["status"] == "completed" else 1)
+
+    def _rows_of_files(self, run_id: str) -> Iterator[dict[str, Any]]:
+        for file in sorted(self._folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
+            yield from history_rows(file)
+
+
+def _largest(rows: list[dict[str, Any]], name: str, default: int) -> int:
+    return max((row[name] for row in rows if row.get(name) is not None), default=default)

@@ -1,0 +1,100 @@
+"""The kernel's side of trackers: processes that fail or hang cost the run neither its time nor its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from stretto.assembly.compose import Composed, compose
+from stretto.kernel.changes import write_values
+from stretto.kernel.metrics_file import MetricsFile
+from stretto.kernel.trackers import Trackers
+
+PLUGIN = """
+import time
+from pathlib import Path
+from stretto import Component, TrackerConfig, hookimpl
+
+class Bad:
+    def __init__(self, config, context): self.folder = Path(context.folder)
+    def start(self, config, resumed_at): pass
+    def step(self, metrics):
+        (self.folder / "reached").touch()
+        {deed}
+    def evaluation(self, metrics): pass
+    def advice(self, advice): pass
+    def finish(self, summary): pass
+
+@hookimpl
+def stretto_tracker():
+    yield Component("bad", Bad, TrackerConfig, "bad")
+"""
+
+
+def run_with(tmp_path: Path, deed: str, finish_s: float) -> Composed:
+    """A run whose tracker does this with a step."""
+    (tmp_path / "bad.py").write_text(PLUGIN.format(deed=deed))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "bus").mkdir()
+    document = {
+        "name": "tracked",
+        "steps": 1,
+        "algorithm": {"use": "grpo", "group_size": 2},
+        "training": "mock",
+        "inference": "mock",
+        "reward": "exact",
+        "dataset": {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")},
+        "plugins": [str(tmp_path / "bad.py")],
+        "trackers": [{"use": "bad", "finish_s": finish_s}],
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    composed = compose(tmp_path / "run.yaml")
+    write_values(tmp_path, composed)
+    MetricsFile(tmp_path).append({"step": 1, "time": 1.0, "reward": 0.5})
+    return composed
+
+
+def until_reached(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "reached").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, hurried: bool) -> None:
+    composed = run_with(tmp_path, "time.sleep(3600)", finish_s=3600 if hurried else 0.5)
+    problems: list[str] = []
+    trackers = Trackers(tmp_path, composed.config.trackers, problems)
+    trackers.start()
+    until_reached(tmp_path)
+    [child] = [each for each in psutil.Process().children() if "stretto.children.tracker" in each.cmdline()]
+    start = time.monotonic()
+    await trackers.finish(hurried=hurried)
+    assert time.monotonic() - start < 10
+    child.wait(10)
+    assert problems == [
+        f"tracker 'bad': it has not sent everything in time; to send the rest: stretto track {tmp_path}"
+    ]
+
+
+async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(tmp_path: Path) -> None:
+    composed = run_with(tmp_path, "raise OSError('no network')", finish_s=60)
+    problems: list[str] = []
+    trackers = Trackers(tmp_path, composed.config.trackers, problems)
+    trackers.start()
+    deadline = time.monotonic() + 60
+    while not problems:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (tmp_path / "summary.json").write_text("{}")
+    await trackers.finish(hurried=False)
+    fault = "tracker 'bad': it ended with status 1: OSError: no network"
+    assert problems == [
+        f"{fault}; it was started again",
+        f"{fault}; to send the rest: stretto track {tmp_path}",
+    ]

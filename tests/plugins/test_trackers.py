@@ -1,0 +1,350 @@
+"""The trackers, each in its real process and with its real library, which reads back what was sent.
+
+The test writes and cuts `metrics.jsonl` as a kernel does. A named pipe in the place of the cursor's next file
+stops the process between sending and noting, which is the worst moment to kill it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stretto.assembly.compose import compose
+from stretto.children.tracker import Mode, command, cursor_file
+from stretto.cli.track import track_run
+from stretto.kernel.changes import write_values
+from stretto.kernel.metrics_file import MetricsFile
+from stretto_wandb.offline import history_rows
+
+Point = tuple[int, float]
+Curves = tuple[list[Point], list[Point]]
+"""(step, reward) of the steps, and (version, accuracy) of the evaluations, as a tracker's reader has them."""
+
+
+class Kernel:
+    """Writes the files of a run, and starts the process of its tracker."""
+
+    def __init__(self, folder: Path, tracker: str, plugins: tuple[str, ...] = (), **section: Any) -> None:
+        self.folder = folder
+        self.name = tracker
+        self.metrics = MetricsFile(folder)
+        self.child: subprocess.Popen[bytes] | None = None
+        folder.mkdir()
+        (folder / "bus").mkdir()
+        (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+        file = folder / "run.yaml"
+        document = {
+            "name": "tracked",
+            "steps": 8,
+            "algorithm": {"use": "grpo", "group_size": 2},
+            "training": "mock",
+            "inference": "mock",
+            "reward": "exact",
+            "dataset": {"use": "jsonl", "path": str(folder / "rows.jsonl")},
+            "plugins": list(plugins),
+            "trackers": [{"use": tracker, **section}],
+        }
+        file.write_text(yaml.safe_dump(document))
+        write_values(folder, compose(file))
+
+    @property
+    def own(self) -> Path:
+        """The tracker's folder."""
+        return self.folder / "trackers" / self.name
+
+    def step(self, step: int, reward: float, **more: Any) -> None:
+        figures = {"reward": reward, "loss": None, "ledger": {"trained": 4 * step}, "advice": [], **more}
+        self.metrics.append({"step": step, "time": 1_700_000_000.0 + step, "time_s": 1.5 * step, **figures})
+
+    def evaluation(self, version: int, accuracy: float) -> None:
+        figures = {"evaluation/accuracy": accuracy, "evaluation/samples": 10, "evaluation/failed": 0}
+        self.metrics.append({"step": version, "time": 1_700_000_000.5 + version, "time_s": 1.0, **figures})
+
+    def end(self) -> None:
+        """The run ends."""
+        aside = self.folder / ".summary.json"
+        aside.write_text(json.dumps({"status": "completed", "reason": "", "version": 8, "wall_s": 9.0}))
+        aside.rename(self.folder / "summary.json")
+
+    def start(self, mode: Mode = "follow") -> None:
+        """Start the tracker's process, as the kernel and `stretto track` do."""
+        self.own.mkdir(parents=True, exist_ok=True)
+        with (self.own / "output.log").open("ab") as output:
+            self.child = subprocess.Popen(
+                command(mode, self.folder, self.name),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def until_noted(self, **expected: int) -> None:
+        """Until the cursor has these numbers."""
+        file = cursor_file(self.folder, self.name)
+        deadline = time.monotonic() + 90
+        while not (file.exists() and expected.items() <= json.loads(file.read_bytes()).items()):
+            assert self.child is not None
+            assert self.child.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.02)
+
+    def kill_before_note(self, write: Callable[[], None]) -> None:
+        """Let the process send what `write` writes, and kill it before it has noted that."""
+        pipe = self.own / ".cursor.json"
+        os.mkfifo(pipe)
+        write()
+        descriptor = os.open(pipe, os.O_RDONLY)  # returns when the process opens the pipe to write its note
+        self.kill()
+        os.close(descriptor)
+        pipe.unlink()
+
+    def kill(self) -> None:
+        """Kill the process and what it has started."""
+        assert self.child is not None
+        os.killpg(self.child.pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> int:
+        """The exit status of the process, once it has ended by itself."""
+        assert self.child is not None
+        status = self.child.wait(90)
+        self.leave()
+        return status
+
+    def leave(self) -> None:
+        """The kernel is gone: the process's standard input ends."""
+        assert self.child is not None
+        assert self.child.stdin is not None
+        self.child.stdin.close()
+
+    def output(self) -> str:
+        return (self.own / "output.log").read_text()
+
+
+@pytest.fixture
+def kernel_of(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
+    """`kernel_of("csv")`: a run with this tracker."""
+    kernels: list[Kernel] = []
+
+    def make(tracker: str, **section: Any) -> Kernel:
+        kernels.append(Kernel(tmp_path / "run", tracker, **section))
+        return kernels[-1]
+
+    yield make
+    for kernel in kernels:
+        if kernel.child is not None and kernel.child.returncode is None:
+            kernel.kill()
+
+
+# ------------------------------------------------------------------------------------ the readers
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def csv_curves(kernel: Kernel) -> Curves:
+    [advice] = rows_of(kernel.own / "advice.csv")
+    assert advice["message"] == "the reward fell"
+    steps = rows_of(kernel.own / "steps.csv")
+    evaluations = rows_of(kernel.own / "evaluations.csv")
+    return (
+        [(int(row["step"]), float(row["reward"])) for row in steps],
+        [(int(row["step"]), float(row["evaluation/accuracy"])) for row in evaluations],
+    )
+
+
+def tensorboard_curves(kernel: Kernel) -> Curves:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def curve(part: str, tag: str) -> list[Point]:
+        events = EventAccumulator(str(kernel.own / part), size_guidance={"scalars": 0})
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars(tag)]
+
+    return curve("train", "reward"), curve("evaluation", "evaluation/accuracy")
+
+
+def wandb_curves(kernel: Kernel) -> Curves:
+    """From the files of all processes, merged in the order in which `wandb sync` sends them."""
+    run_id = (kernel.own / "id").read_text()
+    files = sorted(kernel.own.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    assert len(files) == 2  # one for each process
+    rows = [row for file in files for row in history_rows(file)]
+    return (
+        [(row["step"], row["reward"]) for row in rows if "reward" in row],
+        [(row["evaluation/step"], row["evaluation/accuracy"]) for row in rows if "evaluation/step" in row],
+    )
+
+
+def mlflow_curves(kernel: Kernel) -> Curves:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(str(kernel.folder / "store"))
+    run_id = (kernel.own / "id").read_text()
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["queue.batch_size"] == "32"
+
+    def curve(name: str) -> list[Point]:
+        return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+
+    return curve("train/reward"), curve("evaluation/accuracy")
+
+
+def trackio_curves(kernel: Kernel) -> Curves:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = SQLiteStorage.get_logs("stretto", (kernel.own / "id").read_text())
+    return (
+        [(row["step"], row["reward"]) for row in rows if "reward" in row],
+        [(row["step"], row["evaluation/accuracy"]) for row in rows if "evaluation/samples" in row],
+    )
+
+
+READERS: dict[str, Callable[[Kernel], Curves]] = {
+    "csv": csv_curves,
+    "tensorboard": tensorboard_curves,
+    "wandb": wandb_curves,
+    "mlflow": mlflow_curves,
+    "trackio": trackio_curves,
+}
+
+
+LATE = {"wandb", "trackio"}
+"""Libraries that write some time after the call. A kill loses a bit; it is sent again."""
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the libraries read from the environment."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "run" / "store"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_every_step_and_evaluation_arrives_once(tracker: str, kernel_of: Callable[..., Kernel]) -> None:
+    """Also after a kill between sending and noting, and after the run was resumed from an older step."""
+    kernel = kernel_of(tracker, **({"mode": "offline"} if tracker == "wandb" else {}))
+    kernel.evaluation(0, 0.25)
+    kernel.start()
+    for step in range(1, 6):
+        kernel.step(step, step / 8)
+    kernel.evaluation(3, 0.5)  # evaluations come after later steps
+    kernel.until_noted(step=5, evaluation=3)
+
+    def write() -> None:
+        kernel.step(6, 0.75)
+
+    kernel.kill_before_note(write)
+
+    kernel.metrics.cut_after(4)
+    kernel.start()
+    kernel.step(5, 99.0)  # repeated with other figures: a tracker keeps the first ones
+    kernel.step(6, 0.75)
+    kernel.evaluation(5, 0.625)
+    advice = {"rule": "collapse", "since": 3, "said": 7, "until": None, "message": "the reward fell"}
+    kernel.step(7, 0.875, entropy=0.5, advice_changes=[advice])  # and a figure that former steps did not have
+    kernel.step(8, 1.0)
+    kernel.evaluation(8, 1.0)
+    kernel.until_noted(step=8, evaluation=8)
+    kernel.end()
+    assert kernel.wait() == 0, kernel.output()
+
+    steps, evaluations = READERS[tracker](kernel)
+    if tracker in LATE and steps[4] == (5, 99.0):  # the library had not written the first one yet
+        steps[4] = (5, 0.625)
+    assert steps == [(step, step / 8) for step in range(1, 9)]
+    assert evaluations == [(0, 0.25), (3, 0.5), (5, 0.625), (8, 1.0)]
+
+
+def test_a_process_ends_with_its_kernel_and_track_sends_the_rest(
+    kernel_of: Callable[..., Kernel], capfd: pytest.CaptureFixture[str]
+) -> None:
+    kernel = kernel_of("csv")
+    kernel.start()
+    kernel.step(1, 0.125)
+    kernel.until_noted(step=1)
+    kernel.step(2, 0.25)
+    kernel.leave()
+    assert kernel.wait() == 0
+    kernel.step(3, 0.375)
+    kernel.end()
+    assert track_run(kernel.folder) == []
+    assert "steps_up_to=3" in capfd.readouterr().err
+    assert track_run(kernel.folder) == []
+    assert "there is nothing new to send" in capfd.readouterr().err
+    assert [row["step"] for row in rows_of(kernel.own / "steps.csv")] == ["1", "2", "3"]
+
+
+def test_there_is_one_sender_at_a_time(
+    kernel_of: Callable[..., Kernel], capfd: pytest.CaptureFixture[str]
+) -> None:
+    kernel = kernel_of("csv")
+    kernel.start()
+    kernel.step(1, 0.125)
+    kernel.until_noted(step=1)
+    assert track_run(kernel.folder) == ["csv"]
+    assert "another process sends to this tracker now" in capfd.readouterr().err
+
+
+def test_errors_show_no_secrets(
+    kernel_of: Callable[..., Kernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaky.py").write_text(
+        "import os\n"
+        "from stretto import Component, TrackerConfig, hookimpl\n"
+        "class Leaky:\n"
+        "    def __init__(self, config, context): pass\n"
+        "    def start(self, config, resumed_at):\n"
+        "        raise OSError('http://me:pass@host refuses ' + os.environ['ACME_API_KEY'])\n"
+        "    def step(self, metrics): pass\n"
+        "    def evaluation(self, metrics): pass\n"
+        "    def advice(self, advice): pass\n"
+        "    def finish(self, summary): pass\n"
+        "@hookimpl\n"
+        "def stretto_tracker():\n"
+        "    yield Component('leaky', Leaky, TrackerConfig, 'leaks')\n"
+    )
+    monkeypatch.setenv("ACME_API_KEY", "very-secret-7")
+    kernel = kernel_of("leaky", plugins=(str(tmp_path / "leaky.py"),))
+    kernel.start()
+    assert kernel.wait() == 1
+    assert kernel.output().splitlines()[-1] == "OSError: http://…@host refuses $ACME_API_KEY"
+    assert "very-secret-7" not in kernel.output()
+
+
+def test_a_torn_row_is_cut_off(kernel_of: Callable[..., Kernel]) -> None:
+    kernel = kernel_of("csv")
+    kernel.own.mkdir(parents=True)
+    (kernel.own / "steps.csv").write_text("step,time,reward\n1,1.0,0.125\n2,2.0,0.")
+    kernel.step(1, 0.125)
+    kernel.step(2, 0.25)
+    kernel.end()
+    assert track_run(kernel.folder) == []
+    assert [row["reward"] for row in rows_of(kernel.own / "steps.csv")] == ["0.125", "0.25"]
+
+
+def test_a_long_offline_run_of_wandb_is_read_over_its_blocks(kernel_of: Callable[..., Kernel]) -> None:
+    """Blocks have 32 KiB; some rows have parts in several of them."""
+    kernel = kernel_of("wandb", mode="offline")
+    for step in range(1, 151):
+        kernel.step(step, step / 8, **{f"long/{'x' * 200}/{n}": float(n) for n in range(step % 5 * 50)})
+    kernel.end()
+    assert track_run(kernel.folder) == []
+    [file] = kernel.own.glob("wandb/offline-run-*/*.wandb")
+    assert file.stat().st_size > 10 * 2**15
+    assert [row["step"] for row in history_rows(file) if "reward" in row] == list(range(1, 151))
