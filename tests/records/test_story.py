@@ -135,6 +135,18 @@ def test_what_a_killed_kernel_leaves_ends_with_its_last_event() -> None:
     assert len(story.steps) == 3
 
 
+def test_a_group_whose_end_the_killed_kernel_did_not_write_down_is_trained() -> None:
+    story = told(
+        issued(101.0, 0),
+        taken(101.5, 0),
+        KernelStarted(200.0, 2, 0),
+        StepSpan(202.0, 201.5, 1, "", (0,)),
+        KernelEnded(206.0, "completed"),
+    )
+    assert outcomes(story) == {"0/1": "trained"}
+    assert story.attempts[0].end == 101.5
+
+
 def test_a_run_that_goes_on_ends_with_its_newest_event() -> None:
     story = told(issued(101.0, 0), taken(102.0, 0))
     assert (story.start, story.end) == (100.0, 102.0)

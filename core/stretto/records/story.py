@@ -117,6 +117,8 @@ class _Reader:
         """Attempts of this kernel whose ticket was issued again."""
         self._done: dict[int, Attempt] = {}
         """Finished groups that wait for training, by ticket."""
+        self._cut: dict[int, Attempt] = {}
+        """Training attempts that were open when their kernel ended, by ticket."""
         self._in_flight: set[int] = set()
 
     def take_in(self, event: Event) -> None:
@@ -157,7 +159,9 @@ class _Reader:
     def end_kernel(self, status: str) -> None:
         """Close what is open: the workers and their work do not outlive their kernel."""
         story = self.story
-        for key in list(self._open):
+        for key, attempt in list(self._open.items()):
+            if attempt.issued.purpose == "train":
+                self._cut[attempt.issued.ticket] = attempt
             self._close(key, story.end, "unfinished")
         for life in self._lives.values():
             life.end = story.end
@@ -221,7 +225,9 @@ class _Reader:
         self.story.steps.append(step)
         for ticket in step.tickets:
             self._in_flight.discard(ticket)
-            if (attempt := self._done.pop(ticket, None)) is not None:
+            # A killed kernel loses its last events: the group may be in the log without its `TicketDone`.
+            cut = self._cut.pop(ticket, None)
+            if (attempt := self._done.pop(ticket, cut)) is not None:
                 attempt.outcome, attempt.step = "trained", step
 
     def _close(self, key: tuple[str, int], time: float, outcome: Outcome, reason: str = "") -> None:
