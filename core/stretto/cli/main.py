@@ -347,6 +347,42 @@ def trace(
 
 
 @app.command()
+def compare(
+    folders: Runs,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Compare runs: figures, values that differ, curves at equal steps, accuracies with 95 % intervals."""
+    from stretto.cli.compare import compare_runs, comparison_tables
+    from stretto.records.run import RunRecord
+
+    comparison = compare_runs([RunRecord(folder) for folder in folders])
+    if as_json:
+        typer.echo(msgspec.json.encode(comparison))
+        return
+    for title, table in comparison_tables(comparison):
+        typer.echo(f"\n{printable(title)}")
+        _print_table(table)
+
+
+@app.command()
+def report(
+    folders: Runs,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The HTML file to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one HTML file that shows a run, or several: curves, evaluations, ledger, advice, values.
+
+    The file needs no network and no other file.
+    """
+    from stretto.cli.report import write_report
+    from stretto.records.run import RunRecord
+
+    write_report([RunRecord(folder) for folder in folders], out)
+    typer.echo(f"written: {out}")
+
+
+@app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     as_json: Annotated[

@@ -53,12 +53,17 @@ def read_answers(folder: Path, version: int) -> list[AnswerLine]:
 
 
 def newest_sample(folder: Path) -> str:
-    """Return some sample of the run as text: a random answer of the newest evaluation whose answers the run
-    has kept. If there is none, the text says so."""
+    """Return a sample of the run as text: the newest one that the run has kept, or else a random answer of
+    the newest evaluation whose answers it has kept. If there is none, the text says so."""
+    from stretto.records.samples import SampleStore  # it imports numpy
+
+    for row in SampleStore(folder).find(limit=1, order="-sequence"):
+        head = f"trajectory {row['id']}, reward {row['reward']:g}, {row['finish']}, {row['outcome']}"
+        return f"{head}\n{row['prompt_text']}\n→ {row['text']}"
     newest = max((folder / "answers").glob("step-*.jsonl"), default=None)
     answers = read_answers(folder, int(newest.stem.removeprefix("step-"))) if newest else []
     if not answers:
-        return "no sample is kept yet: `evaluation.keep_answers` keeps the answers of evaluations"
+        return "no sample is kept yet: `samples` keeps trajectories, and `evaluation.keep_answers` answers"
     answer = random.choice(answers)
     head = f"version {answer.version}, held-out row {answer.row}, reward {answer.reward:g}, {answer.finish}"
     return f"{head}\n{answer.prompt}\n→ {answer.completion}"

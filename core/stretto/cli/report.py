@@ -1,0 +1,338 @@
+"""`stretto report`: a run, or several, as one HTML file that needs no network and has no script.
+
+Everything that comes from a run is escaped, and control characters are shown as escapes. The page's policy
+forbids scripts and every address, so text that were taken for markup could not do anything either.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from stretto.cli.compare import Comparison, RunFigures, compare_runs
+from stretto.cli.plot import ACCURACY, labels_of
+from stretto.cli.svg import Bar, bar_chart, lane_chart, line_chart
+from stretto.errors import ConfigError, printable
+from stretto.records.answers import read_answers
+from stretto.records.run import RunRecord
+from stretto.records.timeline import FILE as TIMELINE
+from stretto.records.timeline import (
+    CallSpan,
+    EvaluationSpan,
+    Event,
+    StepSpan,
+    SwapSpan,
+    TicketDone,
+    read_timeline,
+)
+from stretto.records.values import dotted_values
+
+__all__ = ["report_html", "write_report"]
+
+_CURVES = {
+    "reward": "Mean reward of a batch; points are held-out accuracies",
+    "loss": "Loss",
+    "entropy": "Entropy, in nats a token",
+    "grad_norm": "Gradient norm",
+    "length": "Length of an answer, in tokens",
+    "staleness": "Staleness, in train steps",
+    "behaviour_kl": "Distance of training from the sampling policy, in nats a token",
+    "truncated": "Share of answers that reached the limit of tokens",
+    "step_s": "Seconds a step",
+    "step_tokens_per_s": "Trained tokens a second",
+}
+_STEPS_IN_TIMELINE = 12
+_MARGIN_S = 60.0
+"""The last evaluation and the end of a run follow its last step."""
+_MOST_BARS = 4000
+_MOST_SAMPLES = 6
+_MOST_CHARACTERS = 4000
+"""Of one text of a sample."""
+_STYLE = Path(__file__).with_name("report.css")
+
+
+def write_report(runs: Sequence[RunRecord], file: Path) -> None:
+    """Write the report of runs.
+
+    Raises:
+        ConfigError: if the files of a run are damaged, or if the report cannot be written.
+    """
+    text = report_html(runs)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}") from error
+
+
+def report_html(runs: Sequence[RunRecord]) -> str:
+    """Return the report of runs as one HTML page.
+
+    Raises:
+        ConfigError: if the files of a run are damaged.
+    """
+    labels = labels_of(runs)
+    comparison = compare_runs(runs)
+    several = len(runs) > 1
+    title = f"{', '.join(dict.fromkeys(run.name for run in runs))}: report"
+    sections = [
+        f"<h1>{_safe(title)}</h1>",
+        f'<p class="dim">written {time.strftime("%Y-%m-%d %H:%M")}</p>',
+        _legend(labels) if several else "",
+        _section("Summary", _summary(comparison)),
+        _section("Curves", _charts(runs, labels)),
+        _section("Evaluations", _evaluations(comparison)),
+        _section("Staleness of trained samples", _staleness(runs, labels)),
+        _section("Values that differ", _differences(comparison, labels)) if several else "",
+        *(
+            _section(f"{name} of {label}" if several else name, draw(run))
+            for name, draw in _OF_EACH_RUN.items()
+            for run, label in zip(runs, labels, strict=True)
+        ),
+    ]
+    style = _STYLE.read_text()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; form-action 'none'; base-uri 'none'"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_safe(title)}</title><style>{style}</style></head><body>{''.join(sections)}</body></html>\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------- sections
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{_safe(title)}</h2>{content}</section>" if content else ""
+
+
+def _legend(labels: Sequence[str]) -> str:
+    keys = (f'<span class="key run{n % 7}"></span>{_safe(label)}' for n, label in enumerate(labels))
+    return f"<p>{' &emsp; '.join(keys)}</p>"
+
+
+def _summary(comparison: Comparison) -> str:
+    def row(name: str, texts: Iterable[str]) -> str:
+        return f"<tr><th>{name}</th>{''.join(f'<td>{_safe(text)}</td>' for text in texts)}</tr>"
+
+    runs = comparison.runs
+    rows = [
+        row("run", (run.label for run in runs)),
+        row("state", (run.state for run in runs)),
+        row("seed", (str(run.seed) for run in runs)),
+        row("steps", (str(run.steps) for run in runs)),
+        row("reward, last 10 steps", (_number(run.reward) for run in runs)),
+        row("last held-out accuracy", (_evaluated(run, best=False) for run in runs)),
+        row("best held-out accuracy", (_evaluated(run, best=True) for run in runs)),
+        row("seconds a step", (_number(run.step_s) for run in runs)),
+        row("trained tokens a second", (_number(run.tokens_per_s) for run in runs)),
+        row("seconds", (f"{run.wall_s:.0f}" for run in runs)),
+        row("folder", (run.folder for run in runs)),
+    ]
+    groups = "".join(
+        f"<p>{len(group.runs)} runs that differ in their seed: {_safe(', '.join(group.runs))}: last accuracy "
+        f"{_number(group.accuracy)}, standard deviation {_number(group.accuracy_sd)}</p>"
+        for group in comparison.groups
+    )
+    return f'<div class="wide"><table>{"".join(rows)}</table></div>{groups}'
+
+
+def _charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+    charts: list[str] = []
+    for key, title in _CURVES.items():
+        curves = [
+            (number, label, line, points)
+            for number, (run, label) in enumerate(zip(runs, labels, strict=True))
+            if (line := run.series(key)) + (points := run.series(ACCURACY) if key == "reward" else [])
+        ]
+        if curves:
+            charts.append(
+                f'<div class="card" id="curve-{key}"><h3>{_safe(title)}</h3>{line_chart(curves)}</div>'
+            )
+    return f'<div class="grid-of-charts">{"".join(charts)}</div>' if charts else ""
+
+
+def _evaluations(comparison: Comparison) -> str:
+    versions = {run.label: run for run in comparison.runs}
+    if not any(run.last for run in comparison.runs):
+        return ""
+    heads = "".join(f'<th class="n">{_safe(label)}</th>' for label in versions)
+    rows = "".join(
+        f"<tr><td>{version}</td>"
+        + "".join(f'<td class="n">{_number(value)}</td>' for value in values)
+        + "</tr>"
+        for version, values in comparison.accuracies
+    )
+    table = f'<div class="wide"><table><tr><th>version</th>{heads}</tr>{rows}</table></div>'
+    paired = "".join(
+        f"<p>{_safe(each.run)} minus {_safe(each.minus)} at version {each.version}, paired by {each.rows} "
+        f"rows: {_safe(str(each.difference))}</p>"
+        for each in comparison.paired
+    )
+    return table + paired
+
+
+def _staleness(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+    counts = [
+        {int(key): int(count) for key, count in (run.summary or {}).get("staleness", {}).items()}
+        for run in runs
+    ]
+    known = [(each, label) for each, label in zip(counts, labels, strict=True) if each]
+    if not known:
+        return ""
+    chart = bar_chart([each for each, _ in known], [label for _, label in known])
+    return f'<div class="card" id="staleness">{chart}</div>'
+
+
+def _timeline(run: RunRecord) -> str:
+    """Draw the last train steps: who worked when, and what the steps waited for."""
+    events = _newest_events(run)
+    steps = [event for event in events if isinstance(event, StepSpan)][-_STEPS_IN_TIMELINE:]
+    if not steps:
+        return ""
+    start, end = steps[0].start, steps[-1].time
+    lanes: dict[str, list[Bar]] = {"steps": []}
+    for event in events:
+        match event:
+            case StepSpan():
+                waited = f", waited for {event.waited_for}" if event.waited_for else ""
+                text = f"step {event.version}: {event.time - event.start:.2f} s{waited}"
+                lane, bar = "steps", Bar(event.start, event.time, "step", text)
+            case CallSpan():
+                text = f"{event.call}: {event.seconds:.2f} s"
+                lane, bar = event.group, Bar(event.start, event.time, "call", text)
+            case TicketDone():
+                text = f"ticket {event.ticket}: {event.seconds:.2f} s, reward {event.reward:.3g}"
+                lane, bar = event.worker, Bar(event.time - event.seconds, event.time, "ticket", text)
+            case SwapSpan():
+                text = f"swap to version {event.version}, pause {event.pause_s:.3f} s"
+                lane, bar = event.worker, Bar(event.start, event.time, "swap", text)
+            case EvaluationSpan():
+                lane, bar = (
+                    "evaluations",
+                    Bar(event.start, event.time, "evaluation", f"version {event.version}"),
+                )
+            case _:
+                continue
+        if bar.start < end and bar.end > start:
+            lanes.setdefault(printable(lane), []).append(bar)
+    if sum(map(len, lanes.values())) > _MOST_BARS:
+        lanes = {name: bars[:: 1 + len(bars) * len(lanes) // _MOST_BARS] for name, bars in lanes.items()}
+    shown = f"steps {steps[0].version} to {steps[-1].version}, {end - start:.1f} s"
+    return f'<p class="dim">{shown}</p><div class="card wide lanes">{lane_chart(lanes, start, end)}</div>'
+
+
+def _newest_events(run: RunRecord) -> list[Event]:
+    """Return the events of the last steps, and maybe of some steps before; of all steps if these are not
+    known."""
+    file = run.folder / TIMELINE
+    if not file.exists():
+        return []
+    seconds = sum(line["step_s"] for line in run.steps[-_STEPS_IN_TIMELINE - 1 :])
+    newest = list(read_timeline(run.folder, since=file.stat().st_mtime - seconds - _MARGIN_S))
+    steps = sum(isinstance(event, StepSpan) for event in newest)
+    return newest if steps >= _STEPS_IN_TIMELINE else list(read_timeline(run.folder))
+
+
+def _ledger(run: RunRecord) -> str:
+    summary: Mapping[str, Any] = run.summary or {}
+    ledger: Mapping[str, int] = summary.get("ledger") or (run.steps[-1]["ledger"] if run.steps else {})
+    if not ledger:
+        return ""
+    issued, *accounts = ledger.items()
+    sums = " + ".join(f"{name.replace('_', ' ')} {count}" for name, count in accounts)
+    reasons: Mapping[str, int] = summary.get("reasons") or (run.status.reasons if run.status else {})
+    rows = "".join(
+        f'<tr><td class="n">{count} ×</td><td>{_safe(reason)}</td></tr>'
+        for reason, count in sorted(reasons.items(), key=lambda item: -item[1])[:20]
+    )
+    return f"<p>{issued[0]} {issued[1]} = {_safe(sums)}</p>" + (f"<table>{rows}</table>" if rows else "")
+
+
+def _advice(run: RunRecord) -> str:
+    summary: Mapping[str, Any] | None = run.summary
+    if summary is not None:
+        given = [
+            (
+                each["since"],
+                each["message"] if each["until"] is None else f"{each['message']} (until {each['until']})",
+            )
+            for each in summary.get("advice", [])
+        ]
+    else:
+        given = [(each.since, each.message) for each in (run.status.advice if run.status else [])]
+    problems: Sequence[str] = (summary or {}).get("problems", [])
+    items = [f"since step {since}: {message}" for since, message in given] + list(problems)
+    return f"<ul>{''.join(f'<li>{_safe(item)}</li>' for item in items)}</ul>" if items else ""
+
+
+def _samples(run: RunRecord) -> str:
+    """Show some answers of the newest evaluation whose answers are kept, the worst and the best first."""
+    for line in reversed(run.evaluations):
+        answers = sorted(read_answers(run.folder, line["step"]), key=lambda answer: answer.score)
+        if answers:
+            break
+    else:
+        return ""
+    half = _MOST_SAMPLES // 2
+    chosen = answers if len(answers) <= _MOST_SAMPLES else [*answers[:half], *answers[-half:]]
+    cards = (
+        f'<div class="card"><h3>held-out row {answer.row}, version {answer.version}, score {answer.score:g}, '
+        f"{_safe(answer.finish)}</h3><pre>{_safe(answer.prompt)}</pre><pre>{_safe(answer.completion)}</pre></div>"
+        for answer in chosen
+    )
+    return f'<div class="grid-of-charts">{"".join(cards)}</div>'
+
+
+def _differences(comparison: Comparison, labels: Sequence[str]) -> str:
+    if not comparison.differences:
+        return ""
+    heads = "".join(f"<th>{_safe(label)}</th>" for label in labels)
+    rows = "".join(
+        f"<tr><td>{_safe(key)}</td>"
+        + "".join(f"<td>{'–' if value is None else _safe(value)}</td>" for value in values)
+        + "</tr>"
+        for key, values in comparison.differences.items()
+    )
+    return f'<div class="wide"><table><tr><th>key</th>{heads}</tr>{rows}</table></div>'
+
+
+def _configuration(run: RunRecord) -> str:
+    rows = "".join(
+        f"<tr><td>{_safe(key)}</td><td>{_safe(value)}</td></tr>" for key, value in dotted_values(run.document)
+    )
+    return f"<details><summary>all keys</summary><table>{rows}</table></details>"
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def _safe(text: str) -> str:
+    """Return foreign text for HTML: escaped, and shortened if it is very long."""
+    cut = f"{text[:_MOST_CHARACTERS]} …" if len(text) > _MOST_CHARACTERS else text
+    return escape(printable(cut))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _evaluated(run: RunFigures, *, best: bool) -> str:
+    evaluated = run.best if best else run.last
+    return "–" if evaluated is None else f"{evaluated.accuracy} (version {evaluated.version})"
+
+
+_OF_EACH_RUN = {
+    "Timeline": _timeline,
+    "Tickets": _ledger,
+    "Advice": _advice,
+    "Samples": _samples,
+    "Configuration": _configuration,
+}
+"""Title -> the function that draws this section of one run."""

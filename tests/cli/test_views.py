@@ -1,0 +1,245 @@
+"""`stretto runs`, `plot`, `compare` and `report`: what they show is what the runs' files say."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+import pytest
+from selenium.webdriver.common.by import By
+from typer.testing import CliRunner
+
+from browser import complaints, open_browser, requested
+from kept_runs import HOSTILE, keep_run
+from statuses import make_status
+from stretto.bus.server import lock_run
+from stretto.cli.compare import compare_runs
+from stretto.cli.main import app
+from stretto.cli.plot import draw_file, draw_text, panels_of
+from stretto.cli.report import report_html
+from stretto.cli.runs import runs_below
+from stretto.errors import ConfigError
+from stretto.records.curves import smooth, thin
+from stretto.records.run import RunRecord
+from stretto.records.status import STATUS
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunRecord]:
+    """Two seeds of one configuration, and a better run with another learning rate."""
+    root = tmp_path_factory.mktemp("runs")
+    return [
+        RunRecord(keep_run(root / "one", seed=1)),
+        RunRecord(keep_run(root / "two", seed=2)),
+        RunRecord(keep_run(root / "three", seed=1, lr=3e-4, shift=0.5, name="better")),
+    ]
+
+
+def lines(run: RunRecord) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_runs_lists_every_run_and_names_the_broken_one(tmp_path: Path) -> None:
+    for name in ("a", "deep/b", "deep/c"):
+        keep_run(tmp_path / name)
+    (tmp_path / "a" / STATUS).write_bytes(msgspec.json.encode(make_status(name=f"[red]{HOSTILE}")))
+    (tmp_path / "deep" / "b" / STATUS).write_bytes(b"{")
+    with lock_run(tmp_path / "a" / "bus"):
+        rows = {row.folder: row for row in runs_below(tmp_path)}
+        shown = CliRunner().invoke(app, ["runs", str(tmp_path)]).output
+    first = rows[str(tmp_path / "a")]
+    assert (first.state, first.step, first.steps, first.reward) == ("running", 60, 200, 0.5)
+    assert (first.accuracy, first.best, first.duration_s) == (0.5, 0.5, 3725.0)
+    assert "not the status of a run" in rows[str(tmp_path / "deep" / "b")].fault
+    assert rows[str(tmp_path / "deep" / "c")].state == "completed"
+    assert "60/200" in shown
+    assert "1:02:05" in shown
+    assert "[red]" in shown
+    assert "\x1b" not in shown
+    listed = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).output)
+    assert {row["folder"] for row in listed} == rows.keys()
+
+
+def test_a_thousand_runs_are_listed_quickly(tmp_path: Path) -> None:
+    status = msgspec.json.encode(make_status())
+    for number in range(1000):
+        folder = tmp_path / str(number)
+        (folder / "bus").mkdir(parents=True)
+        (folder / "config.yaml").write_text("name: x\n")
+        (folder / STATUS).write_bytes(status)
+    began = time.process_time()
+    assert len(runs_below(tmp_path)) == 1000
+    assert time.process_time() - began < 2
+
+
+def test_curves_are_smoothed_and_thinned_without_losing_a_peak() -> None:
+    assert smooth([(1, 2.0), (2, 4.0), (3, 9.0)], 2) == [(1, 2.0), (2, 3.0), (3, 6.5)]
+    points = [(float(x), 0.0) for x in range(10_000)]
+    points[4321] = (4321.0, 9.0)
+    points[77] = (77.0, -9.0)
+    thinned = thin(points, 400)
+    assert len(thinned) <= 400
+    assert {points[0], points[77], points[4321], points[-1]} <= set(thinned)
+    assert thin(points[:5], 400) == points[:5]
+
+
+def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunRecord], tmp_path: Path) -> None:
+    [reward, loss] = panels_of(runs[:2], ["reward", "loss"], 1)
+    for run, curve in zip(runs, reward.curves, strict=False):
+        assert list(curve.line) == [(each["step"], each["reward"]) for each in lines(run) if "reward" in each]
+        assert list(curve.points) == [
+            (each["step"], each["evaluation/accuracy"]) for each in lines(run) if "evaluation/samples" in each
+        ]
+    assert [curve.label for curve in loss.curves] == ["one", "two"]
+    assert not loss.curves[0].points
+    [smoothed] = panels_of(runs[:1], ["reward"], 10)
+    newest = [each["reward"] for each in lines(runs[0]) if "reward" in each][-10:]
+    assert smoothed.curves[0].line[-1][1] == pytest.approx(fmean(newest))
+    text = draw_text([reward], 80, coloured=False)
+    assert f"a  one: reward {newest[-1]:.4g} at step 40, ● held-out accuracy 1 at version 40" in text
+    assert "●" in text.split("version 40")[-1]
+    assert max(map(len, text.splitlines()[2:])) <= 80
+    assert "\x1b[38;5;" in draw_text([reward], 80, coloured=True)
+    draw_file([reward, loss], tmp_path / "plot.svg")
+    draw_file([reward, loss], tmp_path / "plot.png")
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"no run has the key 'rewards'; did you mean 'reward'\?"):
+        panels_of(runs, ["rewards"], 1)
+    with pytest.raises(ConfigError, match=r"ends with \.png or \.svg"):
+        draw_file([reward], tmp_path / "plot.pdf")
+
+
+def test_a_comparison_has_the_figures_of_the_files(runs: list[RunRecord]) -> None:
+    comparison = compare_runs(runs)
+    one, two, three = comparison.runs
+    assert [run.label for run in comparison.runs] == ["one", "two", "better"]
+    for run, figures in zip(runs, comparison.runs, strict=True):
+        rewards = [each["reward"] for each in lines(run) if "reward" in each]
+        assert figures.reward == pytest.approx(fmean(rewards[-10:]))
+        assert (figures.steps, figures.trained, figures.not_trained) == (40, 160, 2)
+    assert comparison.differences == {
+        "name": ['"kept"', '"kept"', '"better"'],
+        "seed": ["1", "2", "1"],
+        "training.lr": ["0.0001", "0.0001", "0.0003"],
+    }
+    # At version 10, rows 0 to 2 of 8 pass; in the better run also rows 4 and 6.
+    assert dict(comparison.accuracies)[10] == [3 / 8, 3 / 8, 5 / 8]
+    assert one.last is not None
+    assert (one.last.version, one.last.accuracy.mean, one.last.by_row) == (40, 1.0, True)
+    assert two.best == one.best
+    assert three.best is not None
+    assert [step for step, _ in comparison.curves["reward"]] == list(range(4, 41, 4))
+    step, values = comparison.curves["reward"][-1]
+    assert (step, values) == (40, pytest.approx([run.reward for run in comparison.runs]))
+    [group] = comparison.groups
+    assert group.runs == ["one", "two"]
+    assert group.reward == pytest.approx(fmean([one.reward or 0, two.reward or 0]))
+    assert group.reward_sd == pytest.approx(stdev([one.reward or 0, two.reward or 0]))
+
+
+def test_a_difference_is_paired_by_row_where_the_rows_are_the_same(tmp_path: Path) -> None:
+    first = RunRecord(keep_run(tmp_path / "one", steps=10))
+    second = RunRecord(keep_run(tmp_path / "two", steps=10, shift=0.5))
+    [paired] = compare_runs([first, second]).paired
+    # Of 8 rows, the second run has rows 4 and 6 right in addition.
+    differences = [0, 0, 0, 0, 1, 0, 1, 0]
+    assert (paired.version, paired.rows, paired.difference.mean) == (10, 8, 0.25)
+    assert paired.difference.ci95 == pytest.approx(1.959964 * stdev(differences) / 8**0.5)
+    (second.folder / "fingerprints.json").write_text('{"evaluation.dataset": "another"}')
+    assert compare_runs([first, second]).paired == []
+
+
+def test_without_kept_answers_the_interval_is_binomial(tmp_path: Path) -> None:
+    run = RunRecord(keep_run(tmp_path / "one", steps=10))
+    for file in (run.folder / "answers").iterdir():
+        file.unlink()
+    [figures] = compare_runs([run]).runs
+    assert figures.last is not None
+    assert not figures.last.by_row
+    assert figures.last.accuracy.ci95 == pytest.approx(1.959964 * (3 / 8 * 5 / 8 / 16) ** 0.5)
+
+
+def test_compare_shows_the_comparison(runs: list[RunRecord]) -> None:
+    folders = [str(run.folder) for run in runs]
+    shown = CliRunner().invoke(app, ["compare", *folders]).output
+    assert "training.lr" in shown
+    assert "2 runs that differ in their seed: one, two" in shown
+    assert "\x1b" not in shown
+    parsed = json.loads(CliRunner().invoke(app, ["compare", *folders, "--json"]).output)
+    assert parsed == json.loads(msgspec.json.encode(compare_runs(runs)))
+
+
+def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunRecord]) -> None:
+    html = report_html(runs)
+    assert "<script" not in html
+    assert "<img" not in html
+    assert not re.search(r"\s(on\w+|style|src|href)=", re.sub(r">[^<]*<", "><", html))
+    assert not any(control in html for control in "\x1b\x07")
+    assert html.count("&lt;script&gt;") > 20
+    assert "\\x1b]0;x\\x07" in html
+    assert "default-src 'none'; style-src 'sha256-" in html
+
+
+def test_a_report_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:
+    folder = keep_run(tmp_path / "long", steps=40)
+    [line] = (folder / "metrics.jsonl").read_text().splitlines()[-2:-1]
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in range(41, 10_001):
+            file.write(line.replace('"step": 40', f'"step": {step}') + "\n")
+    assert len(report_html([RunRecord(folder)])) < 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (375, True)])
+def test_a_browser_shows_the_figures_of_the_files(
+    runs: list[RunRecord], tmp_path: Path, width: int, dark: bool
+) -> None:
+    file = tmp_path / "report.html"
+    assert (
+        CliRunner().invoke(app, ["report", *(str(run.folder) for run in runs), "-o", str(file)]).exit_code
+        == 0
+    )
+    with open_browser(tmp_path / "profile", width=width, dark=dark) as browser:
+        requested(browser)
+        browser.get(file.as_uri())
+        assert requested(browser) == [file.as_uri()]
+        assert complaints(browser) == [], "the policy has refused something"
+        assert browser.title == "kept, better: report"
+        script: Callable[[str], Any] = browser.execute_script
+        assert script("return document.documentElement.scrollWidth <= innerWidth")
+        colour = script("return getComputedStyle(document.body).backgroundColor")
+        assert colour == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+        strokes = script(
+            "return [...document.querySelectorAll('#curve-reward polyline')].map(e => getComputedStyle(e).stroke)"
+        )
+        assert len(set(strokes)) == len(runs), "each run has a colour of its own"
+        titles = [
+            each.get_attribute("textContent")
+            for each in browser.find_elements(By.CSS_SELECTOR, "#curve-reward circle title")
+        ]
+        assert titles == [
+            f"{label}: {each['evaluation/accuracy']:.4g} at version {each['step']}"
+            for label, run in zip(("one", "two", "better"), runs, strict=True)
+            for each in lines(run)
+            if "evaluation/samples" in each
+        ]
+        points = script("return document.querySelector('#curve-reward polyline').points.numberOfItems")
+        assert points == 40
+        text = browser.find_element(By.TAG_NAME, "body").text
+        for figures in compare_runs(runs).runs:
+            assert f"{figures.reward:.4g}" in text
+        assert "issued 162 = trained 160 + filtered 0 + expired 0 + failed 2 + in flight 0" in text
+        assert text.count(HOSTILE.replace("\x1b", "\\x1b").replace("\x07", "\\x07")) > 10
+        bars = [
+            each.get_attribute("textContent")
+            for each in browser.find_elements(By.CSS_SELECTOR, "#staleness title")
+        ]
+        assert bars[:3] == ["one: 10.0% at 0", "one: 30.0% at 1", "one: 60.0% at 2"]
+        assert len(browser.find_elements(By.CSS_SELECTOR, ".lanes rect.step")) == 12 * len(runs)

@@ -1,0 +1,109 @@
+"""Folders of runs as a kernel leaves them, without a kernel: `keep_run(folder, seed=1)`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.records.timeline import CallSpan, KernelStarted, StepSpan, SwapSpan, TicketDone
+
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b]0;x\x07"
+"""What a model, a reward or a run file may say."""
+
+
+def keep_run(
+    folder: Path, *, seed: int = 1, lr: float = 1e-4, steps: int = 40, name: str = "kept", shift: float = 0.0
+) -> Path:
+    """Write a finished run of `steps` steps with an evaluation every 10 steps of 8 rows with 2 answers each.
+
+    Args:
+        shift: added to the rewards; `shift` = 0.5 makes half of the rows better.
+    """
+    (folder / "bus").mkdir(parents=True)
+    document = {"name": name, "seed": seed, "steps": steps, "out": str(folder)}
+    document |= {"training": {"use": "torch", "lr": lr}, "queue": {"batch_size": 4}, "note": HOSTILE}
+    (folder / "config.yaml").write_text(json.dumps(document))
+    (folder / "fingerprints.json").write_text('{"dataset": "a", "evaluation.dataset": "b"}')
+    evaluations = [_evaluate(folder, version, shift) for version in range(0, steps + 1, 10)]
+    with (folder / "metrics.jsonl").open("w") as file:
+        for line in [evaluations[0], *_lines(steps, seed, shift, evaluations)]:
+            file.write(json.dumps(line) + "\n")
+    _keep_timeline(folder, steps)
+    summary: dict[str, Any] = {
+        "status": "completed",
+        "staleness": {"0": 10, "1": 30, "2": 60},
+        "ledger": _ledger(steps),
+        "reasons": {f"failed: reward raised {HOSTILE}": 2},
+        "problems": [f"tracker raised {HOSTILE}"],
+        "advice": [{"rule": "plateau", "since": 3, "said": 5, "until": None, "message": f"raise {HOSTILE}"}],
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def _lines(steps: int, seed: int, shift: float, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        noise = 0.05 * math.sin(step * 7 + seed)
+        lines.append(
+            {"step": step, "time_s": step * 2.0, "step_s": 2.0, "train_s": 1.0}
+            | {"reward": round(1 - math.exp(-step / steps) + shift + noise, 6), "loss": -0.1 + noise}
+            | {"entropy": 2 - step / steps, "grad_norm": 1 + noise, "length": 12.0, "staleness": 1.5}
+            | {"step_tokens_per_s": 500, "skipped": 0.0, "ledger": _ledger(step), "advice": []}
+        )
+        lines += [each for each in evaluations[1:] if each["step"] == step]
+    return lines
+
+
+def _ledger(step: int) -> dict[str, int]:
+    return {
+        "issued": 4 * step + 2,
+        "trained": 4 * step,
+        "filtered": 0,
+        "expired": 0,
+        "failed": 2,
+        "in_flight": 0,
+    }
+
+
+def _evaluate(folder: Path, version: int, shift: float) -> dict[str, Any]:
+    """Write an evaluation's answers, and return its line. Row r passes from version 5r on; with a shift, the
+    even rows pass always."""
+    (folder / "answers").mkdir(exist_ok=True)
+    passed = [float(5 * row <= version or (shift > 0 and row % 2 == 0)) for row in range(8)]
+    with (folder / "answers" / f"step-{version:06d}.jsonl").open("w") as file:
+        for row in range(8):
+            for sample in range(2):
+                answer = {"row": row, "sample": sample, "version": version, "columns": {}, "prompt": HOSTILE}
+                answer |= {"completion": f"{row} {HOSTILE}", "reward": passed[row], "metrics": {}}
+                answer |= {"tokens": 3, "finish": "stop", "engine": "e"}
+                file.write(json.dumps(answer) + "\n")
+    accuracy = sum(passed) / len(passed)
+    return {
+        "step": version,
+        "time_s": version * 2.0,
+        "evaluation/accuracy": accuracy,
+        "evaluation/samples": 16,
+        "evaluation/failed": 0,
+    }
+
+
+def _keep_timeline(folder: Path, steps: int) -> None:
+    start = 1_700_000_000.0
+    events: list[Any] = [KernelStarted(start, 1, 0)]
+    for step in range(1, steps + 1):
+        now = start + 2 * step
+        events += [
+            TicketDone(now - 1, "train", step, 1, f"rollout-{HOSTILE}", 1.5, 1.0, 0.2, 4, 0.5, 48, step - 1),
+            CallSpan(now - 0.1, now - 0.9, "training", "train(actor)", step - 1, 0.7),
+            StepSpan(now, now - 1, step, f"ticket 3 {HOSTILE}", (step,)),
+            SwapSpan(now + 0.1, now, "inference-0", step, 0.01, False),
+        ]
+    with (folder / "timeline.jsonl").open("wb") as file:
+        file.writelines(
+            msgspec.json.encode(event) + b"\n" for event in sorted(events, key=lambda each: each.time)
+        )
