@@ -202,44 +202,36 @@ def test_a_browser_shows_the_figures_of_the_files(
     runs: list[RunRecord], tmp_path: Path, width: int, dark: bool
 ) -> None:
     file = tmp_path / "report.html"
-    assert (
-        CliRunner().invoke(app, ["report", *(str(run.folder) for run in runs), "-o", str(file)]).exit_code
-        == 0
-    )
+    arguments = ["report", *(str(run.folder) for run in runs), "-o", str(file)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
     with open_browser(tmp_path / "profile", width=width, dark=dark) as browser:
         requested(browser)
         browser.get(file.as_uri())
         assert requested(browser) == [file.as_uri()]
         assert complaints(browser) == [], "the policy has refused something"
         assert browser.title == "kept, better: report"
+
+        def texts(selector: str) -> list[str]:
+            found = browser.find_elements(By.CSS_SELECTOR, selector)
+            return [str(each.get_attribute("textContent")) for each in found]
+
         script: Callable[[str], Any] = browser.execute_script
         assert script("return document.documentElement.scrollWidth <= innerWidth")
         colour = script("return getComputedStyle(document.body).backgroundColor")
         assert colour == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
-        strokes = script(
-            "return [...document.querySelectorAll('#curve-reward polyline')].map(e => getComputedStyle(e).stroke)"
-        )
-        assert len(set(strokes)) == len(runs), "each run has a colour of its own"
-        titles = [
-            each.get_attribute("textContent")
-            for each in browser.find_elements(By.CSS_SELECTOR, "#curve-reward circle title")
-        ]
-        assert titles == [
-            f"{label}: {each['evaluation/accuracy']:.4g} at version {each['step']}"
+        lines_of_runs = "[...document.querySelectorAll('#curve-reward polyline')]"
+        colours = script(f"return {lines_of_runs}.map(line => getComputedStyle(line).stroke)")
+        assert len(set(colours)) == len(runs), "each run has a colour of its own"
+        assert script(f"return {lines_of_runs}.map(line => line.points.numberOfItems)") == [40, 40, 40]
+        assert texts("#curve-reward circle title") == [
+            f"{label}: {value:.4g} at version {version}"
             for label, run in zip(("one", "two", "better"), runs, strict=True)
-            for each in lines(run)
-            if "evaluation/samples" in each
+            for version, value in run.series("evaluation/accuracy")
         ]
-        points = script("return document.querySelector('#curve-reward polyline').points.numberOfItems")
-        assert points == 40
         text = browser.find_element(By.TAG_NAME, "body").text
         for figures in compare_runs(runs).runs:
             assert f"{figures.reward:.4g}" in text
         assert "issued 162 = trained 160 + filtered 0 + expired 0 + failed 2 + in flight 0" in text
         assert text.count(HOSTILE.replace("\x1b", "\\x1b").replace("\x07", "\\x07")) > 10
-        bars = [
-            each.get_attribute("textContent")
-            for each in browser.find_elements(By.CSS_SELECTOR, "#staleness title")
-        ]
-        assert bars[:3] == ["one: 10.0% at 0", "one: 30.0% at 1", "one: 60.0% at 2"]
-        assert len(browser.find_elements(By.CSS_SELECTOR, ".lanes rect.step")) == 12 * len(runs)
+        assert texts("#staleness title")[:3] == ["one: 10.0% at 0", "one: 30.0% at 1", "one: 60.0% at 2"]
+        assert len(texts(".lanes rect.step")) == 12 * len(runs)

@@ -60,14 +60,8 @@ def _lines(steps: int, seed: int, shift: float, evaluations: list[dict[str, Any]
 
 
 def _ledger(step: int) -> dict[str, int]:
-    return {
-        "issued": 4 * step + 2,
-        "trained": 4 * step,
-        "filtered": 0,
-        "expired": 0,
-        "failed": 2,
-        "in_flight": 0,
-    }
+    accounts = {"trained": 4 * step, "filtered": 0, "expired": 0, "failed": 2, "in_flight": 0}
+    return {"issued": 4 * step + 2, **accounts}
 
 
 def _evaluate(folder: Path, version: int, shift: float) -> dict[str, Any]:
@@ -103,7 +97,6 @@ def _keep_timeline(folder: Path, steps: int) -> None:
             StepSpan(now, now - 1, step, f"ticket 3 {HOSTILE}", (step,)),
             SwapSpan(now + 0.1, now, "inference-0", step, 0.01, False),
         ]
+    events.sort(key=lambda event: event.time)
     with (folder / "timeline.jsonl").open("wb") as file:
-        file.writelines(
-            msgspec.json.encode(event) + b"\n" for event in sorted(events, key=lambda each: each.time)
-        )
+        file.writelines(msgspec.json.encode(event) + b"\n" for event in events)

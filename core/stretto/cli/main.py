@@ -1,5 +1,4 @@
-"""The command line: `stretto COMMAND`, with the commands `quickstart`, `run`, `resume`, `evaluate`, `status`,
-`audit`, `track`, `check`, `plugins`, `invite` and `schema`.
+"""The command line: `stretto COMMAND`. `stretto --help` lists the commands.
 
 Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
 before the run started a worker, or a run cannot be audited; 130 interrupted.
