@@ -77,7 +77,12 @@ def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("name", "state", "step", "reward", "accuracy", "best", "started", "duration", "folder"):
         right = column in ("step", "reward", "accuracy", "best", "duration")
-        table.add_column(column, justify="right" if right else "left", no_wrap=column != "folder")
+        table.add_column(
+            column,
+            justify="right" if right else "left",
+            no_wrap=column not in ("name", "folder"),
+            overflow="fold",
+        )
     for row in rows:
         step = "-" if row.step is None else f"{row.step}/{row.steps}"
         figures = ("-" if each is None else f"{each:.3f}" for each in (row.reward, row.accuracy, row.best))
