@@ -37,6 +37,7 @@ __all__ = [
     "QueueConfig",
     "RolloutConfig",
     "RunConfig",
+    "SamplesConfig",
     "TracingConfig",
     "VerifierConfig",
 ]
@@ -99,6 +100,30 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     keep_best: bool = False
     """Also keep the checkpoint of the version with the best held-out accuracy; of equal versions, the first.
     Every evaluated version then gets a checkpoint. `summary.json` names the best one under `best`."""
+
+
+class SamplesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The samples that the run keeps in its folder, for people who look at them."""
+
+    keep: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^(all|none|(last|every) [1-9][0-9]{0,8})$(?!\n)",
+            description="`all`, `none`, `last N` (steps) or `every K` (tickets)",
+        ),
+    ] = "all"
+    """Which samples to keep. `all`: those of every ticket. `last N`: those of the last N steps. `every K`:
+    those of every K-th ticket, and in evaluations of every K-th row. `none`: none."""
+
+    @property
+    def last(self) -> int | None:
+        """Number of steps of which the samples are kept; None for all."""
+        return int(self.keep.removeprefix("last ")) if self.keep.startswith("last ") else None
+
+    def keeps(self, number: int) -> bool:
+        """Whether to keep the samples of a training ticket, or of a row of an evaluation."""
+        every = int(self.keep.removeprefix("every ")) if self.keep.startswith("every ") else 1
+        return self.keep != "none" and number % every == 0
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,6 +279,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The weight transport: how new weights reach the inference engines."""
     launcher: LauncherConfig = LauncherConfig()
     """The launcher, which starts the workers."""
+    samples: SamplesConfig = SamplesConfig()
+    """The samples that the run keeps. `stretto samples` reads them."""
     bus: BusConfig = BusConfig()
     """The NATS server."""
     metrics: MetricsConfig | None = None

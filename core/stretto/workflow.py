@@ -111,6 +111,8 @@ class Trajectory:
     part: bool = False
     """Whether this trajectory belongs to the same sample as the one before it. Evaluations count a sample
     once."""
+    messages: Sequence[Message] | None = None
+    """The conversation with its tool calls, for people who look at the sample; None if there was none."""
 
     @classmethod
     def of(cls, prompt_ids: NDArray[np.int32], answer: Answer, score: Score) -> Trajectory:

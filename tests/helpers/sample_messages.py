@@ -14,7 +14,7 @@ from stretto.bus.messages import (
     KeptText,
     Member,
     Purpose,
-    Retired,
+    RetiredTickets,
     TicketRecord,
     TrainedRow,
     TrainedRows,
@@ -101,5 +101,5 @@ def trained(
     return TrainedRows(0, version, tuple(TrainedRow(id, *arrays) for id in ids))
 
 
-def retired(ticket: int, account: str, reason: str) -> Retired:
-    return Retired(((ticket, account, reason),))
+def retired(ticket: int, account: str, reason: str) -> RetiredTickets:
+    return RetiredTickets(((ticket, account, reason),))

@@ -36,7 +36,9 @@ class Kept:
         self.add(bundle, kept, done(bundle, kept))
 
     def flush(self) -> None:
-        self.segments.write(self.joiner.take())
+        for kind, table in self.joiner.take().items():
+            if len(table):
+                self.segments.write(kind, table)
 
 
 @pytest.fixture

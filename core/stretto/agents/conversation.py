@@ -117,13 +117,15 @@ class Conversation:
     def trajectories(self, score: Score) -> list[Trajectory]:
         """Return one trajectory for each part between splits that has an answer; none without an answer.
 
-        Each has the score of the whole conversation, with the metrics `turns` and `splits` added.
+        Each has the score of the whole conversation, with the metrics `turns` and `splits` added. The last
+        one has the conversation's messages.
         """
         metrics = {**score.metrics, "turns": float(len(self.answers)), "splits": float(self.splits)}
         score = replace(score, metrics=metrics)
-        return parts_of_sample(
-            [segment.trajectory(score) for segment in self._segments if segment.last is not None]
-        )
+        trajectories = [segment.trajectory(score) for segment in self._segments if segment.last is not None]
+        if trajectories and not isinstance(self.history, str):
+            trajectories[-1] = replace(trajectories[-1], messages=list(self.history))
+        return parts_of_sample(trajectories)
 
     # ------------------------------------------------------------------------------------ private
 

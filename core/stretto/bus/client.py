@@ -26,7 +26,7 @@ import secrets
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -491,26 +491,57 @@ class Bus:
         Args:
             kind: a message type or a union of message types. The bus refuses and skips malformed messages.
         """
-        decode = decoder(kind)
+
+        async def consumer_at(following: int) -> str:
+            return await self.make_consumer(stream, [subject], start=following)
+
+        async for item in self.follow_consumer(stream, {subject: kind}, consumer_at, start=start):
+            yield item
+
+    async def make_consumer(self, stream: str, subjects: list[str], *, start: int) -> str:
+        """Create a consumer of a stream's messages from `start` on, and return its name. The server removes
+        it when nobody has pulled from it for two minutes."""
+        one = len(subjects) == 1
+        consumer = ConsumerConfig(
+            filter_subject=subjects[0] if one else None,
+            filter_subjects=None if one else subjects,
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, start),
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=120,
+        )
+        info = await self._storing(lambda: self._jetstream.add_consumer(stream, consumer), stream)
+        return info.name
+
+    async def follow_consumer(
+        self,
+        stream: str,
+        kinds: Mapping[str, Any],
+        consumer_at: Callable[[int], Awaitable[str]],
+        *,
+        start: int,
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """Yield (sequence, message) as `follow` does, of several subjects, with consumers that someone else
+        may have created.
+
+        Args:
+            kinds: subject -> a message type or a union of message types.
+            consumer_at: returns the name of a new consumer from a sequence number on. It is called again when
+                the server has lost the consumer.
+        """
+        decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
         following = start
         while True:
-            consumer = ConsumerConfig(
-                filter_subject=subject,
-                deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-                opt_start_seq=max(1, following),
-                ack_policy=AckPolicy.NONE,
-                inactive_threshold=120,
-            )
             try:
-                info = await self._storing(lambda c=consumer: self._jetstream.add_consumer(stream, c), stream)
-                async for sequence, data in self._pull(stream, info.name):
+                consumer = await consumer_at(following)
+                async for sequence, subject, data in self._pull(stream, consumer):
                     if sequence < following:
                         continue
                     message = None
                     try:
-                        message = decode(await self._join_stored_parts(stream, data))
-                    except (msgspec.DecodeError, ValueError, MessageGone) as error:
-                        self._refuse(subject, kind, error)
+                        message = decoders[subject](await self._join_stored_parts(stream, data))
+                    except (msgspec.DecodeError, ValueError, MessageGone, KeyError) as error:
+                        self._refuse(subject, kinds.get(subject), error)
                     following = sequence + 1
                     if message is not None:
                         yield sequence, message
@@ -767,8 +798,8 @@ class Bus:
                 raise ValueError(f"the parts have more than {_MAX_PAYLOAD:,} bytes together")
         return b"".join(pieces)
 
-    async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield (sequence, payload) of a consumer's messages as they arrive, in order.
+    async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, str, bytes]]:
+        """Yield (sequence, subject, payload) of a consumer's messages as they arrive, in order.
 
         Raises:
             NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
@@ -806,7 +837,7 @@ class Bus:
                     if status is not None:
                         raise NoAnswer("nats-server", ask, 0.0)
                     received += 1
-                    yield msg.metadata.sequence.stream, msg.data
+                    yield msg.metadata.sequence.stream, msg.subject, msg.data
         finally:
             self._pulling.discard(queue)
             with suppress(nats.errors.Error):

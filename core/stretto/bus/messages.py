@@ -70,7 +70,7 @@ __all__ = [
     "Progress",
     "Purpose",
     "Refusal",
-    "Retired",
+    "RetiredTickets",
     "RowRef",
     "RunCall",
     "RunStatus",
@@ -338,7 +338,7 @@ class GroupDone(Message, frozen=True):
     or an environment."""
     record: int = 0
     """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
-    digest: str = ""
+    digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """SHA-256 over all that is kept of the group (see `stretto.records.kept_sample`)."""
 
 
@@ -444,7 +444,7 @@ class TrainedRows(Message, frozen=True):
     rows: tuple[TrainedRow, ...]
 
 
-class Retired(Message, frozen=True):
+class RetiredTickets(Message, frozen=True):
     """Kernel to the log: these training tickets ended without being trained."""
 
     tickets: tuple[tuple[int, str, str], ...]
@@ -452,8 +452,7 @@ class Retired(Message, frozen=True):
 
 
 class Follow(Message, frozen=True):
-    """Sample writer to the kernel, answered by `Following`: let me read the log from this place on. All
-    samples of earlier messages are on disk."""
+    """Sample writer to the kernel, answered by `Following`: let me read the log from this place on."""
 
     start: int
     """Sequence number."""
@@ -463,6 +462,11 @@ class Following(Message, frozen=True):
     """The consumer with which the sample writer reads the log."""
 
     consumer: str
+    start: int
+    """Sequence number from which the consumer reads: the one that was asked for; or 1, if the log ends before
+    it, because a part of it was lost."""
+    last: int
+    """Sequence number of the last message that the sample writer reads, at this moment."""
 
 
 class Kept(Message, frozen=True):
@@ -938,6 +942,14 @@ class Subjects:
         self.log_stream = f"LOG_{run}"
         self.journal_stream = f"JOURNAL_{run}"
         self.state_bucket = f"STATE_{run}"
+
+    @property
+    def of_samples(self) -> list[str]:
+        """Subjects of the log that the sample writer reads."""
+        return [
+            *(self.trajectories, self.kept_trajectories, self.records),
+            *(self.groups, self.trained, self.retired),
+        ]
 
     def ticket(self, purpose: Purpose) -> str:
         """Subject of the tickets of a purpose. The name of their consumer is made from it."""

@@ -52,7 +52,7 @@ __all__ = [
 log = structlog.get_logger()
 
 VIEWER: Party = "viewer"
-_PARTIES: tuple[Party, ...] = ("kernel", *ROLES, VIEWER)
+_PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER)
 STORE = "store"
 """Name of the user, and of the account, that own the streams and the state."""
 _Permissions = dict[str, list[str] | dict[str, list[str]]]
@@ -379,8 +379,9 @@ def _configuration(folder: Path, run: str, port: int, max_payload_mb: int, passw
     names = Subjects(run)
     permissions = {**_permissions(names), VIEWER: _permissions_of_viewer(names)}
     exports = [{"service": subject} for subject in (f"{names.log}.>", *_read_log(names))]
-    # A request for tickets gets several answers: the tickets.
-    exports += [{"service": subject, "response_type": "Stream"} for subject in _take_tickets(names)]
+    # A request for tickets, or for the next messages of the log, gets several answers.
+    streams = [*_take_tickets(names), *_follow_log(names)]
+    exports += [{"service": subject, "response_type": "Stream"} for subject in streams]
 
     def user(name: str, permissions: Mapping[str, Any]) -> dict[str, Any]:
         return {"user": name, "password": passwords[name], "permissions": permissions}
@@ -445,13 +446,29 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
                 permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.{verb}")
                 permissions[role]["publish"].append(f"{names.answers(asker, role)}.>")
     permissions["inference"]["publish"].append(names.shared_rows)
-    permissions["trainer"]["publish"] += _read_log(names)
-    permissions["rollout"]["publish"] += [f"{names.log}.>", *_take_tickets(names)]
+    permissions["trainer"]["publish"] += [*_read_log(names), *_append(names.trained)]
+    finished = (names.trajectories, names.groups, names.kept_answers, names.kept_trajectories, names.records)
+    permissions["rollout"]["publish"] += [*_append(*finished), *_take_tickets(names)]
+    permissions["samples"] = {
+        "publish": [f"{names.root}.kernel.samples.>", *_follow_log(names), *_read_log(names)],
+        "subscribe": [f"{names.inbox('samples')}.>"],
+    }
+    permissions["kernel"]["publish"].append(f"{names.answers('samples', 'kernel')}.>")
     permissions["rollout"]["subscribe"].append(names.abort_ticket)
     return {
         party: {key: list(dict.fromkeys(subjects)) for key, subjects in each.items()}
         for party, each in permissions.items()
     }
+
+
+def _append(*subjects: str) -> list[str]:
+    """Return the subjects with which messages are appended to the log, whole or in parts."""
+    return [each for subject in subjects for each in (subject, f"{subject}.part")]
+
+
+def _follow_log(names: Subjects) -> list[str]:
+    """Return the subjects with which the sample writer gets the next messages of a consumer of the log."""
+    return [f"$JS.API.CONSUMER.MSG.NEXT.{names.log_stream}.>"]
 
 
 def _take_tickets(names: Subjects) -> list[str]:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -387,6 +388,9 @@ def audit(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
+    ticket: Annotated[
+        int | None, typer.Option(min=0, help="Tell the story of this training ticket instead.")
+    ] = None,
 ) -> None:
     """Check that a run that has ended lost no ticket, trained none twice and kept its bounds.
 
@@ -394,7 +398,20 @@ def audit(
     clean, 1 violations, 2 the run cannot be audited.
     """
     from stretto.cli.audit import audit_run
+    from stretto.cli.ticket_story import ticket_story
 
+    if ticket is not None:
+        try:
+            story = ticket_story(folder, ticket)
+        except StrettoError as error:
+            _fail(error, 2)
+        if as_json:
+            typer.echo(msgspec.json.encode(story))
+        else:
+            typer.echo("\n".join(map(printable, [f"ticket {ticket}", *story.events])))
+        for violation in story.violations:
+            typer.echo(f"error: {printable(violation)}", err=True)
+        raise typer.Exit(1 if story.violations else 0)
     try:
         report = audit_run(folder)
     except StrettoError as error:
@@ -419,6 +436,84 @@ def track(
     require_trust(folder, trusted=trust_plugins)
     if failed := track_run(folder):
         raise StrettoError(f"not everything was sent to: {', '.join(failed)}")
+
+
+@app.command()
+def samples(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    ticket: Annotated[int | None, typer.Option(min=0, help="Number of the ticket.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="A:B", help="Steps in which they were trained.")] = None,
+    reward: Annotated[str | None, typer.Option(metavar="A:B", help="Lowest and highest reward.")] = None,
+    length: Annotated[str | None, typer.Option(metavar="A:B", help="Number of tokens.")] = None,
+    staleness: Annotated[str | None, typer.Option(metavar="A:B", help="Staleness at the train step.")] = None,
+    finish: Annotated[str | None, typer.Option(help="Why sampling ended: stop or length.")] = None,
+    text: Annotated[str | None, typer.Option(help="A text in the prompt or in the answer.")] = None,
+    outcome: Annotated[
+        str | None, typer.Option(help="trained, filtered, expired, failed, evaluated or pending.")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="The same as --outcome failed.")] = False,
+    purpose: Annotated[str | None, typer.Option(help="Only those of `train`, or of `eval`.")] = None,
+    worker: Annotated[str | None, typer.Option(help="Rollout or inference worker.")] = None,
+    order: Annotated[
+        str, typer.Option(help="For example reward; -reward begins with the highest.")
+    ] = "sequence",
+    limit: Annotated[int, typer.Option(min=1, help="Most samples to show.")] = 20,
+    offset: Annotated[int, typer.Option(min=0, help="Leave out this many samples first.")] = 0,
+    group: Annotated[
+        bool, typer.Option("--group", help="Show the whole groups, their samples side by side.")
+    ] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="With jsonl and parquet: also tokens, logprobs, versions, …")
+    ] = False,
+    format: Annotated[str, typer.Option(help="text, jsonl or parquet.")] = "text",
+    output: Annotated[Path | None, typer.Option(help="Write to this file.", metavar="FILE")] = None,
+) -> None:
+    """Show the samples that a run has kept, also while it runs: prompts, answers, rewards, outcomes."""
+    from rich.console import Console
+
+    from stretto.cli.samples import (
+        bounds_of,
+        open_samples,
+        print_groups,
+        print_samples,
+        sample_filter,
+        write_lines,
+        write_parquet,
+    )
+
+    if format not in ("text", "jsonl", "parquet"):
+        raise ConfigError(f"--format {format!r}: expected text, jsonl or parquet")
+    if format == "parquet" and output is None:
+        raise ConfigError("--format parquet needs --output FILE")
+    wanted = sample_filter(
+        ticket=ticket,
+        step=bounds_of(step, "--step"),
+        reward=bounds_of(reward, "--reward"),
+        length=bounds_of(length, "--length"),
+        staleness=bounds_of(staleness, "--staleness"),
+        finish=finish,
+        text=text,
+        outcome="failed" if failed else outcome,
+        purpose=purpose,
+        worker=worker,
+    )
+    store = open_samples(folder)
+    rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens and format != "text")
+    if format == "parquet":
+        assert output is not None
+        write_parquet(rows, output)
+        return
+    with output.open("w") if output else nullcontext(sys.stdout) as file:
+        if format == "jsonl":
+            write_lines(rows, lambda line: print(line, file=file))
+            return
+        console = Console(file=file, markup=False, emoji=False, highlight=False, soft_wrap=not group)
+        if group:
+            print_groups(store, rows, console)
+        else:
+            print_samples(rows, console)
+    if not rows:
+        typer.echo("no sample fits", err=True)
 
 
 @app.command(cls=_WithOverrides)

@@ -10,6 +10,7 @@ from stretto.errors import BusError, RunError
 from stretto.kernel.checkpoint import KernelState, checkpoint_name, prune, writing
 from stretto.kernel.engines import Engines
 from stretto.kernel.journal import JournalWriter
+from stretto.kernel.sample_keeper import SampleKeeper
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.tickets import TicketQueue
 from stretto.kernel.trainers import Trainers
@@ -31,6 +32,7 @@ class Checkpointer:
         engines: Engines,
         tickets: TicketQueue,
         journal: JournalWriter,
+        samples: SampleKeeper,
     ) -> None:
         self._setup = setup
         self._bus = bus
@@ -38,6 +40,7 @@ class Checkpointer:
         self._engines = engines
         self._tickets = tickets
         self._journal = journal
+        self._samples = samples
         self._root = setup.folder / "checkpoints"
         self._writing = anyio.Lock()
         resumed = setup.resumed
@@ -77,7 +80,8 @@ class Checkpointer:
             raise RunError(f"the checkpoint at the change of values was not written: {error}") from error
 
     async def prune(self) -> None:
-        """Remove old checkpoints as `checkpoint.keep` says, and the part of the log that only they needed.
+        """Remove old checkpoints as `checkpoint.keep` says, and the part of the log that only they needed and
+        whose samples are on disk.
 
         With `checkpoint.keep_best`, the checkpoints of the best version and of versions that still have to be
         evaluated stay.
@@ -90,7 +94,8 @@ class Checkpointer:
             best = scheduler.best
             spared = {*scheduler.needed_versions, *([best.version] if best else [])}
         below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
-        await self._bus.purge(self._setup.names.log_stream, below=below)
+        if below := self._samples.purgeable(below):
+            await self._bus.purge(self._setup.names.log_stream, below=below)
 
     async def _write(self, name: str, state: KernelState) -> None:
         async with writing(self._root, name, state) as folder:

@@ -54,6 +54,7 @@ from stretto.kernel.journal import JournalWriter
 from stretto.kernel.lending import Wish
 from stretto.kernel.outcomes import Outcome
 from stretto.kernel.recovery import Stored, read_store, repeat_journal
+from stretto.kernel.sample_keeper import SampleKeeper
 from stretto.kernel.scheduler import (
     Command,
     EvaluationDone,
@@ -111,7 +112,7 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     lease_epoch = await bus.put_state(names.state_bucket, "kernel", KernelLease(str(setup.folder)))
     tickets = [names.ticket("train"), names.ticket("eval")]
     await bus.make_queue(names.tickets_stream, tickets, redeliver_s=60)
-    await bus.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
+    await bus.make_log(names.log_stream, [*names.of_samples, names.kept_answers])
     await bus.make_log(names.journal_stream, [names.journal])
     async with anyio.create_task_group() as tasks:
         await Kernel(setup, bus, lease_epoch, ending, tasks).run()
@@ -151,8 +152,9 @@ class Kernel:
         incarnation = setup.resumed[1].incarnation if setup.resumed else 0
         self._journal = JournalWriter(bus, setup.names, lease_epoch, incarnation)
         self._tickets = TicketQueue(bus, setup.names, samples=setup.graph.samples)
+        self._samples = SampleKeeper(setup, bus, lease_epoch)
         self._checkpointer = Checkpointer(
-            setup, bus, self._trainers, self._engines, self._tickets, self._journal
+            setup, bus, self._trainers, self._engines, self._tickets, self._journal, self._samples
         )
         self._engine_errors = EngineErrors()
         self._commands_ready = anyio.Event()
@@ -184,6 +186,8 @@ class Kernel:
         self._tasks.start_soon(self._board.publish, self._bus, self._names)
         self._tasks.start_soon(self._carry_out)
         self._tasks.start_soon(self._drain_when_asked)
+        if self._setup.goes_on:
+            self._tasks.start_soon(self._samples.run)
         try:
             await self._fleet.launch(self._setup.workers, self._tasks)
             self._tasks.start_soon(self._begin, stored)
@@ -203,6 +207,7 @@ class Kernel:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
             await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, self._fleet.beat)
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
+        await self._samples.serve()
         await bus.subscribe(names.ticket_started, TicketStarted, self._ticket_started)
         await bus.subscribe(names.progress, Progress, self._progress)
 
@@ -261,6 +266,7 @@ class Kernel:
             await self._until_all_callable()
         if starting.cancelled_caught:
             raise self._start_timeout()
+        await self._samples.until_followed()
         self._board.note = ""
         self._started = True
         self._setup.notify_plugins("stretto_run_started", config=self._config)
@@ -397,6 +403,7 @@ class Kernel:
                 await self._beacon("over")
         at_once = self._ending.hurried or not self._bus.connected
         await self._fleet.stop(0 if at_once else _LEAVE_S)
+        await self._samples.stop(at_once=at_once)
 
     async def _watch_bus(self) -> None:
         """End the run when the bus has been out for `bus.outage_s`.
@@ -562,6 +569,8 @@ class Kernel:
             case StartBatch():
                 self._tasks.start_soon(self._step, command)
             case Retire(purpose, ticket, attempt, account, reason):
+                if purpose == "train":
+                    self._samples.retire(ticket, account, reason)
                 self._timeline.retired(purpose, ticket, attempt, account, reason)
                 self._traces.retired(command)
             case EvaluationDone():

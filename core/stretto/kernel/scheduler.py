@@ -33,6 +33,7 @@ from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Purpose, Ti
 from stretto.kernel.gate import DivergenceGate
 
 __all__ = [
+    "Account",
     "Command",
     "EvaluationDone",
     "Fail",
@@ -110,6 +111,10 @@ class StartBatch:
     """What the batch waited for last, for people; empty if it waited for nothing."""
 
 
+Account = Literal["filtered", "expired", "failed"]
+"""An account of the ledger for tickets that end without being trained."""
+
+
 @dataclass(frozen=True)
 class Retire:
     """Record that this ticket will not be trained, or that its row of an evaluation has no result."""
@@ -117,7 +122,7 @@ class Retire:
     purpose: Purpose
     ticket: int
     attempt: int
-    account: Literal["filtered", "expired", "failed"]
+    account: Account
     reason: str
 
 
@@ -713,9 +718,7 @@ class Scheduler:
             return None if self._training is not None and ticket in self._training else found
         return self._round.open.get(ticket) if self._round else None
 
-    def _retire(
-        self, ticket: OpenTicket, account: Literal["filtered", "expired", "failed"], reason: str
-    ) -> None:
+    def _retire(self, ticket: OpenTicket, account: Account, reason: str) -> None:
         del self._open[ticket.id]
         setattr(self._ledger, account, getattr(self._ledger, account) + 1)
         self.reasons[f"{account}: {reason}"] += 1

@@ -20,7 +20,7 @@ from stretto.bus.messages import (
     GroupDone,
     GroupFailed,
     Purpose,
-    Retired,
+    RetiredTickets,
     TicketRecord,
     TrainedRow,
     TrainedRows,
@@ -56,7 +56,8 @@ class Joiner:
     def __init__(
         self, start: int, written: Collection[Attempt] = (), recorded: Collection[tuple[int, int]] = ()
     ) -> None:
-        self._following = start
+        self.following = start
+        """Sequence number after the last message that was taken in."""
         self._written = set(written)
         self._recorded = set(recorded)
         self._waiting: dict[Attempt, _Waiting] = {}
@@ -67,7 +68,7 @@ class Joiner:
     @property
     def position(self) -> int:
         """Sequence number of the first message that is needed once the complete rows are on disk."""
-        return min((waiting.first for waiting in self._waiting.values()), default=self._following)
+        return min((waiting.first for waiting in self._waiting.values()), default=self.following)
 
     @property
     def size(self) -> int:
@@ -76,7 +77,7 @@ class Joiner:
 
     def add(self, sequence: int, message: Any) -> None:
         """Take in the next message."""
-        self._following = sequence + 1
+        self.following = sequence + 1
         match message:
             case TrajectoryBundle(trajectories=trajectories) if trajectories:
                 if attempt := _attempt_of(trajectories[0]):
@@ -87,7 +88,7 @@ class Joiner:
                 self._complete(sequence, message)
             case TrainedRows():
                 self._add_trained(sequence, message)
-            case Retired(tickets):
+            case RetiredTickets(tickets):
                 for ticket, account, reason in tickets:
                     self._rows.retired.append((ticket, sequence, account, reason))
             case _:

@@ -6,7 +6,7 @@ A segment is complete under its name or absent. After `write` it is on disk, als
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ _LARGEST = 2**29
 """SegmentWriter of this many bytes are not merged any more."""
 _TIDY = 2**26
 """At the end of a run, segments of up to this many bytes together become one."""
+_PARTS = 4
+"""If only the last steps are kept, a segment spans at most one of this many parts of them."""
 _GROUP_ROWS = 4096
 _GROUP_BYTES = 2**25
 """`_GROUP_ROWS` and `_GROUP_BYTES` bound a row group: a reader of one row reads all of its group."""
@@ -55,24 +57,27 @@ class SegmentWriter:
         self._remove_leftovers()
         self._flush = max((name.last for kind in _KINDS for name in segments_in(folder, kind)), default=0)
 
-    def write(self, tables: Mapping[SegmentKind, Table]) -> None:
-        """Write one flush: a segment for each kind that has rows.
-
-        Raises:
-            OSError: if the disk is full or cannot be written. Some kinds may be written then.
-        """
-        self._flush += 1
-        for kind, table in tables.items():
-            if len(table):
-                self._put(SegmentName(kind, self._flush, self._flush), [table])
-
-    def merge(self) -> bool:
-        """Merge some small segments into a larger one. Return False if there was nothing to merge.
+    def write(self, kind: SegmentKind, table: Table) -> None:
+        """Write rows as a new segment.
 
         Raises:
             OSError: if the disk is full or cannot be written.
         """
-        return any(self._merge_kind(kind) for kind in _KINDS)
+        self._flush += 1
+        self._put(SegmentName(kind, self._flush, self._flush), [table])
+
+    def merge(self, last: int = 0) -> bool:
+        """Merge some small segments into a larger one. Return False if there was nothing to merge.
+
+        Args:
+            last: if the run keeps the samples of this many steps only, segments stay so small that the old
+                ones can be removed; 0 if it keeps all.
+
+        Raises:
+            OSError: if the disk is full or cannot be written.
+        """
+        merged = [self._merge_kind(kind, last) for kind in _KINDS]
+        return any(merged)
 
     def tidy(self) -> None:
         """Merge all small segments, at the end of a run.
@@ -111,7 +116,7 @@ class SegmentWriter:
             if path.name not in counted:
                 path.unlink()
 
-    def _merge_kind(self, kind: SegmentKind) -> bool:
+    def _merge_kind(self, kind: SegmentKind, last: int) -> bool:
         names = segments_in(self._folder, kind)
         sizes = [self._size(name) for name in names]
         limit = _SMALL
@@ -119,11 +124,19 @@ class SegmentWriter:
             start = len(names)
             while start and sizes[start - 1] < limit:
                 start -= 1
-            if len(names) - start >= _FAN:
+            if len(names) - start >= _FAN and not self._spans(names[start:], last):
                 self._replace(names[start:])
                 return True
             limit *= _FAN
         return False
+
+    def _spans(self, names: list[SegmentName], last: int) -> bool:
+        """Whether segments span more steps than may be in one, if only the last ones are kept."""
+        columns: dict[SegmentKind, str] = {"samples": "newest", "trained": "step"}
+        if not last or names[0].kind not in columns:
+            return False
+        column = columns[names[0].kind]
+        return self._most(names[-1], column) - self._most(names[0], column) > last // _PARTS
 
     def _replace(self, names: list[SegmentName]) -> None:
         """Write the rows of some segments that follow each other as one, and remove these."""

@@ -116,6 +116,11 @@ class BatchStore:
         return self._lengths
 
     @property
+    def ids(self) -> list[str]:
+        """Id of every row of the batch."""
+        return [ref.id for ref in self._refs]
+
+    @property
     def groups(self) -> list[int]:
         """Group of every row of the batch."""
         return [ref.group for ref in self._refs]

@@ -4,6 +4,7 @@ environments."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from stretto.models.vision import IMAGE_COLUMNS, Vision
 from stretto.tools import ToolAnswer
 from stretto.workers.generation import Generations, VersionFloor
 from stretto.workers.verifier_client import VerifierClient
-from stretto.workflow import Answer, OnTokens, Prompt, Score
+from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory
 
 __all__ = ["RolloutSession", "SessionServices", "TicketClocks", "sample_seed"]
 
@@ -92,6 +93,8 @@ class RolloutSession:
         self._turns: Counter[str] = Counter()
         """Number of requests made in each conversation."""
         self._conversations = 0
+        self._finished: dict[tuple[str, int], tuple[NDArray[np.int32], list[Answer]]] = {}
+        """Prompt and answers of the latest request of each conversation, and of every other request."""
 
     @property
     def group_size(self) -> int:
@@ -139,7 +142,7 @@ class RolloutSession:
                 on_tokens=on_tokens,
                 traceparent=self._trace,
             )
-        return [
+        answers = [
             Answer(
                 tokens=sample.tokens(),
                 logprobs=sample.logprobs(),
@@ -149,6 +152,18 @@ class RolloutSession:
                 engine=sample.engine,
             )
             for sample in samples
+        ]
+        self._finished[conversation_id, 0 if conversation_id else number] = (prompt_ids, answers)
+        return answers
+
+    def finished(self) -> list[Trajectory]:
+        """Return what was sampled so far, without a score: the latest answer of each conversation with all
+        before it, and every answer that belongs to none."""
+        unscored = Score(math.nan)
+        return [
+            Trajectory.of(prompt_ids, answer, unscored)
+            for prompt_ids, answers in self._finished.values()
+            for answer in answers
         ]
 
     def conversation(

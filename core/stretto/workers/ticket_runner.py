@@ -18,21 +18,28 @@ from stretto.bus.messages import (
     Member,
     Purpose,
     Ticket,
+    TicketRecord,
     TrajectoryBundle,
+    WireTrajectory,
 )
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
 from stretto.models.vision import Vision
+from stretto.records.kept_sample import digest_of, kept_samples
 from stretto.workers.answers import answers_of
 from stretto.workers.context import WorkerContext
 from stretto.workers.session import RolloutSession, SessionServices, TicketClocks
+from stretto.workers.ticket_record import TicketNotes, record_of
 from stretto.workers.trajectory_log import bundles_of, member_of, wire_trajectories
 from stretto.workflow import Prompt, Trajectory, Workflow
 
 __all__ = ["TicketRunner"]
 
 log = structlog.get_logger()
+
+_CHARACTERS_PER_TOKEN = 4
+"""About as many characters a token makes of text."""
 
 
 class TicketRunner:
@@ -53,55 +60,66 @@ class TicketRunner:
         self._image_thread = anyio.CapacityLimiter(1)
 
     async def outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
-        """Run a ticket. When this returns `GroupDone`, the trajectories are in the log; for an evaluation,
-        only the answers are, if the config keeps them.
+        """Run a ticket. When this returns `GroupDone`, the trajectories are in the log; those of an
+        evaluation are there only if the run keeps samples.
 
         Every exception of a ticket is caught here and reported as a failed group.
         """
-        context, start, clocks = self._context, anyio.current_time(), TicketClocks()
-        timeout_s = context.composed.config.workflow.timeout_s
+        attempt = _RunningTicket(ticket, self._services)
+        context, timeout_s = self._context, self._context.composed.config.workflow.timeout_s
         try:
             with self._limits.of(ticket, timeout_s):
-                trajectories = await self._roll_out(ticket, clocks)
-                members = await self._store(ticket, trajectories)
+                await self._roll_out(attempt)
+                members = await self._store(attempt)
+                record, digest = await self._keep(attempt)
         except _Unfit as unfit:
-            return self._failed(ticket, str(unfit), filtered=True)
+            return await self._failed(attempt, str(unfit), filtered=True)
         except TimeoutError:
-            return self._failed(ticket, f"took longer than workflow.timeout_s={timeout_s:g}")
+            return await self._failed(attempt, f"took longer than workflow.timeout_s={timeout_s:g}")
         except Exception as error:
             first = leaves(error)[0]
             log.warning("ticket failed", error=f"{type(first).__name__}: {first}", exc_info=first)
             text = f"{type(first).__name__}: {first}"
-            return self._failed(ticket, text if isinstance(first, StrettoError) else context.explain(first))
-        seconds = anyio.current_time() - start
+            reason = text if isinstance(first, StrettoError) else context.explain(first)
+            return await self._failed(attempt, reason)
         return GroupDone(
             ticket.purpose,
             ticket.id,
             ticket.attempt,
             context.worker,
             tuple(members),
-            seconds,
-            generate_s=clocks.generate.seconds,
-            score_s=clocks.score.seconds,
+            attempt.seconds,
+            generate_s=attempt.clocks.generate.seconds,
+            score_s=attempt.clocks.score.seconds,
+            record=record,
+            digest=digest,
         )
 
-    def _failed(self, ticket: Ticket, reason: str, *, filtered: bool = False) -> GroupFailed:
-        worker = self._context.worker
-        return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered)
+    async def _failed(self, attempt: _RunningTicket, reason: str, *, filtered: bool = False) -> GroupFailed:
+        """Return the outcome of a failed attempt, and keep what it sampled."""
+        ticket, worker = attempt.ticket, self._context.worker
+        try:
+            attempt.trajectories = attempt.trajectories or attempt.session.finished()
+            record, _ = await self._keep(attempt, failed=True)
+        except Exception as error:  # a workflow may have returned anything
+            log.warning("samples of a failed ticket are not kept", exc_info=error)
+            record = 0
+        return GroupFailed(
+            ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered, record=record
+        )
 
-    async def _roll_out(self, ticket: Ticket, clocks: TicketClocks) -> Sequence[Trajectory]:
-        prompt = await self._prompt(ticket)
-        session = RolloutSession(self._services, ticket, clocks)
-        trajectories = await self._workflow.run(prompt, session)
-        if not trajectories:
+    async def _roll_out(self, attempt: _RunningTicket) -> None:
+        prompt = await self._prompt(attempt)
+        attempt.trajectories = await self._workflow.run(prompt, attempt.session)
+        if not attempt.trajectories:
             raise EngineError("the workflow returned no trajectory")
         if self._services.vision is not None:
-            _check_image_tokens(self._services.vision.image_token, prompt.ids, trajectories)
-        return trajectories
+            _check_image_tokens(self._services.vision.image_token, prompt.ids, attempt.trajectories)
 
-    async def _prompt(self, ticket: Ticket) -> Prompt:
+    async def _prompt(self, attempt: _RunningTicket) -> Prompt:
         """Return the row of a ticket and the ids of its prompt."""
-        row, config = self._datasets[ticket.purpose][ticket.row], self._services.config
+        ticket, config = attempt.ticket, self._services.config
+        row = attempt.row = self._datasets[ticket.purpose][ticket.row]
         if fault := fault_of(row["prompt"]):
             raise ConfigError(f"row {ticket.row}: prompt: {fault}")
         section = config.dataset
@@ -128,9 +146,10 @@ class TicketRunner:
             return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"]), characters)
         return await anyio.to_thread.run_sync(_encode_with_images, vision, row, limiter=self._image_thread)
 
-    async def _store(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[Member]:
+    async def _store(self, attempt: _RunningTicket) -> list[Member]:
         """Write the trajectories to the log in a few messages. For an evaluation, write only the answers that
         the config keeps."""
+        ticket, trajectories = attempt.ticket, attempt.trajectories
         wires = wire_trajectories(ticket, trajectories)
         if ticket.purpose == "eval":
             answers_sequence = await self._keep_answers(ticket, trajectories)
@@ -139,14 +158,51 @@ class TicketRunner:
                 for index, (trajectory, wire) in enumerate(zip(trajectories, wires, strict=True))
             ]
         members: list[Member] = []
-        for number, bundle in enumerate(bundles_of(wires)):
-            message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
-            sequence = await self._context.bus.append(
-                self._context.names.trajectories, message, id=f"{ticket.name}/{number}"
-            )
+        for sequence, bundle in await self._append(ticket, wires, self._context.names.trajectories):
             for index, wire in enumerate(bundle):
                 members.append(member_of(trajectories[len(members)], wire.id, sequence, index))
         return members
+
+    async def _append(
+        self, ticket: Ticket, wires: list[WireTrajectory], subject: str
+    ) -> list[tuple[int, list[WireTrajectory]]]:
+        """Write trajectories to the log, and return them with the sequence numbers of their bundles."""
+        stored: list[tuple[int, list[WireTrajectory]]] = []
+        for number, bundle in enumerate(bundles_of(wires)):
+            message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
+            id = f"{ticket.name}/{subject.rpartition('.')[2]}/{number}"
+            stored.append((await self._context.bus.append(subject, message, id=id), bundle))
+        return stored
+
+    async def _keep(self, attempt: _RunningTicket, *, failed: bool = False) -> tuple[int, str]:
+        """Write the record of an attempt to the log, and its trajectories if training does not read them.
+        Return the record's sequence number, and the digest over all that is kept; 0 and no digest if the run
+        does not keep the ticket's samples."""
+        ticket, names = attempt.ticket, self._context.names
+        if not self._services.config.samples.keeps(ticket.id if ticket.purpose == "train" else ticket.row):
+            return 0, ""
+        wires = wire_trajectories(ticket, attempt.trajectories)
+        if failed or ticket.purpose == "eval":
+            await self._append(ticket, wires, names.kept_trajectories)
+
+        def make_record() -> tuple[TicketRecord, str]:
+            record = record_of(
+                ticket,
+                self._context.worker,
+                TicketNotes(
+                    attempt.row,
+                    attempt.seconds,
+                    attempt.clocks.generate.seconds,
+                    attempt.clocks.score.seconds,
+                ),
+                attempt.trajectories,
+                self._services.tokenizer,
+            )
+            return record, digest_of(kept_samples(record, wires))
+
+        tokens = sum(len(wire.tokens) for wire in wires)
+        record, digest = await work_on_text(make_record, _CHARACTERS_PER_TOKEN * tokens)
+        return await self._context.bus.append(names.records, record, id=f"{ticket.name}/record"), digest
 
     async def _keep_answers(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> int:
         """Write the answers of an evaluation ticket to the log, if the config keeps them. Return their
@@ -160,6 +216,25 @@ class TicketRunner:
         return await self._context.bus.append(
             self._context.names.kept_answers, answers, id=f"{ticket.name}/answers"
         )
+
+
+class _RunningTicket:
+    """An attempt of a ticket under way."""
+
+    def __init__(self, ticket: Ticket, services: SessionServices) -> None:
+        self.ticket = ticket
+        self.clocks = TicketClocks()
+        self.session = RolloutSession(services, ticket, self.clocks)
+        self.row: Row = {}
+        """The row of the dataset; empty before it is read."""
+        self.trajectories: Sequence[Trajectory] = ()
+        """What the workflow returned; empty before."""
+        self._start = anyio.current_time()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start of the attempt."""
+        return anyio.current_time() - self._start
 
 
 class _TicketLimits:

@@ -50,6 +50,7 @@ from stretto.workers.batch_store import BatchStore
 from stretto.workers.canary import Probe, probe_of
 from stretto.workers.context import ComputeThread, WorkerContext
 from stretto.workers.shared_rows import choose_rows, score_rows
+from stretto.workers.step_recorder import ROW, StepFigures, StepRecorder
 from stretto.workers.weights_wire import BusWire
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class TrainerWorker:
         self._shared_rows: dict[int, SharedRows] = {}
         """Shared rows of the newest versions, by version."""
         self._version = -1
+        self._incarnation = 0
         self._busy_s = 0.0
+        self._recorder = StepRecorder(context.bus, context.names, context.worker)
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Make the engines, then serve requests of the kernel."""
@@ -120,8 +123,9 @@ class TrainerWorker:
             await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
             if self._publisher is not None:
                 await context.bus.serve(context.names.shared_rows, AskSharedRows, self._tell_shared_rows)
-            ready()
-            await anyio.sleep_forever()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._recorder.run)
+                ready()
         finally:
             for engine in self._engines.values():
                 engine.stop()
@@ -217,6 +221,7 @@ class TrainerWorker:
     async def _call(self, message: messages.RunCall) -> CallDone:
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
+        self._incarnation = message.incarnation
         call = self._calls[message.name]
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
@@ -380,11 +385,14 @@ class TrainerWorker:
             if audited and self._bounds_divergence
             else []
         )
+        kept = StepFigures() if audited and self._context.composed.config.samples.keep != "none" else None
         for number, rows in enumerate(self._steps(call)):
             batch = await self._rows.batch(rows, call.reads, media=True)
             loss = audit.loss if audited and not steps else call.loss
             if number < len(starts):
                 loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
+            if kept is not None and number < call.minibatches:  # the first epoch has every row once
+                loss, batch = kept.watch(loss, rows), batch.with_columns({ROW: _numbers(rows)})
             with tracing.span("optimizer step", number=number, sequences=len(rows)):
                 statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
             if audited and not steps:
@@ -392,12 +400,25 @@ class TrainerWorker:
             if "divergence" in statistics:
                 divergences.append(statistics.pop("divergence"))
             steps.append(statistics)
+        if kept is not None:
+            await self._record(kept)
         means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
         if divergences:
             figures["divergence"] = sum(divergences) / len(divergences)
         if not self._graph.samples:
             means["tokens"] = float(self._rows.trained_tokens)
         return {**means, **figures}
+
+    async def _record(self, kept: StepFigures) -> None:
+        """Send the figures of the step's trajectories to the log, beside the next step. Several ranks may
+        have computed the same rows; one of them sends them."""
+        last = (self._rank + 1) % self._group.ranks_per_part == 0  # this rank has the model's output
+        ids, groups = self._rows.ids, self._rows.groups
+        keeps = self._context.composed.config.samples.keeps
+        shown = {id for id, group in zip(ids, groups, strict=True) if keeps(group)}
+        if last and shown:
+            rows = await self._thread.run(lambda: list(kept.rows(ids)))
+            self._recorder.add(self._incarnation, self._version, [row for row in rows if row.id in shown])
 
 
 class _DigestPublisher:
@@ -420,6 +441,12 @@ class _DigestPublisher:
 def _folder_of(version: int, checkpoint: str) -> Path:
     """Return the folder in a checkpoint that has the weights of an older version, for its evaluation."""
     return Path(checkpoint, "evaluation", f"v{version:08d}")
+
+
+def _numbers(rows: Sequence[int]) -> Tensor:
+    import torch
+
+    return torch.tensor(rows)
 
 
 def _over_steps(name: str, values: Sequence[float]) -> float:

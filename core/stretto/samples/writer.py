@@ -1,0 +1,285 @@
+"""The process that writes a run's samples. The kernel starts it on its own machine, and starts it again.
+
+It follows the log from its cursor, joins messages to rows, and writes the rows as segments every few seconds.
+When they are on disk, it moves the cursor and tells the kernel, which keeps the log up to there. After a
+crash it reads again from the cursor on, and leaves out the rows that it had written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+from anyio.abc import TaskStatus
+
+from stretto.assembly.logs import log_to
+from stretto.bus.client import Bus, connect
+from stretto.bus.lock import KernelLock
+from stretto.bus.messages import (
+    Follow,
+    Following,
+    GroupDone,
+    GroupFailed,
+    Kept,
+    RetiredTickets,
+    Subjects,
+    TicketRecord,
+    TrainedRows,
+    TrajectoryBundle,
+)
+from stretto.bus.server import Bootstrap, write_private
+from stretto.errors import RunError, leaves
+from stretto.records.sample_files import FOLDER, SegmentKind, Table
+from stretto.samples.join import Joiner
+from stretto.samples.segments import SegmentWriter
+
+__all__ = ["CURSOR", "main"]
+
+log = structlog.get_logger()
+
+CURSOR = "cursor.json"
+"""File beside the segments: the place in the log from which the next writer reads."""
+_LOCK = "writer.lock"
+_FLUSH_S = 3.0
+_FLUSH_BYTES = 2**25
+"""Rows of this many bytes are written at once, and the writer reads no further until they are on disk."""
+_RETRY_S = 5.0
+_POLL_S = 0.5
+_ANSWER_S = 60.0
+_DRAIN_S = 15.0
+"""At the end of the run, the writer has this many seconds to read the rest of the log."""
+_NICE = 5
+
+
+def main(folder: Path, *, last: int, staleness: int) -> int:
+    """Run the writer of the run in `folder`, and return the exit status of the process.
+
+    Args:
+        last: keep the samples of this many steps; 0 for all.
+        staleness: the run's `queue.max_staleness`.
+    """
+    os.umask(0o077)
+    os.nice(_NICE)
+    bootstrap = Bootstrap.read(folder / "bus" / "samples.json")
+    log_to(folder / "logs" / "samples.jsonl", run=bootstrap.run, role="samples")
+    try:
+        with _owned(folder / FOLDER):
+            anyio.run(_write, folder, bootstrap, last, staleness)
+    except Exception as error:
+        first = leaves(error)[0]
+        log.error("sample writer failed", error=f"{type(first).__name__}: {first}", exc_info=first)
+        return 1
+    return 0
+
+
+@contextmanager
+def _owned(folder: Path) -> Generator[None]:
+    """Be the only writer in a folder. The writer of a killed kernel may need a moment to end.
+
+    Raises:
+        RunError: if the kernel ends meanwhile.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kernel = KernelLock.of(folder.parent / "bus")
+    with (folder / _LOCK).open("w") as file:
+        while kernel.is_held():
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
+        else:
+            raise RunError("the kernel is gone")
+        yield
+
+
+async def _write(folder: Path, bootstrap: Bootstrap, last: int, staleness: int) -> None:
+    async with connect(bootstrap) as bus:
+        await _SampleWriter(folder, bus, Subjects(bootstrap.run), last, staleness).run()
+
+
+class _SampleWriter:
+    """The writer of one run."""
+
+    def __init__(self, folder: Path, bus: Bus, names: Subjects, last: int, staleness: int) -> None:
+        self._folder = folder / FOLDER
+        self._lock = KernelLock.of(folder / "bus")
+        self._bus = bus
+        self._names = names
+        self._last = last
+        self._staleness = staleness
+        self._segments = SegmentWriter(self._folder)
+        self._joiner = Joiner(1)
+        self._unwritten: dict[SegmentKind, Table] = {}
+        """Rows that were taken from the joiner and are not on disk yet."""
+        self._position = 0
+        """The cursor, once they are."""
+        self._confirmed = 0
+        self._taken = anyio.Event()
+        """Set when the complete rows were taken from the joiner."""
+        self._wake = anyio.Event()
+        """Set when rows should be written now."""
+        self._over = anyio.Event()
+        """Set when the run is over, or its kernel is gone."""
+
+    async def run(self) -> None:
+        """Write samples until the kernel asks to stop, or is gone."""
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self._obey_signals)
+            tasks.start_soon(self._watch_kernel)
+            following = await self._ask(_read_cursor(self._folder))
+            self._joiner = await anyio.to_thread.run_sync(self._joiner_from, following.start)
+            await self._confirm(self._joiner.position)
+            tasks.start_soon(self._follow, following)
+            tasks.start_soon(self._flush_often)
+            await self._over.wait()
+            if self._lock.is_held():
+                await self._read_the_rest()
+            tasks.cancel_scope.cancel()
+        await self._flush()  # what an interrupted flush has left
+        await self._flush()
+        await anyio.to_thread.run_sync(self._segments.tidy)
+
+    def _joiner_from(self, start: int) -> Joiner:
+        samples = self._segments.rows_since(start, "samples", ("purpose", "ticket", "attempt"))
+        trained = self._segments.rows_since(start, "trained", ("step",))
+        return Joiner(
+            start,
+            {(row["purpose"], row["ticket"], row["attempt"]) for row in samples},
+            {(row["sequence"], row["step"] - 1) for row in trained},
+        )
+
+    # ------------------------------------------------------------------------------------ the log
+
+    async def _follow(self, first: Following) -> None:
+        waiting = [first]
+
+        async def consumer_at(start: int) -> str:
+            return (waiting.pop() if waiting else await self._ask(start)).consumer
+
+        kinds: dict[str, Any] = {
+            self._names.trajectories: TrajectoryBundle,
+            self._names.kept_trajectories: TrajectoryBundle,
+            self._names.records: TicketRecord,
+            self._names.groups: GroupDone | GroupFailed,
+            self._names.trained: TrainedRows,
+            self._names.retired: RetiredTickets,
+        }
+        messages = self._bus.follow_consumer(
+            self._names.log_stream, kinds, consumer_at, start=self._joiner.following
+        )
+        async for sequence, message in messages:
+            self._joiner.add(sequence, message)
+            while self._joiner.size > _FLUSH_BYTES:
+                self._wake.set()
+                await self._taken.wait()
+
+    async def _ask(self, start: int) -> Following:
+        subject = self._names.kernel("samples", "follow")
+        return await self._bus.request(subject, Follow(start), Following, who="kernel", deadline_s=_ANSWER_S)
+
+    async def _read_the_rest(self) -> None:
+        """Wait until the log is read to its present end."""
+        with anyio.move_on_after(_DRAIN_S):
+            last = (await self._ask(self._joiner.following)).last
+            while self._joiner.following <= last:
+                await anyio.sleep(0.02)
+
+    # ------------------------------------------------------------------------------------- the disk
+
+    async def _flush_often(self) -> None:
+        while True:
+            with anyio.move_on_after(_FLUSH_S):
+                await self._wake.wait()
+            self._wake = anyio.Event()
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Write the complete rows, and confirm them. While the disk is full, try again and again: the log
+        keeps what is not written."""
+        if not self._unwritten:
+            self._position, tables = self._joiner.position, self._joiner.take()
+            self._unwritten = {kind: table for kind, table in tables.items() if len(table)}
+            self._taken.set()
+            self._taken = anyio.Event()
+        complained = False
+        while self._unwritten:
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self._write_one()
+            except OSError as error:
+                if not complained:
+                    complained = True
+                    log.warning("samples cannot be written; trying again", error=str(error))
+                if self._over.is_set():
+                    return
+                await anyio.sleep(_RETRY_S)
+        await self._confirm(self._position)
+        await anyio.to_thread.run_sync(self._merge_and_prune)
+
+    async def _write_one(self) -> None:
+        """Write the rows of one kind.
+
+        Raises:
+            OSError: if the disk is full or cannot be written.
+        """
+        kind, table = next(iter(self._unwritten.items()))
+        await anyio.to_thread.run_sync(self._segments.write, kind, table)
+        del self._unwritten[kind]
+
+    async def _confirm(self, position: int) -> None:
+        """Move the cursor, and tell the kernel. If the cursor cannot be written, the next flush does it."""
+        if position == self._confirmed:
+            return
+        cursor = msgspec.json.encode({"position": position})
+        try:
+            await anyio.to_thread.run_sync(write_private, self._folder / CURSOR, cursor)
+        except OSError as error:
+            log.warning("the cursor of samples cannot be written", error=str(error))
+            return
+        self._confirmed = position
+        if self._bus.connected:
+            await self._bus.publish(self._names.kernel("samples", "kept"), Kept(position))
+
+    def _merge_and_prune(self) -> None:
+        try:
+            if self._last:
+                oldest = self._joiner.newest_step - self._last
+                # A trajectory whose newest token has version v is trained at step v + staleness + 1 or
+                # before.
+                self._segments.prune(oldest - self._staleness, "samples", "newest")
+                self._segments.prune(oldest + 1, "trained", "step")
+            self._segments.merge(self._last)
+        except OSError as error:
+            log.warning("samples cannot be merged", error=str(error))
+
+    # ------------------------------------------------------------------------------------- the end
+
+    async def _obey_signals(self, *, task_status: TaskStatus[None]) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            task_status.started()
+            async for number in signals:
+                if number == signal.SIGTERM:  # the others are the user's, and the kernel obeys them
+                    self._over.set()
+
+    async def _watch_kernel(self) -> None:
+        while self._lock.is_held():
+            await anyio.sleep(_POLL_S)
+        log.info("the kernel is gone")
+        self._over.set()
+
+
+def _read_cursor(folder: Path) -> int:
+    try:
+        return msgspec.json.decode((folder / CURSOR).read_bytes(), type=dict[str, int])["position"]
+    except FileNotFoundError:
+        return 1

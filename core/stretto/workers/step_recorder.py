@@ -1,0 +1,170 @@
+"""What a trainer computes for each trajectory of a step, for people: advantages and importance weights.
+
+The loss of a trajectory's first optimizer step gives the figures, so they need no other pass over the model.
+They stay on the device until the step is done, and go to the log beside the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from stretto.algorithm import Loss
+from stretto.array import Array
+from stretto.bus.client import Bus
+from stretto.bus.messages import Subjects, TrainedRow, TrainedRows
+from stretto.errors import BusError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.rl.batch import Batch
+
+__all__ = ["ROW", "StepFigures", "StepRecorder"]
+
+log = structlog.get_logger()
+
+ROW = "kept_row"
+"""Sequence column with the number of the row in the batch."""
+_BUNDLE_BYTES = 512 * 1024
+_MOST_WAITING = 64
+"""Messages that wait for the store. With more, the oldest are dropped: training does not wait for them."""
+_LEAVE_S = 2.0
+_LARGEST_WEIGHT = 65504.0
+"""Largest number of float16."""
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Figures of one micro-batch. T tokens, S sequences."""
+
+    rows: Tensor
+    """(S,)"""
+    lengths: Sequence[int]
+    mask: Tensor
+    """(T,)"""
+    weights: Tensor
+    """(T,) float16."""
+    advantages: Tensor | None
+    """(T,) or (S,)."""
+
+
+class StepFigures:
+    """The figures of one step in one rank."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._parts: list[_MicroBatch] = []
+
+    def watch(self, loss: Loss, rows: Sequence[int]) -> Loss:
+        """Return the loss for these rows of the batch, which also collects their figures. Its batch has the
+        column `ROW`."""
+        self._rows += rows
+
+        def watched(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+            import torch
+
+            log_ratio = logprobs.detach().float() - batch["behaviour_logprobs"]
+            weights = log_ratio.exp().clamp(max=_LARGEST_WEIGHT).to(torch.float16)
+            advantages = batch["advantages"].detach() if "advantages" in batch else None
+            self._parts.append(
+                _MicroBatch(batch[ROW], batch.lengths, batch["loss_mask"], weights, advantages)
+            )
+            return loss.function(logprobs, batch)
+
+        return replace(loss, function=watched)
+
+    def rows(self, ids: Sequence[str]) -> Iterator[TrainedRow]:
+        """Yield what was collected. Rows without figures, of an engine that computes no loss, have none.
+
+        Args:
+            ids: ids of the batch's trajectories.
+        """
+        without = dict.fromkeys(self._rows)
+        for part in self._parts:
+            mask, weights = part.mask.cpu().numpy(), part.weights.cpu().numpy()
+            advantages = None if part.advantages is None else part.advantages.float().cpu().numpy()
+            per_token = advantages is not None and len(advantages) == len(mask)
+            start = 0
+            for place, (row, length) in enumerate(zip(part.rows.tolist(), part.lengths, strict=True)):
+                span = slice(start, start + length)
+                own: NDArray[Any] = np.empty(0, np.float32)
+                if advantages is not None:
+                    own = advantages[span][mask[span]] if per_token else advantages[place : place + 1]
+                without.pop(row)
+                yield TrainedRow(
+                    ids[int(row)],
+                    Array.of(_shortened(own), np.float32),
+                    Array.of(weights[span][mask[span]], np.float16),
+                )
+                start += length
+        for row in without:
+            yield TrainedRow(ids[row], Array.of([], np.float32), Array.of([], np.float16))
+
+
+class StepRecorder:
+    """Sends the figures of steps to the log."""
+
+    def __init__(self, bus: Bus, names: Subjects, worker: str) -> None:
+        self._bus = bus
+        self._names = names
+        self._worker = worker
+        self._waiting: list[tuple[str, TrainedRows]] = []
+        """(id, message)."""
+        self._more = anyio.Event()
+
+    def add(self, incarnation: int, version: int, rows: Sequence[TrainedRow]) -> None:
+        """Send the rows of a step, in the background."""
+        for number, bundle in enumerate(_bundles_of(rows)):
+            id = f"trained/{incarnation}/{version}/{self._worker}/{number}"
+            self._waiting.append((id, TrainedRows(incarnation, version, tuple(bundle))))
+        if len(self._waiting) > _MOST_WAITING:
+            log.warning("the figures of a step are dropped: the store is too slow", version=version)
+            del self._waiting[:-_MOST_WAITING]
+        self._more.set()
+
+    async def run(self) -> None:
+        """Send until cancelled; then send what is left, if that does not take long."""
+        try:
+            while True:
+                await self._more.wait()
+                self._more = anyio.Event()
+                await self._send()
+        finally:
+            with anyio.move_on_after(_LEAVE_S, shield=True):
+                await self._send()
+
+    async def _send(self) -> None:
+        while self._waiting:
+            id, message = self._waiting[0]
+            try:
+                await self._bus.append(self._names.trained, message, id=id)
+            except BusError as error:
+                log.warning("the figures of a step are not in the log", error=str(error))
+            if self._waiting and self._waiting[0][0] == id:
+                del self._waiting[0]
+
+
+def _shortened(values: NDArray[Any]) -> NDArray[Any]:
+    """Return one value if all are equal."""
+    return values[:1] if len(values) and (values == values[0]).all() else values
+
+
+def _bundles_of(rows: Sequence[TrainedRow]) -> Iterator[list[TrainedRow]]:
+    bundle: list[TrainedRow] = []
+    size = 0
+    for row in rows:
+        bytes = row.advantages.data.nbytes + row.importance_weights.data.nbytes + 100
+        if bundle and size + bytes > _BUNDLE_BYTES:
+            yield bundle
+            bundle, size = [], 0
+        bundle.append(row)
+        size += bytes
+    if bundle:
+        yield bundle

@@ -1,0 +1,102 @@
+"""What a rollout worker keeps of a ticket for people: the row, texts, conversations, times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.bus.messages import KeptText, Ticket, TicketRecord
+from stretto.dataset import Row
+from stretto.models.tokenizer import Tokenizer
+from stretto.models.vision import IMAGE_COLUMNS
+from stretto.workflow import Trajectory
+
+__all__ = ["TicketNotes", "record_of"]
+
+_RECORD_CHARACTERS = 2**23
+"""Most characters of one record. As UTF-8 they fit into the largest message that the bus sends."""
+
+
+@dataclass
+class TicketNotes:
+    """What is known of an attempt so far."""
+
+    row: Row = field(default_factory=Row)
+    """The row of the dataset; empty before it is read."""
+    seconds: float = 0.0
+    generate_s: float = 0.0
+    score_s: float = 0.0
+
+
+def record_of(
+    ticket: Ticket, worker: str, notes: TicketNotes, trajectories: Sequence[Trajectory], tokenizer: Tokenizer
+) -> TicketRecord:
+    """Return the record of an attempt. Texts that are too long are cut."""
+    limit = _RECORD_CHARACTERS // (3 * len(trajectories) + 2)
+    prompts = _PromptTexts(tokenizer, limit)
+    texts = [_text_of(each, prompts, tokenizer, limit) for each in trajectories]
+    shown = {name: value for name, value in notes.row.items() if name not in IMAGE_COLUMNS}
+    return TicketRecord(
+        ticket.purpose,
+        ticket.id,
+        ticket.attempt,
+        ticket.row,
+        worker,
+        _as_json(shown, limit),
+        prompts.first if trajectories else _as_text(notes.row.get("prompt", ""))[:limit],
+        tuple(texts),
+        notes.seconds,
+        notes.generate_s,
+        notes.score_s,
+    )
+
+
+class _PromptTexts:
+    """The prompts of a group as text. Most groups have one."""
+
+    def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._first_ids: NDArray[np.int32] | None = None
+        self.first = ""
+        """The text of the first one."""
+
+    def text_of(self, ids: NDArray[np.int32]) -> str | None:
+        """Return the text of a prompt; None if it is the first one."""
+        if self._first_ids is not None and np.array_equal(self._first_ids, ids):
+            return None
+        text = self._tokenizer.decode(ids, special=True)[: self._limit]
+        if self._first_ids is not None:
+            return text
+        self._first_ids, self.first = ids, text
+        return None
+
+
+def _text_of(trajectory: Trajectory, prompts: _PromptTexts, tokenizer: Tokenizer, limit: int) -> KeptText:
+    start = int(np.argmax(trajectory.loss_mask))
+    return KeptText(
+        prompts.text_of(trajectory.tokens[:start]),
+        tokenizer.decode(trajectory.tokens[start:])[:limit],
+        _as_json(trajectory.messages, limit) if trajectory.messages else "",
+    )
+
+
+def _as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the prompt of a row of which the run made no tokens."""
+    return prompt if isinstance(prompt, str) else "\n".join(str(turn.get("content", "")) for turn in prompt)
+
+
+def _as_json(value: Any, limit: int) -> str:
+    """Return a value as JSON. Parts that JSON does not have become text; what is too long becomes a text that
+    is cut."""
+    try:
+        text = msgspec.json.encode(value, enc_hook=str).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        # A dataset may have any Python objects, such as keys that are no text, or halves of characters.
+        text = msgspec.json.encode(ascii(value)).decode()
+    return text if len(text) <= limit else msgspec.json.encode(text[: limit // 2]).decode()

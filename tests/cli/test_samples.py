@@ -1,0 +1,115 @@
+"""`stretto samples`: what it finds and how it shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pyarrow import parquet
+from typer.testing import CliRunner, Result
+
+from sample_messages import done, failed, record, trained, trajectories
+from stretto.bus.messages import KeptText
+from stretto.cli.main import app
+from stretto.errors import ConfigError
+from stretto.samples.join import Joiner
+from stretto.samples.segments import SegmentWriter
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "what is 1+1?"},
+    {
+        "role": "assistant",
+        "content": "<think>a tool",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}],
+    },
+    {"role": "tool", "name": "add", "content": "2"},
+    {"role": "assistant", "content": "2\x1b[2J"},
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three groups: one trained, one with a conversation, one that failed."""
+    folder = tmp_path_factory.mktemp("run")
+    joiner, messages = Joiner(1), list[Any]()
+    for ticket in (0, 1):
+        bundle, kept = trajectories(ticket, reward=ticket / 2), record(ticket)
+        chat = msgspec.json.encode(CHAT).decode() if ticket else ""
+        texts = tuple(KeptText(None, text.text, chat) for text in kept.texts)
+        kept = msgspec.structs.replace(kept, texts=texts)
+        messages += [bundle, kept, done(bundle, kept)]
+    messages += [trained(["0/1/0", "0/1/1"], 3), record(2), failed(2, "RewardError: \x1b[31mno")]
+    for sequence, message in enumerate(messages, 1):
+        joiner.add(sequence, message)
+    segments = SegmentWriter(folder / "samples")
+    for kind, table in joiner.take().items():
+        if len(table):
+            segments.write(kind, table)
+    return folder
+
+
+def ask(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["samples", *arguments])
+
+
+def test_samples_as_text(run: Path) -> None:
+    shown = ask(str(run), "--step", "4").stdout
+    assert "0/1/0  trained in step 4 at staleness 3  reward 0" in shown
+    assert "answer: 2" in shown
+    assert "    answer 1 of 0" in shown
+    assert "1/1/0" not in shown
+
+
+def test_a_conversation_shows_its_tool_calls_and_no_control_characters(run: Path) -> None:
+    shown = ask(str(run), "--ticket", "1").stdout
+    assert '[assistant]\n      <think>a tool\n      calls {"name": "add"' in shown.replace("  [", "[")
+    assert "[tool add]" in shown
+    assert "2\\x1b[2J" in shown
+    assert "\x1b" not in shown
+
+
+def test_a_group_side_by_side(run: Path) -> None:
+    shown = ask(str(run), "--text", "answer 1 of 0", "--group").stdout
+    [line] = [line for line in shown.splitlines() if "answer 0 of 0" in line]
+    assert "answer 1 of 0" in line
+
+
+def test_failed_tickets_show_their_reason(run: Path) -> None:
+    shown = ask(str(run), "--failed").stdout
+    assert "2/1  failed: RewardError: \\x1b[31mno" in shown
+
+
+def test_samples_as_json_lines_and_parquet(run: Path, tmp_path: Path) -> None:
+    lines = ask(str(run), "--format", "jsonl", "--reward", "0:0.5", "--order=-reward", "--limit", "3").stdout
+    rows = [json.loads(line) for line in lines.splitlines()]
+    assert [row["id"] for row in rows] == ["1/1/0", "1/1/1", "0/1/0"]
+    assert rows[0]["messages"] == CHAT
+    assert "tokens" not in rows[0]
+    file = tmp_path / "some.parquet"
+    assert ask(str(run), "--format", "parquet", "--tokens", "--output", str(file)).exit_code == 0
+    table = parquet.read_table(file).to_pylist()
+    assert table[0]["advantages"] == [None, None, 0.5, 0.5]
+    assert json.loads(table[0]["dataset_row"]) == {"prompt": "1+1=", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "a:b"], "--step 'a:b': expected A:B"),
+        (["--outcome", "great"], "Invalid enum value 'great'"),
+        (["--format", "xml"], "expected text, jsonl or parquet"),
+        (["--format", "parquet"], "needs --output FILE"),
+        (["--order", "colour"], "cannot be ordered by 'colour'"),
+    ],
+)
+def test_what_cannot_be_asked(run: Path, arguments: list[str], message: str) -> None:
+    result = ask(str(run), *arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_a_folder_without_samples(tmp_path: Path) -> None:
+    assert "holds no samples" in str(ask(str(tmp_path)).exception)

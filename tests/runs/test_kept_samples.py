@@ -1,0 +1,72 @@
+"""Whole runs keep their samples: every trajectory once, also when the writer and the kernel are killed."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli.ticket_story import ticket_story
+from stretto.records.samples import SampleFilter, SampleStore
+
+Start = Callable[..., Any]
+
+
+def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(
+    start: Start, tmp_path: Path
+) -> None:
+    evaluation = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
+    values = ("steps=14", "checkpoint.every=4", "checkpoint.keep=1", evaluation, "evaluation.rows=3")
+    run = start(*values)
+    run.until_step(2)
+    run.until(lambda: list((run.folder / "samples").glob("samples-*")))
+    run.process_with("stretto.samples").send_signal(signal.SIGKILL)
+    run.until_step(6)
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait()
+    run = start(resume=run)
+    run.assert_completed(14)
+    run.assert_audit_is_clean()
+    store = SampleStore(run.folder)
+    rows = store.find(limit=None, tokens=True)
+    assert max(Counter(row["id"] for row in rows).values()) == 1
+    trained = [row for row in rows if row["outcome"] == "trained"]
+    assert Counter(row["step"] for row in trained) == dict.fromkeys(range(1, 15), 16)
+    assert all(len(row["tokens"]) == row["length"] for row in rows)
+    assert {row["step"] for row in rows if row["outcome"] == "evaluated"} == {0, 14}
+    for ticket in {row["ticket"] for row in trained}:
+        assert all(said == found for said, found in store.digests(ticket).values())
+    story = ticket_story(run.folder, trained[-1]["ticket"])
+    assert story.violations == []
+    assert any("trained in step 14" in event for event in story.events)
+    assert any("the samples match" in event for event in story.events)
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_no_samples_has_no_writer(start: Start) -> None:
+    run = start("steps=2", "samples.keep=none")
+    run.until_step(1)
+    assert run.process_with("stretto.samples") is None
+    run.assert_completed(2)
+    assert not (run.folder / "samples").exists()
+
+
+@pytest.mark.slow
+def test_failed_and_filtered_tickets_are_kept(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def reward(completion, n):\n"
+        "    if n % 7 == 3:\n"
+        "        raise ValueError('no reward for this')\n"
+        "    return float(len(completion) % 2)\n"
+    )
+    run = start("steps=5", f"reward={{use: function, function: '{tmp_path}/reward.py:reward'}}")
+    run.assert_completed(5)
+    store = SampleStore(run.folder)
+    failed = store.find(SampleFilter(outcome="failed"), limit=None)
+    assert failed
+    assert all("no reward for this" in row["reason"] for row in failed)
+    assert all(row["reward"] is None and row["text"] for row in failed), "what was sampled is kept"

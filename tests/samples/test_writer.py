@@ -1,0 +1,201 @@
+"""The sample writer as a process on a real bus: killed, it writes every trajectory once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import nats.errors
+import pytest
+
+from bus_testing import raw_client, until
+from sample_messages import done, record, retired, trained, trajectories
+from stretto.bus.client import Bus
+from stretto.bus.messages import Follow, Following, Kept, Subjects
+from stretto.records.samples import SampleFilter, SampleStore
+
+OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
+
+
+class Log:
+    """A log to which a test appends groups, and the kernel's answers to the writer."""
+
+    def __init__(self, bus: Bus, names: Subjects) -> None:
+        self.bus = bus
+        self.names = names
+        self.kept_below = 0
+        self.follows = 0
+
+    async def open(self) -> None:
+        await self.bus.make_log(self.names.log_stream, [*self.names.of_samples, self.names.kept_answers])
+        await self.bus.serve(self.names.kernel("samples", "follow"), Follow, self._follow)
+        await self.bus.subscribe(self.names.kernel("samples", "kept"), Kept, self._take_in)
+
+    async def _follow(self, message: Follow) -> Following:
+        self.follows += 1
+        last = (await self.bus.extent(self.names.log_stream)).last
+        start = message.start if message.start <= last + 1 else 1
+        consumer = await self.bus.make_consumer(self.names.log_stream, self.names.of_samples, start=start)
+        return Following(consumer, start, last)
+
+    def _take_in(self, message: Kept) -> None:
+        self.kept_below = message.below
+
+    async def group(self, ticket: int) -> int:
+        """Append a finished group, and return the sequence number of its outcome."""
+        bundle, kept = trajectories(ticket), record(ticket)
+        sequence = await self.bus.append(self.names.trajectories, bundle, id=f"{ticket}/0")
+        await self.bus.append(self.names.records, kept, id=f"{ticket}/record")
+        return await self.bus.append(self.names.groups, done(bundle, kept, sequence), id=f"{ticket}/end")
+
+
+@asynccontextmanager
+async def log_of(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[Log]:
+    async with open_bus("kernel") as bus:
+        log = Log(bus, names)
+        await log.open()
+        yield log
+
+
+@asynccontextmanager
+async def writer(folder: Path, last: int = 0) -> AsyncGenerator[subprocess.Popen[bytes]]:
+    (folder / "logs").mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "stretto.samples", str(folder), str(last), "2"]
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def ended(process: subprocess.Popen[bytes]) -> int:
+    await until(lambda: process.poll() is not None, 60)
+    return process.returncode
+
+
+def rows_of(folder: Path) -> list[str]:
+    return [row["id"] for row in SampleStore(folder).find(limit=None)]
+
+
+async def test_a_killed_writer_goes_on_and_doubles_nothing(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with log_of(open_bus, names) as log:
+        for ticket in range(3):
+            last = await log.group(ticket)
+        async with writer(tmp_path) as process:
+            await until(lambda: log.kept_below > last, 60)
+            assert len(rows_of(tmp_path)) == 6
+            await log.group(3)
+            process.send_signal(signal.SIGKILL)
+        (tmp_path / "samples" / "cursor.json").write_text(
+            '{"position": 1}'
+        )  # as if it had not come to the cursor
+        await log.group(4)
+        async with writer(tmp_path) as process:
+            await until(lambda: log.follows == 2, 60)
+            last = await log.group(5)
+            await log.bus.append(log.names.trained, trained(["5/1/0"], 0), id="t")
+            await log.bus.append(log.names.retired, retired(4, "expired", "late"), id="r")
+            process.send_signal(signal.SIGTERM)
+            assert await ended(process) == 0
+        assert rows_of(tmp_path) == [f"{ticket}/1/{index}" for ticket in range(6) for index in (0, 1)]
+        assert log.kept_below > last
+        store = SampleStore(tmp_path)
+        assert [row["id"] for row in store.find(SampleFilter(outcome="trained"))] == ["5/1/0"]
+        assert [row["ticket"] for row in store.find(SampleFilter(outcome="expired"))] == [4, 4, 5]
+        assert len(list((tmp_path / "samples").glob("samples-*"))) == 1  # tidy at the end
+
+
+async def test_a_group_without_its_outcome_keeps_its_place_in_the_log(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with log_of(open_bus, names) as log:
+        first = await log.group(0)
+        await log.bus.append(log.names.trajectories, trajectories(1), id="1/0")
+        last = await log.group(2)
+        async with writer(tmp_path):
+            await until(lambda: log.kept_below == first + 1, 60)
+            assert [row["ticket"] for row in SampleStore(tmp_path).find()] == [0, 0, 2, 2]
+        assert last > log.kept_below
+
+
+async def test_after_a_lost_log_the_new_one_is_read_from_its_beginning(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with log_of(open_bus, names) as log:
+        (tmp_path / "samples").mkdir()
+        (tmp_path / "samples" / "cursor.json").write_text('{"position": 1000}')
+        await log.group(0)
+        async with writer(tmp_path) as process:
+            await until(lambda: log.follows == 1, 60)
+            process.send_signal(signal.SIGTERM)
+            assert await ended(process) == 0
+        assert rows_of(tmp_path) == ["0/1/0", "0/1/1"]
+
+
+async def test_the_writer_may_read_the_log_and_nothing_else(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with log_of(open_bus, names) as log:
+        errors: list[str] = []
+
+        async def note(error: Exception) -> None:
+            errors.append(str(error).lower())
+
+        client = await raw_client(tmp_path, "samples", error_cb=note)
+        forbidden = [
+            *(
+                names.journal,
+                names.groups,
+                names.trained,
+                names.beacon,
+                f"$JS.API.STREAM.PURGE.{names.log_stream}",
+            ),
+            *(f"$JS.API.CONSUMER.CREATE.{names.log_stream}", names.worker("trainer", "trainer-0", "call")),
+        ]
+        for subject in forbidden:
+            await client.publish(subject, b"x")
+        await until(lambda: len(errors) == len(forbidden))
+        assert all("permissions violation" in error for error in errors)
+        await client.close()
+        errors.clear()
+        for role, subject in (
+            ("trainer", names.records),
+            ("rollout", names.trained),
+            ("rollout", names.retired),
+        ):
+            client = await raw_client(tmp_path, role, error_cb=note)
+            await client.publish(subject, b"x")
+            await until(lambda: bool(errors))
+            assert "permissions violation" in errors.pop()
+            await client.close()
+        assert await log.bus.last_sequence(names.log_stream, names.retired) == 0
+        with pytest.raises(nats.errors.Error):
+            await client.publish(names.records, b"x")
+
+
+async def test_only_the_last_steps_are_kept(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
+    async with log_of(open_bus, names) as log:
+        async with writer(tmp_path, last=3) as process:
+            for step in range(1, 9):
+                bundle, kept = trajectories(step, version=step - 1), record(step)
+                sequence = await log.bus.append(log.names.trajectories, bundle, id=f"{step}/0")
+                await log.bus.append(log.names.records, kept, id=f"{step}/record")
+                await log.bus.append(log.names.groups, done(bundle, kept, sequence), id=f"{step}/end")
+                ids = [f"{step}/1/{index}" for index in (0, 1)]
+                last = await log.bus.append(log.names.trained, trained(ids, step - 1), id=f"t{step}")
+                with anyio.fail_after(60):
+                    while log.kept_below <= last:
+                        await anyio.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert await ended(process) == 0
+        steps = {row["step"] for row in SampleStore(tmp_path).find(SampleFilter(outcome="trained"))}
+        assert {6, 7, 8} <= steps
+        assert 1 not in steps
