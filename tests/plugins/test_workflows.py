@@ -319,6 +319,7 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
         "verifier.children=2",
         "algorithm.group_size=2",
         "steps=6",
+        "tracing.share=1",
         out="environment",
     )
     summary = run.assert_completed(6)
@@ -327,6 +328,9 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
     assert "environment took longer than workflow.environment_timeout_s=0.5" in reason
     turns = [line["reward/turns"] for line in run.metrics()]
     assert 1 < sum(turns) / len(turns) < 3
+    traces = (run.folder / "traces" / "verifier-0.jsonl").read_text()
+    assert traces.count('"name":"environment"') >= 2 * summary["ledger"]["trained"]
+    assert "environment took longer than workflow.environment_timeout_s=0.5" in traces
 
 
 UNEVEN = """

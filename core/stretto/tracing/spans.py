@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,6 +85,7 @@ class Span:
 
 
 NO_SPAN = Span(None, "")
+_NO_BLOCK = nullcontext(NO_SPAN)
 
 
 @contextmanager
@@ -129,10 +130,9 @@ def current() -> str:
     return "" if _tracer is None else _tracer.current()
 
 
-@contextmanager
 def span(
     name: str, parent: str | None = None, *, links: Iterable[str] = (), **attributes: Attribute
-) -> Generator[Span]:
+) -> AbstractContextManager[Span]:
     """Trace the block as a span, which is the current one inside the block. An exception marks it as failed;
     a cancellation sets its attribute `cancelled`.
 
@@ -140,18 +140,18 @@ def span(
         parent: context that came with a message; None for the current span.
         links: contexts of other traces that the span belongs to.
     """
-    with within(_begin(name, parent, links, None, attributes)) as under_way:
-        yield under_way
+    return _NO_BLOCK if _tracer is None else within(_begin(name, parent, links, None, attributes))
+
+
+def within(span: Span) -> AbstractContextManager[Span]:
+    """Make a span the current one in the block, and end it with the block, like `span`."""
+    return _NO_BLOCK if _tracer is None or span is NO_SPAN else _within(_tracer, span)
 
 
 @contextmanager
-def within(span: Span) -> Generator[Span]:
-    """Make a span the current one in the block, and end it with the block, like `span`."""
-    if _tracer is None or span is NO_SPAN:
-        yield span
-        return
+def _within(tracer: Tracer, span: Span) -> Generator[Span]:
     try:
-        with _tracer.made_current(span):
+        with tracer.made_current(span):
             yield span
     except Exception as error:
         span.fail(f"{type(error).__name__}: {error}")
