@@ -86,7 +86,7 @@ class RunTraces:
         """
         links, start_ns = [trace.span.traceparent], int(began * 1e9)
         for context, group in trace.groups.items():
-            tracing.begin("trained", context, links=links, start_ns=start_ns, step=trace.step).end()
+            tracing.span("trained", context, links=links, start_ns=start_ns, step=trace.step).end()
             self._end_ticket(context, "trained", group.attempt)
 
     def retired(self, retired: Retire) -> None:

@@ -8,8 +8,8 @@ itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +28,6 @@ __all__ = [
     "NO_SPAN",
     "Span",
     "Traceparent",
-    "begin",
     "current",
     "is_on",
     "is_sampled",
@@ -52,7 +51,10 @@ _tracer: Tracer | None = None
 
 
 class Span:
-    """A span under way, or `NO_SPAN`, which has no context and records nothing."""
+    """A span under way, or `NO_SPAN`, which has no context and records nothing.
+
+    A `with` block ends it. An exception marks it as failed; a cancellation sets its attribute `cancelled`.
+    """
 
     __slots__ = ("sdk_span", "traceparent")
 
@@ -83,9 +85,18 @@ class Span:
         if self.sdk_span is not None and self.sdk_span.is_recording():
             self.sdk_span.end()
 
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self.fail(f"{type(error).__name__}: {error}")
+        elif error is not None:
+            self.set(cancelled=True)
+        self.end()
+
 
 NO_SPAN = Span(None, "")
-_NO_BLOCK = nullcontext(NO_SPAN)
 
 
 @contextmanager
@@ -131,39 +142,6 @@ def current() -> str:
 
 
 def span(
-    name: str, parent: str | None = None, *, links: Iterable[str] = (), **attributes: Attribute
-) -> AbstractContextManager[Span]:
-    """Trace the block as a span, which is the current one inside the block. An exception marks it as failed;
-    a cancellation sets its attribute `cancelled`.
-
-    Args:
-        parent: context that came with a message; None for the current span.
-        links: contexts of other traces that the span belongs to.
-    """
-    return _NO_BLOCK if _tracer is None else within(_begin(name, parent, links, None, attributes))
-
-
-def within(span: Span) -> AbstractContextManager[Span]:
-    """Make a span the current one in the block, and end it with the block, like `span`."""
-    return _NO_BLOCK if _tracer is None or span is NO_SPAN else _within(_tracer, span)
-
-
-@contextmanager
-def _within(tracer: Tracer, span: Span) -> Generator[Span]:
-    try:
-        with tracer.made_current(span):
-            yield span
-    except Exception as error:
-        span.fail(f"{type(error).__name__}: {error}")
-        raise
-    except BaseException:
-        span.set(cancelled=True)
-        raise
-    finally:
-        span.end()
-
-
-def begin(
     name: str,
     parent: str | None = None,
     *,
@@ -171,14 +149,29 @@ def begin(
     start_ns: int | None = None,
     **attributes: Attribute,
 ) -> Span:
-    """Begin a span that the caller ends.
+    """Begin a span. End it with `end`, or use it in a `with` block.
 
     Args:
-        parent: context that came with a message; None for the current span.
+        parent: context that came with a message; None for the current span (see `within`).
         links: contexts of other traces that the span belongs to.
         start_ns: when it began, in nanoseconds of Unix time; None for now.
     """
-    return _begin(name, parent, links, start_ns, attributes)
+    if _tracer is None:
+        return NO_SPAN
+    parent = _tracer.current() if parent is None else parent
+    return _tracer.begin(name, parent, links, start_ns, attributes) if parent else NO_SPAN
+
+
+def within(span: Span) -> AbstractContextManager[Span]:
+    """Make a span the current one in the block, for plugins' spans among others, and end it with the
+    block."""
+    return span if _tracer is None or span is NO_SPAN else _within(_tracer, span)
+
+
+@contextmanager
+def _within(tracer: Tracer, span: Span) -> Generator[Span]:
+    with span, tracer.made_current(span):
+        yield span
 
 
 def root_context(*scope: object) -> str:
@@ -205,16 +198,3 @@ def root(
     if _tracer is None:
         return NO_SPAN
     return _tracer.begin_root(name, context, links, start_ns, attributes)
-
-
-def _begin(
-    name: str,
-    parent: str | None,
-    links: Iterable[str],
-    start_ns: int | None,
-    attributes: Mapping[str, Attribute],
-) -> Span:
-    if _tracer is None:
-        return NO_SPAN
-    parent = _tracer.current() if parent is None else parent
-    return _tracer.begin(name, parent, links, start_ns, attributes) if parent else NO_SPAN

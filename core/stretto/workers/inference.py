@@ -87,14 +87,18 @@ class _Request:
     """From the request's arrival to its last token."""
 
     def trace(self, chunk: Chunk) -> None:
-        """Record the first token, and the end of the request."""
+        """Record the first token, and the end of the request. Called with the first chunk of a sample, and
+        with the last one of all."""
         if sum(map(len, self.chunks)) == 1:
             self.span.event("first token")
         if self.unfinished == 0:
-            versions = np.concatenate([part.versions for chunks in self.chunks for part in chunks])
-            if len(versions):
-                self.span.set(oldest=int(versions.min()), newest=int(versions.max()))
-            self.span.set(tokens=len(versions), finish=chunk.finish)
+            ends = [ends for chunks in self.chunks if (ends := _ends(chunks)) is not None]
+            if ends:  # the versions of a sample rise
+                oldest = min(first.versions[0] for first, _ in ends)
+                newest = max(last.versions[-1] for _, last in ends)
+                self.span.set(oldest=int(oldest), newest=int(newest))
+            tokens = sum(last.position + len(last.tokens) - first.position for first, last in ends)
+            self.span.set(tokens=tokens, finish=chunk.finish)
             if chunk.finish == "error":
                 self.span.fail(chunk.error)
             self.span.end()
@@ -169,7 +173,7 @@ class InferenceWorker:
         if known is None:
             count = len(request.seeds) - request.have.count(-1)
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
-            span = tracing.begin("generate", message.traceparent, request=request.id, samples=count)
+            span = tracing.span("generate", message.traceparent, request=request.id, samples=count)
             self._requests[request.id] = _Request(message.inbox, count, no_chunks, time.monotonic(), span)
             assert self._engine is not None
             self._engine.generate(request)
@@ -235,7 +239,7 @@ class InferenceWorker:
         request.chunks[chunk.sample].append(chunk)
         request.active_at = time.monotonic()
         request.unfinished -= bool(chunk.finish)
-        if request.span.traceparent:
+        if request.span.traceparent and (request.unfinished == 0 or len(request.chunks[chunk.sample]) == 1):
             request.trace(chunk)
         self._queue(request.inbox, [chunk])
 
@@ -417,6 +421,13 @@ class InferenceWorker:
                 f"{config.bound:g}"
             )
         return ""
+
+
+def _ends(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Return the first and the last chunk of a sample that have a token; None if there is none."""
+    first = next((chunk for chunk in chunks if len(chunk.tokens)), None)
+    last = next((chunk for chunk in reversed(chunks) if len(chunk.tokens)), None)
+    return None if first is None or last is None else (first, last)
 
 
 def _fault_of(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:

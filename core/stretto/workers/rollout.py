@@ -128,7 +128,7 @@ class RolloutWorker:
             try:
                 message = TicketStarted(worker, ticket.purpose, ticket.id, ticket.attempt)
                 await self._bus.publish(self._context.names.ticket_started, message)
-                with tracing.span("rollout", ticket.traceparent, ticket=ticket.name) as span:
+                with tracing.within(tracing.span("rollout", ticket.traceparent, ticket=ticket.name)) as span:
                     outcome = await runner.outcome(ticket)
                     _trace(outcome, span)
                 await self._bus.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")

@@ -226,8 +226,15 @@ class TrainerWorker:
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
         start = time.perf_counter()
-        facts = {"op": call.op, "step": message.version + 1, "sequences": len(message.rows)}
-        with tracing.span(f"call {call.name}", message.traceparent, links=message.links, **facts):
+        span = tracing.span(
+            f"call {call.name}",
+            message.traceparent,
+            links=message.links if call.op == "train" else (),
+            op=call.op,
+            step=message.version + 1,
+            sequences=len(message.rows),
+        )
+        with tracing.within(span):
             statistics = await self._run_call(call)
         seconds = time.perf_counter() - start
         self._busy_s += seconds
