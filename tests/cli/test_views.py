@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from browser import complaints, open_browser, requested
 from kept_runs import HOSTILE, keep_run
+from made_run import make_run
 from statuses import make_status
 from stretto.bus.server import lock_run
 from stretto.cli.compare import compare_runs
@@ -27,6 +28,7 @@ from stretto.cli.runs import runs_below
 from stretto.errors import ConfigError
 from stretto.records.curves import smooth, thin
 from stretto.records.run import RunRecord
+from stretto.records.samples import SampleFilter, SampleStore
 from stretto.records.status import STATUS
 
 
@@ -185,6 +187,34 @@ def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunRecord])
     assert html.count("&lt;script&gt;") > 20
     assert "\\x1b]0;x\\x07" in html
     assert "default-src 'none'; style-src 'sha256-" in html
+
+
+def test_a_report_shows_kept_samples(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "made", steps=30, answer=HOSTILE)
+    html = report_html([RunRecord(folder)])
+    assert "<script" not in html
+    assert "\x1b" not in html
+    store = SampleStore(folder)
+    trained = store.find(SampleFilter(step=(30, 30)), limit=None, texts=False)
+    assert "Groups trained in step 30" in html
+    shown = re.findall(r'data-sample="([^"]+)".*?<p class="dim">(.*?)</p>', html)
+    rows = {row["id"]: row for row in store.find(limit=None)}
+    assert [rows[id]["step"] for id, _ in shown[:8]] == [30] * 8
+    spread = {row["ticket"]: 0.0 for row in trained}
+    for ticket in spread:
+        spread[ticket] = pstdev([row["reward"] for row in trained if row["ticket"] == ticket])
+    assert {rows[id]["ticket"] for id, _ in shown[:8]} == set(
+        sorted(spread, key=lambda each: -spread[each])[:2]
+    )
+    assert [rows[id]["reward"] for id, _ in shown[8:]] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert all(rows[id]["step"] > 20 for id, _ in shown)
+    for id, facts in shown:
+        row = rows[id]
+        assert facts.startswith(f"reward {row['reward']:g} · ")
+        assert f"ended by {row['finish']}" in facts
+        assert facts.endswith(f"trained in step {row['step']} at staleness {row['staleness']}")
+    assert html.count('<pre data-part="answer">&lt;script&gt;') == len(shown)
+    assert html.count('<pre data-part="row">answer: 8 17</pre>') == 2 + 6, "each group has it once"
 
 
 def test_a_report_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:

@@ -2,95 +2,34 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import re
 import signal
-import subprocess
-import sys
-import termios
 import time
-from collections.abc import Callable, Generator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
+from made_run import make_run
+from sample_messages import failed, record
 from statuses import make_status
 from stretto.bus.client import Bus
 from stretto.bus.messages import RunStatus, Subjects
 from stretto.bus.server import lock_run
 from stretto.cli.watch import watch_bus
 from stretto.errors import ConfigError
+from stretto.records.samples import SampleStore
 from stretto.records.status import STATUS
+from stretto.samples.join import Joiner
+from stretto.samples.segments import SegmentWriter
+from terminals import Terminal, watching
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
-
-
-class Terminal:
-    """A `stretto` process in a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._here, self._there = pty.openpty()
-        os.set_blocking(self._here, False)
-        self._before = termios.tcgetattr(self._there)
-        self.shown = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "stretto", *arguments],
-            stdin=self._there,
-            stdout=self._there,
-            stderr=self._there,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(self._there, termios.TIOCSCTTY, 0),
-        )
-
-    def until(self, condition: Callable[[], object], deadline_s: float = 60) -> None:
-        deadline = time.monotonic() + deadline_s
-        while not condition():
-            assert time.monotonic() < deadline, self.shown
-            try:
-                shown = os.read(self._here, 1 << 16).decode(errors="replace")
-                self.shown += re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
-            except BlockingIOError:
-                time.sleep(0.02)
-
-    def until_it_shows(self, text: str) -> None:
-        """Wait until it shows a text from now on."""
-        self.shown = ""
-        self.until(lambda: text in self.shown)
-
-    def press(self, key: str) -> None:
-        os.write(self._here, key.encode())
-
-    @property
-    def is_as_before(self) -> bool:
-        return termios.tcgetattr(self._there) == self._before
-
-    def end(self) -> int:
-        """Its exit status, once it has ended by itself."""
-        self.until(lambda: self.process.poll() is not None)
-        return self.process.returncode
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._here)
-        os.close(self._there)
-
-
-@contextmanager
-def watching(*arguments: str) -> Generator[Terminal]:
-    terminal = Terminal("watch", *arguments)
-    try:
-        yield terminal
-    finally:
-        terminal.close()
 
 
 @pytest.fixture
@@ -122,6 +61,74 @@ def test_the_view_follows_the_folder_until_the_run_ends(run: Path) -> None:
         assert terminal.end() == 0
         assert terminal.is_as_before
         assert "no kernel owns the run; to continue it: stretto resume" in terminal.shown
+
+
+def test_the_view_shows_a_kept_sample(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "made", steps=2, answer="8 17\x1b]0;x\x07")
+    (folder / STATUS).write_bytes(msgspec.json.encode(make_status(folder=str(folder))))
+    with lock_run(folder / "bus"), watching(str(folder)) as terminal:
+        terminal.until_it_shows("step 60/200")
+        terminal.press("s")
+        terminal.until_it_shows("sample 7/1/")
+        terminal.until_it_shows("→ 8 17\\x1b]0;x\\x07")
+        assert "3+5+9=" in terminal.shown
+        assert "expected 8 17" in terminal.shown
+        terminal.press("s")
+        terminal.until_it_shows("keys")
+        terminal.until(lambda: "3+5+9=" not in terminal.shown.rpartition("step 60/200")[2])
+
+
+@pytest.mark.parametrize(
+    ("newest", "shown"),
+    [("failed", "sample 7/1, not scored, failed, no reward"), ("damaged", "cannot be read")],
+)
+def test_any_newest_sample_leaves_the_view_alive(tmp_path: Path, newest: str, shown: str) -> None:
+    writer, joiner = SegmentWriter(tmp_path / "samples"), Joiner(1)
+    joiner.add(1, record(7))
+    joiner.add(2, failed(7, reason="no reward"))
+    writer.write("samples", joiner.take()["samples"])
+    if newest == "damaged":
+        for file in (tmp_path / "samples").iterdir():
+            file.write_bytes(b"PAR1")
+    (tmp_path / "config.yaml").write_text("name: quickstart\n")
+    (tmp_path / STATUS).write_bytes(msgspec.json.encode(make_status()))
+    with lock_run(tmp_path / "bus"), watching(str(tmp_path)) as terminal:
+        terminal.until_it_shows("step 60/200")
+        terminal.press("s")
+        terminal.until_it_shows(shown)
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+@pytest.mark.slow
+def test_the_view_follows_a_real_run(start: Callable[..., Any], tmp_path: Path) -> None:
+    evaluation = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
+    run = start("steps=150", evaluation, "evaluation.every=20")
+    run.until(lambda: run.evaluations() and SampleStore(run.folder).newest())
+    with watching(str(run.folder)) as terminal:
+        for row in (
+            "left (until",
+            "workers  4 ready",
+            "bottleneck  ",
+            "now  ",
+            "held out  version 0",
+            "reward  0",
+        ):
+            terminal.until_it_shows(row)
+        terminal.press("s")
+        terminal.until(lambda: re.search(r"sample (\S+), reward .*", terminal.shown))
+        id = terminal.shown.rpartition("sample ")[2].partition(",")[0]
+        terminal.until(lambda: "expected" in terminal.shown.rpartition("sample ")[2])
+        shown = terminal.shown.rpartition("sample ")[2]
+        ticket, _, _ = id.removeprefix("eval-").partition("/")
+        purpose = "eval" if id.startswith("eval-") else "train"
+        [row] = [row for row in SampleStore(run.folder).ticket(int(ticket), purpose) if row["id"] == id]
+        assert f"reward {row['reward']:g}, ended by {row['finish']}, " in shown
+        assert row["prompt_text"] in shown
+        assert f"expected {row['dataset_row']['answer']}" in shown
+        run.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 0
+        assert "interrupted at step" in terminal.shown
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,22 @@ def test_a_row_has_all_that_was_kept_of_a_trajectory(kept: Kept) -> None:
     assert (second["id"], second["outcome"], second["advantages"]) == ("7/1/1", "expired", None)
 
 
+def test_the_newest_row_is_the_last_one_of_the_log(kept: Kept) -> None:
+    store = SampleStore(kept.folder)
+    assert store.newest() is None
+    kept.group(7)
+    kept.group(3, reward=0.5)
+    kept.flush()
+    newest = store.newest()
+    assert newest is not None
+    assert (newest["ticket"], newest["reward"], newest["text"]) == (3, 0.5, "answer 0 of 3")
+    kept.add(record(0), failed(0, reason="no reward"))
+    kept.flush()
+    newest = store.newest()
+    assert newest is not None
+    assert (newest["id"], newest["outcome"], newest["reward"]) == ("0/1", "failed", None)
+
+
 def test_filters(kept: Kept) -> None:
     for ticket in range(6):
         kept.group(ticket, version=ticket, reward=ticket / 10)

@@ -3,99 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from selenium.common.exceptions import StaleElementReferenceException
-from selenium.webdriver import ActionChains, Chrome, Keys
+from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
-from selenium.webdriver.remote.webelement import WebElement
 
 from browser import complaints, open_browser, requested
 from made_run import make_run
+from pages import Page, curve_of, served
 
 pytestmark = pytest.mark.slow
 
 HOSTILE = '<script>document.title="owned"</script><img src=x onerror="document.title=1">\x1b[31m'
-T = TypeVar("T")
-
-
-class Page:
-    """A browser that has the token of a server, and shows one of its addresses."""
-
-    def __init__(self, driver: Chrome, address: str, folder: Path) -> None:
-        self.driver = driver
-        self.base = address.partition("?")[0]
-        self.folder = folder
-        driver.get(address)
-        self.until(lambda: driver.current_url.startswith(f"{self.base}#") or driver.current_url == self.base)
-
-    def open(self, place: str) -> None:
-        """Load an address of the page from the beginning."""
-        self.driver.get("about:blank")
-        self.driver.get(f"{self.base}#/{place}")
-
-    def until(self, found: Callable[[], T], seconds: float = 30.0) -> T:
-        """Wait until a condition holds, and return what it found."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                value = found()
-            except StaleElementReferenceException:  # the page has drawn again
-                value = None
-            if value:
-                return value  # pyright: ignore[reportReturnType]
-            assert time.monotonic() < deadline, f"not in {seconds} s: {self.driver.page_source[-3000:]}"
-            time.sleep(0.05)
-
-    def all(self, selector: str) -> list[WebElement]:
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
-
-    def one(self, selector: str) -> WebElement:
-        return self.until(lambda: self.all(selector))[0]
-
-    def text(self, selector: str) -> str:
-        return self.one(selector).text
-
-    def cells(self, selector: str) -> list[list[str]]:
-        """Return the texts of a table's body, by row."""
-        script = (
-            "return [...document.querySelectorAll(arguments[0] + ' tbody tr')]"
-            ".map((row) => [...row.cells].map((cell) => cell.textContent))"
-        )
-        return self.driver.execute_script(script, selector)
-
-    def press(self, *keys: str) -> None:
-        ActionChains(self.driver).send_keys(*keys).perform()
-
-    def run(self, name: str) -> str:
-        """Return the id of a run."""
-        script = (
-            "return fetch('/api/runs').then((answer) => answer.json())"
-            ".then(({ runs }) => runs.find((run) => run.name === arguments[0]).id)"
-        )
-        return self.driver.execute_script(script, name)
-
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
-
-
-@contextmanager
-def _served(folder: Path) -> Generator[str]:
-    """Serve a folder; yield the address with its token."""
-    command = [sys.executable, "-m", "stretto", "ui", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +28,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     make_run(folder / "two", name="two", steps=30, seed=2)
     make_run(folder / "hostile", name="hostile", steps=3, answer=HOSTILE)
     with (
-        _served(folder) as address,
+        served(folder) as address,
         open_browser(tmp_path_factory.mktemp("browser") / "profile") as driver,
     ):
         yield Page(driver, address, folder)
@@ -120,18 +42,6 @@ def clean(page: Page) -> Iterator[None]:
     yield
     assert complaints(page.driver) == []
     assert [url for url in requested(page.driver) if not url.startswith(page.base)] == []
-
-
-def _curve(page: Page, key: str) -> list[tuple[float, float]]:
-    """Return the points of a chart, from its table."""
-    chart = f".chart[data-key='{key}']"
-    page.driver.execute_script(
-        "arguments[0].scrollIntoView()", page.one(chart)
-    )  # what is not seen is not loaded
-    page.one(f"{chart} canvas")
-    page.driver.execute_script("arguments[0].click()", page.one(f"{chart} header button"))
-    rows = page.until(lambda: page.cells(f"{chart} .data"))
-    return [(float(x.replace(",", "")), float(y.replace(",", ""))) for x, y in rows]
 
 
 def test_the_token_leaves_the_address(page: Page) -> None:
@@ -156,7 +66,7 @@ def test_a_curve_has_every_step(page: Page) -> None:
     page.open(f"run/{page.run('one')}/curves")
 
     expected = {line["step"]: line["loss"] for line in page.lines("one") if "loss" in line}
-    assert dict(_curve(page, "loss")) == pytest.approx(expected, abs=1e-6)
+    assert dict(curve_of(page, "loss")) == pytest.approx(expected, abs=1e-6)
 
 
 def test_evaluations_are_points_with_their_version(page: Page) -> None:
@@ -166,7 +76,7 @@ def test_evaluations_are_points_with_their_version(page: Page) -> None:
     values = page.until(lambda: page.text(".chart[data-key='evaluation/accuracy'] .values"))
     assert values == "0.9 at version 40"
     expected = {line["step"]: line["evaluation/accuracy"] for line in accuracy}
-    assert dict(_curve(page, "evaluation/accuracy")) == pytest.approx(expected)
+    assert dict(curve_of(page, "evaluation/accuracy")) == pytest.approx(expected)
 
 
 def test_a_drag_over_a_chart_shows_the_part_in_all_charts(page: Page) -> None:
@@ -180,8 +90,8 @@ def test_a_drag_over_a_chart_shows_the_part_in_all_charts(page: Page) -> None:
 
     page.until(lambda: any("start=" in url for url in requested(page.driver)))
     page.until(lambda: page.one(".tools button:not([data-value])").is_enabled())
-    assert 5 < len(_curve(page, "reward")) < 35
-    assert 5 < len(_curve(page, "reward_std")) < 35
+    assert 5 < len(curve_of(page, "reward")) < 35
+    assert 5 < len(curve_of(page, "reward_std")) < 35
 
 
 def test_smoothing_adds_a_mean(page: Page) -> None:
@@ -213,7 +123,7 @@ def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
     figures = {row[0]: row for row in page.until(lambda: page.cells("#figures"))}
     assert [figures[name][4] for name in lines] == [f"{line['reward']:.4g}" for line in lines.values()]
     assert page.until(lambda: page.text(".chart[data-key=reward] .values")).count("\n") <= 1
-    points = _curve(page, "reward")
+    points = curve_of(page, "reward")
     assert len(points) == 70
 
 
@@ -362,7 +272,7 @@ def test_a_run_that_goes_on_is_followed(page: Page) -> None:
 def test_a_real_run_is_shown_while_it_trains(start: Callable[..., Any], tmp_path: Path) -> None:
     run = start("steps=60")
     run.until_step(2)
-    with _served(run.folder) as address, open_browser(tmp_path / "profile") as driver:
+    with served(run.folder) as address, open_browser(tmp_path / "profile") as driver:
         page = Page(driver, address, tmp_path)
         assert page.text("#state") == "running"
         before = page.text("#steps")
@@ -383,7 +293,7 @@ def test_a_real_run_is_shown_while_it_trains(start: Callable[..., Any], tmp_path
 def test_a_long_run_opens_in_two_seconds(page: Page, tmp_path: Path) -> None:
     """10,000 steps and 1,000,000 samples: from the request until figures and curves are drawn."""
     make_run(tmp_path / "runs" / "long", name="long", steps=10_000, groups=25, samples=4)
-    with _served(tmp_path / "runs") as address, open_browser(tmp_path / "profile") as driver:
+    with served(tmp_path / "runs") as address, open_browser(tmp_path / "profile") as driver:
         long = Page(driver, address, tmp_path / "runs")
         run = long.run("long")
         drawn = (
@@ -394,7 +304,7 @@ def test_a_long_run_opens_in_two_seconds(page: Page, tmp_path: Path) -> None:
         long.open(f"run/{run}/overview")
         overview_s = driver.execute_async_script(drawn)
         print(f"overview after {overview_s:.2f} s")
-        assert _curve(long, "loss")[-1][0] == 10_000
+        assert curve_of(long, "loss")[-1][0] == 10_000
 
         long.open(f"run/{run}/samples")
         long.until(lambda: long.text("#count") == "1 to 50 of 1,000,000")

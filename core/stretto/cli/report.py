@@ -10,15 +10,15 @@ import base64
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from stretto.cli.compare import Comparison, RunFigures, compare_runs
+from stretto.cli.html import safe
 from stretto.cli.plot import ACCURACY, labels_of
+from stretto.cli.report_samples import samples_html
 from stretto.cli.svg import Bar, bar_chart, lane_chart, line_chart
 from stretto.errors import ConfigError, printable
-from stretto.records.answers import read_answers
 from stretto.records.run import RunRecord
 from stretto.records.timeline import FILE as TIMELINE
 from stretto.records.timeline import (
@@ -50,9 +50,6 @@ _STEPS_IN_TIMELINE = 12
 _MARGIN_S = 60.0
 """The last evaluation and the end of a run follow its last step."""
 _MOST_BARS = 4000
-_MOST_SAMPLES = 6
-_MOST_CHARACTERS = 4000
-"""Of one text of a sample."""
 _STYLE = Path(__file__).with_name("report.css")
 
 
@@ -80,7 +77,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
     several = len(runs) > 1
     title = f"{', '.join(dict.fromkeys(run.name for run in runs))}: report"
     sections = [
-        f"<h1>{_safe(title)}</h1>",
+        f"<h1>{safe(title)}</h1>",
         f'<p class="dim">written {time.strftime("%Y-%m-%d %H:%M")}</p>',
         _legend(labels) if several else "",
         _section("Summary", _summary(comparison)),
@@ -101,7 +98,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_safe(title)}</title><style>{style}</style></head><body>{''.join(sections)}</body></html>\n"
+        f"<title>{safe(title)}</title><style>{style}</style></head><body>{''.join(sections)}</body></html>\n"
     )
 
 
@@ -109,17 +106,17 @@ def report_html(runs: Sequence[RunRecord]) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section><h2>{_safe(title)}</h2>{content}</section>" if content else ""
+    return f"<section><h2>{safe(title)}</h2>{content}</section>" if content else ""
 
 
 def _legend(labels: Sequence[str]) -> str:
-    keys = (f'<span class="key run{n % 7}"></span>{_safe(label)}' for n, label in enumerate(labels))
+    keys = (f'<span class="key run{n % 7}"></span>{safe(label)}' for n, label in enumerate(labels))
     return f"<p>{' &emsp; '.join(keys)}</p>"
 
 
 def _summary(comparison: Comparison) -> str:
     def row(name: str, texts: Iterable[str]) -> str:
-        return f"<tr><th>{name}</th>{''.join(f'<td>{_safe(text)}</td>' for text in texts)}</tr>"
+        return f"<tr><th>{name}</th>{''.join(f'<td>{safe(text)}</td>' for text in texts)}</tr>"
 
     runs = comparison.runs
     rows = [
@@ -136,7 +133,7 @@ def _summary(comparison: Comparison) -> str:
         row("folder", (run.folder for run in runs)),
     ]
     groups = "".join(
-        f"<p>{len(group.runs)} runs that differ in their seed: {_safe(', '.join(group.runs))}: last accuracy "
+        f"<p>{len(group.runs)} runs that differ in their seed: {safe(', '.join(group.runs))}: last accuracy "
         f"{_number(group.accuracy)}, standard deviation {_number(group.accuracy_sd)}</p>"
         for group in comparison.groups
     )
@@ -153,7 +150,7 @@ def _charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
         ]
         if curves:
             charts.append(
-                f'<div class="card" id="curve-{key}"><h3>{_safe(title)}</h3>{line_chart(curves)}</div>'
+                f'<div class="card" id="curve-{key}"><h3>{safe(title)}</h3>{line_chart(curves)}</div>'
             )
     return f'<div class="grid-of-charts">{"".join(charts)}</div>' if charts else ""
 
@@ -162,7 +159,7 @@ def _evaluations(comparison: Comparison) -> str:
     versions = {run.label: run for run in comparison.runs}
     if not any(run.last for run in comparison.runs):
         return ""
-    heads = "".join(f'<th class="n">{_safe(label)}</th>' for label in versions)
+    heads = "".join(f'<th class="n">{safe(label)}</th>' for label in versions)
     rows = "".join(
         f"<tr><td>{version}</td>"
         + "".join(f'<td class="n">{_number(value)}</td>' for value in values)
@@ -171,8 +168,8 @@ def _evaluations(comparison: Comparison) -> str:
     )
     table = f'<div class="wide"><table><tr><th>version</th>{heads}</tr>{rows}</table></div>'
     paired = "".join(
-        f"<p>{_safe(each.run)} minus {_safe(each.minus)} at version {each.version}, paired by {each.rows} "
-        f"rows: {_safe(str(each.difference))}</p>"
+        f"<p>{safe(each.run)} minus {safe(each.minus)} at version {each.version}, paired by {each.rows} "
+        f"rows: {safe(str(each.difference))}</p>"
         for each in comparison.paired
     )
     return table + paired
@@ -249,10 +246,10 @@ def _ledger(run: RunRecord) -> str:
     sums = " + ".join(f"{name.replace('_', ' ')} {count}" for name, count in accounts)
     reasons: Mapping[str, int] = summary.get("reasons") or (run.status.reasons if run.status else {})
     rows = "".join(
-        f'<tr><td class="n">{count} ×</td><td>{_safe(reason)}</td></tr>'
+        f'<tr><td class="n">{count} ×</td><td>{safe(reason)}</td></tr>'
         for reason, count in sorted(reasons.items(), key=lambda item: -item[1])[:20]
     )
-    return f"<p>{issued[0]} {issued[1]} = {_safe(sums)}</p>" + (f"<table>{rows}</table>" if rows else "")
+    return f"<p>{issued[0]} {issued[1]} = {safe(sums)}</p>" + (f"<table>{rows}</table>" if rows else "")
 
 
 def _advice(run: RunRecord) -> str:
@@ -269,34 +266,16 @@ def _advice(run: RunRecord) -> str:
         given = [(each.since, each.message) for each in (run.status.advice if run.status else [])]
     problems: Sequence[str] = (summary or {}).get("problems", [])
     items = [f"since step {since}: {message}" for since, message in given] + list(problems)
-    return f"<ul>{''.join(f'<li>{_safe(item)}</li>' for item in items)}</ul>" if items else ""
-
-
-def _samples(run: RunRecord) -> str:
-    """Show some answers of the newest evaluation whose answers are kept, the worst and the best first."""
-    for line in reversed(run.evaluations):
-        answers = sorted(read_answers(run.folder, line["step"]), key=lambda answer: answer.score)
-        if answers:
-            break
-    else:
-        return ""
-    half = _MOST_SAMPLES // 2
-    chosen = answers if len(answers) <= _MOST_SAMPLES else [*answers[:half], *answers[-half:]]
-    cards = (
-        f'<div class="card"><h3>held-out row {answer.row}, version {answer.version}, score {answer.score:g}, '
-        f"{_safe(answer.finish)}</h3><pre>{_safe(answer.prompt)}</pre><pre>{_safe(answer.completion)}</pre></div>"
-        for answer in chosen
-    )
-    return f'<div class="grid-of-charts">{"".join(cards)}</div>'
+    return f"<ul>{''.join(f'<li>{safe(item)}</li>' for item in items)}</ul>" if items else ""
 
 
 def _differences(comparison: Comparison, labels: Sequence[str]) -> str:
     if not comparison.differences:
         return ""
-    heads = "".join(f"<th>{_safe(label)}</th>" for label in labels)
+    heads = "".join(f"<th>{safe(label)}</th>" for label in labels)
     rows = "".join(
-        f"<tr><td>{_safe(key)}</td>"
-        + "".join(f"<td>{'–' if value is None else _safe(value)}</td>" for value in values)
+        f"<tr><td>{safe(key)}</td>"
+        + "".join(f"<td>{'–' if value is None else safe(value)}</td>" for value in values)
         + "</tr>"
         for key, values in comparison.differences.items()
     )
@@ -305,18 +284,12 @@ def _differences(comparison: Comparison, labels: Sequence[str]) -> str:
 
 def _configuration(run: RunRecord) -> str:
     rows = "".join(
-        f"<tr><td>{_safe(key)}</td><td>{_safe(value)}</td></tr>" for key, value in dotted_values(run.document)
+        f"<tr><td>{safe(key)}</td><td>{safe(value)}</td></tr>" for key, value in dotted_values(run.document)
     )
     return f"<details><summary>all keys</summary><table>{rows}</table></details>"
 
 
 # ----------------------------------------------------------------------------------------- helpers
-
-
-def _safe(text: str) -> str:
-    """Return foreign text for HTML: escaped, and shortened if it is very long."""
-    cut = f"{text[:_MOST_CHARACTERS]} …" if len(text) > _MOST_CHARACTERS else text
-    return escape(printable(cut))
 
 
 def _number(value: float | None) -> str:
@@ -332,7 +305,7 @@ _OF_EACH_RUN = {
     "Timeline": _timeline,
     "Tickets": _ledger,
     "Advice": _advice,
-    "Samples": _samples,
+    "Samples": samples_html,
     "Configuration": _configuration,
 }
 """Title -> the function that draws this section of one run."""

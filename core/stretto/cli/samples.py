@@ -18,10 +18,14 @@ from stretto.records.samples import Bounds, SampleFilter, SampleStore
 
 __all__ = [
     "bounds_of",
+    "common_sections",
+    "fate_of",
+    "figures_of",
     "open_samples",
     "print_groups",
     "print_samples",
     "sample_filter",
+    "sections_of_one",
     "write_lines",
     "write_parquet",
 ]
@@ -116,8 +120,8 @@ def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> N
         found = store.find(SampleFilter(ticket=ticket, purpose=purpose), limit=None)
         group = [row for row in found if row["attempt"] == attempt]
         first = group[0]
-        console.print(Text(f"ticket {_name(first)}, row {first['row']}, {_fate(first)}", style="bold"))
-        for title, body in _common_sections(first):
+        console.print(Text(f"ticket {_name(first)}, row {first['row']}, {fate_of(first)}", style="bold"))
+        for title, body in common_sections(first):
             console.print(Text(f"  {title}", style="dim"))
             console.print(Text("\n".join(f"{_INDENT}{line}" for line in body)))
         for start in range(0, len(group), _MOST_COLUMNS):
@@ -135,7 +139,7 @@ def _flat(name: str, value: Any) -> Any:
 
 
 def _headline(row: Row) -> str:
-    figures = [row["id"], _fate(row), *_figures(row), _makers(row)]
+    figures = [row["id"], fate_of(row), *figures_of(row), _makers(row)]
     return printable("  ".join(figure for figure in figures if figure))
 
 
@@ -143,8 +147,8 @@ def _name(row: Row) -> str:
     return str(row["id"]) if row["index"] is None else str(row["id"]).rpartition("/")[0]
 
 
-def _fate(row: Row) -> str:
-    """Describe what became of a row."""
+def fate_of(row: Row) -> str:
+    """Describe in words what became of a row."""
     match row["outcome"]:
         case "trained":
             return f"trained in step {row['step']} at staleness {row['staleness']}"
@@ -156,7 +160,8 @@ def _fate(row: Row) -> str:
             return f"{outcome}: {printable(row['reason'])}" if row["reason"] else str(outcome)
 
 
-def _figures(row: Row) -> Iterator[str]:
+def figures_of(row: Row) -> Iterator[str]:
+    """Yield the reward, its parts, and how the policy sampled the trajectory, each as a text."""
     if row["reward"] is not None:
         yield f"reward {row['reward']:g}"
     for name, value in row["metrics"].items():
@@ -177,15 +182,20 @@ def _makers(row: Row) -> str:
 
 def _sections(row: Row) -> Iterator[tuple[str, list[str]]]:
     """Yield titles and lines of a row."""
-    yield from _common_sections(row)
+    yield from common_sections(row)
+    yield from sections_of_one(row)
+
+
+def sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
+    """Yield titles and printable lines of what a sample has for itself: its conversation, or its answer."""
     if row["messages"]:
         yield "conversation", list(_conversation(row["messages"]))
     if row["text"] and not row["messages"]:
         yield "answer", _lines(row["text"])
 
 
-def _common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
-    """Yield what the samples of a group share."""
+def common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
+    """Yield titles and printable lines of what the samples of a group share: prompt and row."""
     yield "prompt", _lines(row["prompt_text"] or "")
     columns = row["dataset_row"]
     if isinstance(columns, dict):
@@ -216,7 +226,7 @@ def _side_by_side(group: Sequence[Row]) -> Table:
     table = Table(pad_edge=False, expand=True)
     for row in group:
         table.add_column(Text(printable(str(row["id"]))), ratio=1, overflow="fold")
-    table.add_row(*(Text("\n".join(_figures(row))) for row in group))
+    table.add_row(*(Text("\n".join(figures_of(row))) for row in group))
     table.add_section()
     bodies = (
         "\n".join(_conversation(row["messages"]) if row["messages"] else _lines(row["text"] or ""))

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.errors import StrettoError, printable
+from stretto.errors import ConfigError, StrettoError, printable
 from stretto.kernel.keyboard import Keyboard
 from stretto.records.answers import newest_sample
 from stretto.records.status import Status, WorkerStatus
@@ -88,7 +88,10 @@ class View:
         elif self._samples is None:
             self._sample = "the samples are in the run's folder, on the kernel's machine"
         else:
-            self._sample = await anyio.to_thread.run_sync(newest_sample, self._samples)
+            try:
+                self._sample = await anyio.to_thread.run_sync(newest_sample, self._samples)
+            except ConfigError as error:  # a damaged file does not end the run
+                self._sample = str(error)
 
     def _draw(self) -> RenderableType:
         try:

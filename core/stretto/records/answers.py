@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,31 @@ def read_answers(folder: Path, version: int) -> list[AnswerLine]:
 
 def newest_sample(folder: Path) -> str:
     """Return a sample of the run as text: the newest one that the run has kept, or else a random answer of
-    the newest evaluation whose answers it has kept. If there is none, the text says so."""
+    the newest evaluation whose answers it has kept. If there is none, the text says so.
+
+    Raises:
+        ConfigError: if a file is damaged.
+    """
     from stretto.records.samples import SampleStore  # it imports numpy
 
-    for row in SampleStore(folder).find(limit=1, order="-sequence"):
-        head = f"trajectory {row['id']}, reward {row['reward']:g}, {row['finish']}, {row['outcome']}"
-        return f"{head}\n{row['prompt_text']}\n→ {row['text']}"
+    if row := SampleStore(folder).newest():
+        return _kept_sample(row)
     newest = max((folder / "answers").glob("step-*.jsonl"), default=None)
     answers = read_answers(folder, int(newest.stem.removeprefix("step-"))) if newest else []
     if not answers:
-        return "no sample is kept yet: `samples` keeps trajectories, and `evaluation.keep_answers` answers"
+        return "no sample is kept yet: the run writes them every few seconds, unless `samples.keep` is none"
     answer = random.choice(answers)
     head = f"version {answer.version}, held-out row {answer.row}, reward {answer.reward:g}, {answer.finish}"
     return f"{head}\n{answer.prompt}\n→ {answer.completion}"
+
+
+def _kept_sample(row: Mapping[str, Any]) -> str:
+    """Return a row of the store of samples as text."""
+    reward = "not scored" if row["reward"] is None else f"reward {row['reward']:g}"
+    ended = [f"ended by {row['finish']}"] if row["finish"] else []
+    reason = [row["reason"]] if row["reason"] else []
+    facts = [f"sample {row['id']}", reward, *ended, row["outcome"], *reason]
+    columns = row["dataset_row"]
+    expected = columns.get("answer") if isinstance(columns, dict) else None
+    wanted = [] if expected is None else [f"expected {expected}"]
+    return "\n".join([", ".join(facts), row["prompt_text"] or "", f"→ {row['text'] or ''}", *wanted])

@@ -149,6 +149,15 @@ class SampleStore:
         """Return all rows of one ticket, with texts and tokens: of every attempt, in the order of the log."""
         return self.find(SampleFilter(ticket=number, purpose=purpose), limit=None, tokens=True)
 
+    def newest(self) -> dict[str, Any] | None:
+        """Return the row that was kept last, with its texts; None if there is none. It reads little, however
+        many samples are kept."""
+        samples = self._kinds["samples"]
+        samples.refresh()
+        last = samples.last_ticket()
+        rows = [] if last is None else self.find(SampleFilter(ticket=last), order="-sequence", limit=1)
+        return rows[0] if rows else None
+
     def retirement(self, number: int) -> tuple[str, str] | None:
         """Return the account in which a training ticket ended without being trained, and the reason."""
         retired = self._kinds["retired"]
@@ -334,6 +343,10 @@ class _SegmentReader:
         """Return these columns of one row group."""
         place = self._places[part]
         return self._open[place.segment].read_row_group(place.group, list(columns))
+
+    def last_ticket(self) -> int | None:
+        """Return the ticket of the last row; None without rows."""
+        return self.read(-1, ["ticket"])["ticket"][-1].as_py() if self._places else None
 
     def take(
         self, parts: NDArray[np.int64], offsets: NDArray[np.int64], columns: Sequence[str]

@@ -1,0 +1,103 @@
+"""The page of `stretto ui` in a browser: `from pages import Page, served`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver import ActionChains, Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+T = TypeVar("T")
+
+
+class Page:
+    """A browser that has the token of a server, and shows one of its addresses."""
+
+    def __init__(self, driver: Chrome, address: str, folder: Path) -> None:
+        self.driver = driver
+        self.base = address.partition("?")[0]
+        self.folder = folder
+        driver.get(address)
+        self.until(lambda: driver.current_url.startswith(f"{self.base}#") or driver.current_url == self.base)
+
+    def open(self, place: str) -> None:
+        """Load an address of the page from the beginning."""
+        self.driver.get("about:blank")
+        self.driver.get(f"{self.base}#/{place}")
+
+    def until(self, found: Callable[[], T], seconds: float = 30.0) -> T:
+        """Wait until a condition holds, and return what it found."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                value = found()
+            except StaleElementReferenceException:  # the page has drawn again
+                value = None
+            if value:
+                return value  # pyright: ignore[reportReturnType]
+            assert time.monotonic() < deadline, f"not in {seconds} s: {self.driver.page_source[-3000:]}"
+            time.sleep(0.05)
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def one(self, selector: str) -> WebElement:
+        return self.until(lambda: self.all(selector))[0]
+
+    def text(self, selector: str) -> str:
+        return self.one(selector).text
+
+    def cells(self, selector: str) -> list[list[str]]:
+        """Return the texts of a table's body, by row."""
+        script = (
+            "return [...document.querySelectorAll(arguments[0] + ' tbody tr')]"
+            ".map((row) => [...row.cells].map((cell) => cell.textContent))"
+        )
+        return self.driver.execute_script(script, selector)
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def run(self, name: str) -> str:
+        """Return the id of a run."""
+        script = (
+            "return fetch('/api/runs').then((answer) => answer.json())"
+            ".then(({ runs }) => runs.find((run) => run.name === arguments[0]).id)"
+        )
+        return self.driver.execute_script(script, name)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def served(folder: Path) -> Generator[str]:
+    """Serve a folder; yield the address with its token."""
+    command = [sys.executable, "-m", "stretto", "ui", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+def curve_of(page: Page, key: str) -> list[tuple[float, float]]:
+    """Return the points of a chart, from its table."""
+    chart = f".chart[data-key='{key}']"
+    page.driver.execute_script(
+        "arguments[0].scrollIntoView()", page.one(chart)
+    )  # what is not seen is not loaded
+    page.one(f"{chart} canvas")
+    page.driver.execute_script("arguments[0].click()", page.one(f"{chart} header button"))
+    rows = page.until(lambda: page.cells(f"{chart} .data"))
+    return [(float(x.replace(",", "")), float(y.replace(",", ""))) for x, y in rows]

@@ -1,0 +1,76 @@
+"""`stretto` in a terminal of its own: `from terminals import Terminal`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+
+class Terminal:
+    """A `stretto` process in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._here, self._there = pty.openpty()
+        os.set_blocking(self._here, False)
+        self._before = termios.tcgetattr(self._there)
+        self.shown = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "stretto", *arguments],
+            stdin=self._there,
+            stdout=self._there,
+            stderr=self._there,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(self._there, termios.TIOCSCTTY, 0),
+        )
+
+    def until(self, condition: Callable[[], object], deadline_s: float = 60) -> None:
+        deadline = time.monotonic() + deadline_s
+        while not condition():
+            assert time.monotonic() < deadline, self.shown
+            try:
+                shown = os.read(self._here, 1 << 16).decode(errors="replace")
+                self.shown += re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
+            except BlockingIOError:
+                time.sleep(0.02)
+
+    def until_it_shows(self, text: str) -> None:
+        """Wait until it shows a text from now on."""
+        self.shown = ""
+        self.until(lambda: text in self.shown)
+
+    def press(self, key: str) -> None:
+        os.write(self._here, key.encode())
+
+    @property
+    def is_as_before(self) -> bool:
+        return termios.tcgetattr(self._there) == self._before
+
+    def end(self) -> int:
+        """Its exit status, once it has ended by itself."""
+        self.until(lambda: self.process.poll() is not None)
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._here)
+        os.close(self._there)
+
+
+@contextmanager
+def watching(*arguments: str) -> Generator[Terminal]:
+    terminal = Terminal("watch", *arguments)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
