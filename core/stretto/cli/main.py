@@ -1,4 +1,11 @@
-"""The command line: `stretto COMMAND`. `stretto --help` lists the commands.
+"""The command line: `stretto COMMAND`. `stretto COMMAND --help` describes a command.
+
+- Start: `quickstart`, `run`, `resume`, `evaluate`; `invite` lets one more worker join a run.
+- See one run: `status`, `watch`, `ui`, `plot`, `report`, `samples`, `trace`.
+- See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
+- Verify: `check` a run file, `audit` a run that has ended.
+- `track` sends to trackers what they have not received.
+- Describe the installation: `plugins`, `schema`.
 
 Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
 before the run started a worker, or a run cannot be audited; 130 interrupted.

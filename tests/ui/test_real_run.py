@@ -1,0 +1,231 @@
+"""A real run that has ended: page, report and samples say the same as `metrics.jsonl` and the run's log."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from selenium.webdriver import ActionChains
+from selenium.webdriver.common.by import By
+from typer.testing import CliRunner
+
+from browser import complaints, open_browser, requested
+from pages import Page, curve_of, served
+from stretto.bus.messages import TrajectoryBundle, WireTrajectory
+from stretto.cli.audit_store import open_copy
+from stretto.cli.main import app
+from stretto.errors import printable
+from stretto.records.samples import SampleStore
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+REWARD = """
+def score(prompt, completion, answer):
+    return {"reward": (len(completion) % 5) / 4, "even": float(len(completion) % 2 == 0)}
+"""
+
+
+@dataclass
+class Ended:
+    """A run that has ended, and what its files hold."""
+
+    folder: Path
+    summary: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    log: dict[str, WireTrajectory]
+    """Id -> trajectory for training, as a rollout worker wrote it to the run's log."""
+    rows: dict[str, dict[str, Any]]
+    """Id -> kept sample."""
+
+    def those(self, **values: Any) -> list[dict[str, Any]]:
+        """Return the kept samples that have these values."""
+        return [row for row in self.rows.values() if all(row[name] == each for name, each in values.items())]
+
+
+@pytest.fixture(scope="module")
+def run(module_start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "rewards.py").write_text(REWARD)
+    rows = [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(10)]
+    (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    started = module_start(
+        f"steps={STEPS}",
+        f"reward={{use: function, function: '{folder}/rewards.py:score'}}",
+        f"evaluation.dataset={{use: jsonl, path: {folder}/heldout.jsonl}}",
+        "evaluation.every=4",
+    )
+    summary = started.assert_completed(STEPS)
+    return Ended(
+        started.folder,
+        summary,
+        started.metrics(),
+        started.evaluations(),
+        anyio.run(_trajectories, started.folder),
+        {row["id"]: row for row in SampleStore(started.folder).find(limit=None, tokens=True)},
+    )
+
+
+async def _trajectories(folder: Path) -> dict[str, WireTrajectory]:
+    found: dict[str, WireTrajectory] = {}
+    async with open_copy(folder) as store:
+        kinds = {store.names.trajectories: TrajectoryBundle}
+        async for message in store.messages(store.names.log_stream, kinds):
+            assert isinstance(message.content, TrajectoryBundle)
+            found |= {each.id: each for each in message.content.trajectories}
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(run: Ended, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with (
+        served(run.folder) as address,
+        open_browser(tmp_path_factory.mktemp("browser") / "profile") as driver,
+    ):
+        yield Page(driver, address, run.folder.parent)
+        assert complaints(driver) == []
+
+
+def test_kept_samples_are_those_of_the_log(run: Ended) -> None:
+    trained = {id: row for id, row in run.rows.items() if row["outcome"] == "trained"}
+    assert Counter(row["step"] for row in trained.values()) == dict.fromkeys(range(1, STEPS + 1), 16)
+    in_log = [id for id in trained if id in run.log]
+    assert len(in_log) >= 16, "the log has at least the newest batch"
+    for id in in_log:
+        row, sent = trained[id], run.log[id]
+        assert row["tokens"] == sent.tokens.numpy().tolist()
+        assert row["loss_mask"] == sent.loss_mask.numpy().tolist()
+        assert row["logprobs"] == sent.logprobs.numpy().tolist()
+        assert row["versions"] == sent.versions.numpy().tolist()
+        assert (row["reward"], row["metrics"]) == (sent.reward, sent.metrics)
+        assert (row["finish"], row["engine"], row["sample"]) == (sent.finish, sent.engine, sent.sample)
+
+
+def test_kept_samples_give_the_figures_of_metrics_jsonl(run: Ended) -> None:
+    for line in run.steps:
+        batch = [
+            row for row in run.rows.values() if (row["outcome"], row["step"]) == ("trained", line["step"])
+        ]
+        assert _mean(batch, "reward") == pytest.approx(line["reward"], abs=1e-6)
+        assert _mean(batch, "sampled") == pytest.approx(line["length"], abs=1e-6)
+        assert max(row["staleness"] for row in batch) == line["staleness_max"]
+        even = [row["metrics"]["even"] for row in batch]
+        assert sum(even) / len(even) == pytest.approx(line["reward/even"], abs=1e-6)
+    for line in run.evaluations:
+        answers = [
+            row for row in run.rows.values() if (row["purpose"], row["step"]) == ("eval", line["step"])
+        ]
+        assert len(answers) == line["evaluation/samples"]
+        assert _mean(answers, "reward") == pytest.approx(line["evaluation/accuracy"], abs=1e-6)
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def test_the_page_shows_the_figures_of_metrics_jsonl(run: Ended, page: Page) -> None:
+    id = page.run("test")
+    page.open(f"run/{id}/curves")
+    for key in ("reward", "reward/even", "loss", "length", "staleness", "step_s"):
+        expected = {line["step"]: line[key] for line in run.steps}
+        assert dict(curve_of(page, key)) == pytest.approx(expected, rel=1e-5, abs=1e-6), key
+    expected = {line["step"]: line["evaluation/accuracy"] for line in run.evaluations}
+    assert dict(curve_of(page, "evaluation/accuracy")) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+    page.open(f"run/{id}/overview")
+    assert page.text("[data-tile=Reward] .value") == f"{run.steps[-1]['reward']:.4g}"
+    staleness = Counter(row["staleness"] for row in run.those(outcome="trained"))
+    assert staleness == {int(each): count for each, count in run.summary["staleness"].items()}
+    for each, count in staleness.items():
+        assert page.text(f"[data-staleness='{each}']").startswith(f"{count} ·")
+
+
+def test_the_page_shows_the_samples_of_the_log(run: Ended, page: Page) -> None:
+    id = page.run("test")
+    page.open(f"run/{id}/samples?step_from={STEPS}&step_to={STEPS}&purpose=train")
+    page.until(lambda: page.text("#count") == "1 to 16 of 16")
+    for sample, outcome, step, reward, length, *_ in page.cells("#samples"):
+        sent = run.log[sample]
+        assert (outcome, step) == ("trained", str(STEPS))
+        assert (float(reward), int(length)) == (sent.reward, len(sent.tokens.numpy()))
+
+    sample = page.cells("#samples")[0][0]
+    sent = run.log[sample]
+    page.open(f"run/{id}/samples?ticket={run.rows[sample]['ticket']}&group=1")
+    page.one("[data-value=logprob]").click()
+    tokens = f"article[data-sample='{sample}'] .tok"
+    page.until(lambda: len(page.all(tokens)) == len(sent.tokens.numpy()))
+    logprobs = sent.logprobs.numpy()
+    for at in (len(logprobs) - 1, len(logprobs) - 2):
+        token = page.one(f"{tokens}[data-at='{at}']")
+        page.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", token)
+        ActionChains(page.driver).move_to_element(token).perform()
+        shown = page.until(lambda at=at: (text := page.text("#token")).startswith(f"token {at} ") and text)
+        assert f"id {sent.tokens.numpy()[at]}" in shown
+        [logprob] = re.findall(r"logprob (\S+)", shown)
+        assert float(logprob) == pytest.approx(float(logprobs[at]), rel=1e-3)
+    page.one("[data-value=text]").click()
+
+
+def test_the_report_shows_the_figures_and_samples(run: Ended, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    assert CliRunner().invoke(app, ["report", str(run.folder), "-o", str(file)]).exit_code == 0
+    with open_browser(tmp_path / "profile") as browser:
+        requested(browser)
+        browser.get(file.as_uri())
+        assert requested(browser) == [file.as_uri()]
+        assert complaints(browser) == []
+
+        points = "return document.querySelector(arguments[0]).points.numberOfItems"
+        for key in ("reward", "loss", "length", "staleness"):
+            assert browser.execute_script(points, f"#curve-{key} polyline") == STEPS
+        circles = browser.find_elements(By.CSS_SELECTOR, "#curve-reward circle title")
+        assert [each.get_attribute("textContent") for each in circles] == [
+            f"test: {line['evaluation/accuracy']:.4g} at version {line['step']}" for line in run.evaluations
+        ]
+        text = browser.find_element(By.TAG_NAME, "body").text
+        newest = [line["reward"] for line in run.steps[-10:]]
+        assert f"{sum(newest) / len(newest):.4g}" in text
+        assert f"issued {run.summary['ledger']['issued']} = trained {STEPS * 4} + " in text
+
+        cards = browser.find_elements(By.CSS_SELECTOR, "[data-sample]")
+        assert len(cards) == 2 * 4 + 4 * 3
+        for card in cards:
+            row = run.rows[str(card.get_attribute("data-sample"))]
+            facts = card.find_element(By.CSS_SELECTOR, "p").text
+            assert facts.startswith(f"reward {row['reward']:g} · even {row['metrics']['even']:g} · ")
+            assert f"{row['sampled']} of {row['length']} tokens sampled · ended by {row['finish']}" in facts
+            answer = card.find_element(By.CSS_SELECTOR, "[data-part=answer]").get_attribute("textContent")
+            assert answer == "\n".join(map(printable, row["text"].split("\n")))
+            if row["outcome"] == "trained":
+                assert facts.endswith(f"trained in step {row['step']} at staleness {row['staleness']}")
+            else:
+                assert facts.endswith(f"evaluation of version {STEPS}")
+        trained = [
+            row for row in run.rows.values() if row["outcome"] == "trained" and row["step"] > STEPS - 10
+        ]
+        rewards = sorted({row["reward"] for row in trained})
+        best, worst = cards[8:11], cards[11:14]
+        assert run.rows[str(best[0].get_attribute("data-sample"))]["reward"] == rewards[-1]
+        assert run.rows[str(worst[0].get_attribute("data-sample"))]["reward"] == rewards[0]
+
+
+def test_stretto_samples_prints_what_the_log_has(run: Ended) -> None:
+    listed = CliRunner().invoke(
+        app, ["samples", str(run.folder), "--step", str(STEPS), "--format", "jsonl", "--tokens"]
+    )
+    rows = [json.loads(line) for line in listed.output.splitlines()]
+    trained = {row["id"]: row for row in rows if row["outcome"] == "trained"}
+    assert len(trained) == 16
+    for id, row in trained.items():
+        assert row["tokens"] == run.log[id].tokens.numpy().tolist()
+        assert row["logprobs"] == run.log[id].logprobs.numpy().tolist()
+        assert row["reward"] == run.log[id].reward
