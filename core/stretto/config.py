@@ -39,6 +39,8 @@ __all__ = [
     "RunConfig",
     "SamplesConfig",
     "TracingConfig",
+    "VariantConfig",
+    "Variants",
     "VerifierConfig",
 ]
 
@@ -221,6 +223,25 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     spans to a file in the run's folder, `traces/<process>.jsonl`."""
 
 
+class VariantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One variant of an A/B test. A section that is not set here is the run's own section. A key that is not
+    set in a section has the value of the run's own section; if the section has another `use`, its default."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the training tickets that this variant gets, relative to the weights of the others."""
+    workflow: WorkflowConfig | None = None
+    """The variant's workflow."""
+    reward: RewardConfig | None = None
+    """The variant's reward."""
+    sampling: Sampling | None = None
+    """How the variant samples tokens. The temperature cannot differ from that of `sampling`: a train step
+    computes all its logprobs at one temperature."""
+
+
+class Variants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The variants of an A/B test, each under its own name."""
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole run. In a composed run, each section is the struct of the component that `use` names."""
 
@@ -266,6 +287,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The workflow: how a prompt becomes trajectories."""
     sampling: Sampling = Sampling()
     """How to sample tokens in training."""
+    variants: Variants = Variants()
+    """An A/B test within the run: two or more variants of workflow, reward or sampling, each written
+    `name: {weight: 0.5, …}`. Every training ticket gets one of them by weight; evaluations have none."""
     queue: QueueConfig = QueueConfig()
     """How far generation may run ahead of training."""
     evaluation: EvaluationConfig | None = None

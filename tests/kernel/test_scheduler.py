@@ -108,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             evaluation_rows=evaluation_rows,
             evaluation_every=evaluation_every,
             max_divergence=max_divergence,
+            variants={"a": 1.0, "b": 3.0},
         )
         self.scheduler = Scheduler(self.settings, keep=lambda group: group.rewards[0] >= 0)
         self.queue: list[Ticket] = []
@@ -123,6 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.over = False
         self.groups_trained = 0
         self.unfit = 0
+        self.variants: dict[int, str] = {}
         self.divergence: float | None = None
         self.scheduler.start()
         self.obey()
@@ -135,6 +137,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert ticket.min_version <= self.scheduler.version
                     assert ticket.exact_version not in self.evaluated
                     self.queue.append(ticket)
+                    if ticket.purpose == "train":
+                        variant = self.variants.setdefault(ticket.id, ticket.variant)
+                        assert variant == ticket.variant, "an attempt has another variant"
+                    assert (ticket.purpose == "eval") == (ticket.variant == "")
                     if ticket.purpose == "train" and ticket.attempt == 1:
                         admitted = (self.scheduler.staleness_limit + 1) * self.settings.batch_size
                         assert self.scheduler.ledger.in_flight <= admitted, "more than η_eff allows"
@@ -332,6 +338,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert ledger.issued == parts
         assert ledger.trained == self.groups_trained
         assert ledger.filtered + ledger.expired + ledger.failed == len(self.retired)
+
+    @invariant()
+    def variants_add_up(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        ledger, accounts = self.scheduler.ledger, self.scheduler.variants.accounts.values()
+        for name in ("issued", "trained", "filtered", "expired", "failed"):
+            assert sum(getattr(account, name) for account in accounts) == getattr(ledger, name)
+        for account in accounts:
+            finished = account.figures["reward"].count if account.figures else 0
+            assert account.trained <= finished <= account.issued
 
     @invariant()
     def admission_is_bounded(self) -> None:

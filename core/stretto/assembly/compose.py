@@ -23,11 +23,13 @@ from stretto.assembly.sections import (
     LIST_SECTIONS,
     NAMED_SECTIONS,
     SECTIONS,
+    VARIANT_NAME,
+    VARIANT_SECTIONS,
     KeySource,
     kind_of,
 )
 from stretto.component import Component, Context, Kind
-from stretto.config import EvaluationConfig, Groups, RunConfig
+from stretto.config import EvaluationConfig, Groups, RunConfig, VariantConfig, Variants
 from stretto.errors import PluginError, StrettoError, foreign_frames, nearest, offer, place_of
 
 __all__ = [
@@ -143,6 +145,8 @@ def compose(
             plain, secret = run_file.read(source)
             notices: list[str] = []
             composed = _Composer(source, plugins or Plugins()).run(deepcopy(plain), notices)
+            for document in (plain, secret):
+                _inherit_sections(document)
             full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
     except RecursionError as error:
         raise run_file.nested_too_deeply(file) from error
@@ -185,6 +189,27 @@ def _inherit_sampling(data: dict[str, Any]) -> None:
             evaluation["sampling"] = sampling | own
 
 
+def _inherit_sections(data: dict[str, Any]) -> None:
+    """Copy the keys of the run's own sections that the sections of variants do not set."""
+    variants = data.get("variants")
+    for variant in cast("dict[str, Any]", variants).values() if isinstance(variants, dict) else ():
+        if not isinstance(variant, dict):
+            continue  # `_named_sections` refuses it
+        variant = cast("dict[str, Any]", variant)
+        for key in ("sampling", *VARIANT_SECTIONS):
+            run, own = (_as_mapping(section.get(key)) for section in (data, variant))
+            default = _default_use(VARIANT_SECTIONS[key]) if key in VARIANT_SECTIONS else None
+            if own is not None and own.get("use") in (None, (run or {}).get("use", default)):
+                variant[key] = {**(run or {}), **own}
+
+
+def _as_mapping(section: Any) -> dict[str, Any] | None:
+    """Return a section as a mapping; None if it is not set or is not a section."""
+    if isinstance(section, str):
+        return {"use": section}
+    return cast("dict[str, Any]", section) if isinstance(section, dict) else None
+
+
 class _Composer:
     """Converts a plain mapping to a `RunConfig` whose sections are the structs of the chosen components."""
 
@@ -195,19 +220,28 @@ class _Composer:
 
     def run(self, data: dict[str, Any], notices: list[str]) -> Composed:
         self._load_paths(data)
-        sections: dict[str, type[msgspec.Struct]] = {}
-        for path, kind in (SECTIONS | self._named_sections(data)).items():
-            if (section := self._section(data, path, kind)) is not None:
-                component = self._component(kind, path, section)
-                self._drop_stale_keys(kind, path, section, component, notices)
-                sections[path] = component.config
-        struct = self._struct(sections, self._lists(data))
+        sections = self._structs_of(data, SECTIONS | self._named_sections(data), notices)
+        # Variants take over keys of the run's own sections, which are complete now.
+        sections |= self._structs_of(data, self._variant_sections(data), notices)
+        struct = self._struct(sections, self._lists(data), list(data.get("variants") or {}))
         _expand_names(data, struct)
         self._refuse_unknown(data, struct, "")
         _inherit_sampling(data)
         config = self._convert(data, struct)
         config = cast("RunConfig", self._resolve_paths(config, ""))
         return Composed(config, self.plugins, self.components, msgspec.to_builtins(config))
+
+    def _structs_of(
+        self, data: dict[str, Any], kinds: Mapping[str, Kind], notices: list[str]
+    ) -> dict[str, type[msgspec.Struct]]:
+        """Choose the components of these sections, and return their structs by the section's dotted key."""
+        structs: dict[str, type[msgspec.Struct]] = {}
+        for path, kind in kinds.items():
+            if (section := self._section(data, path, kind)) is not None:
+                component = self._component(kind, path, section)
+                self._drop_stale_keys(kind, path, section, component, notices)
+                structs[path] = component.config
+        return structs
 
     def _load_paths(self, data: dict[str, Any]) -> None:
         paths = data.get("plugins") or []
@@ -241,11 +275,35 @@ class _Composer:
                 kinds[f"{path}.{name}"] = kind
         return kinds
 
+    def _variant_sections(self, data: dict[str, Any]) -> dict[str, Kind]:
+        """Give the sections of variants the keys of the run's own sections. Return those that choose a
+        component, such as `variants.short.workflow`, with their kinds."""
+        variants = data.get("variants") or {}
+        if not isinstance(variants, dict):
+            raise self.source.error("variants", f"expected a mapping of names, found {variants!r}", variants)
+        kinds: dict[str, Kind] = {}
+        for name, variant in cast("dict[str, Any]", variants).items():
+            path = f"variants.{name}"
+            if not re.fullmatch(VARIANT_NAME, str(name)):
+                raise self.source.error(
+                    path,
+                    f"{name!r} cannot be the name of a variant; expected at most 32 of a-z, 0-9 and _, a "
+                    "letter first",
+                )
+            if not isinstance(variant, dict):
+                raise self.source.error(path, f"expected a mapping with `weight`, found {variant!r}", variant)
+            own: dict[str, Kind] = {
+                key: kind for key, kind in VARIANT_SECTIONS.items() if variant.get(key) is not None
+            }
+            kinds |= {f"{path}.{key}": kind for key, kind in own.items()}
+        _inherit_sections(data)
+        return kinds
+
     def _section(self, data: dict[str, Any], path: str, kind: Kind) -> dict[str, Any] | None:
         """Return the mapping at `path`, and create it if its kind has a default component. Return None if the
         run file does not have the section and the kind has no default."""
         owner, _, key = path.rpartition(".")
-        parent = data.get(owner) if owner else data
+        parent = _at(data, owner)
         if not isinstance(parent, dict):
             return None
         parent = cast("dict[str, Any]", parent)
@@ -324,7 +382,10 @@ class _Composer:
         return structs
 
     def _struct(
-        self, sections: Mapping[str, type[msgspec.Struct]], lists: Mapping[str, list[type[msgspec.Struct]]]
+        self,
+        sections: Mapping[str, type[msgspec.Struct]],
+        lists: Mapping[str, list[type[msgspec.Struct]]],
+        variants: Sequence[str],
     ) -> type[msgspec.Struct]:
         """Return `RunConfig` with its sections narrowed to the structs of the chosen components."""
         section_fields: list[tuple[str, Any]] = []
@@ -339,6 +400,8 @@ class _Composer:
         if groups:
             groups_struct = msgspec.defstruct("Groups", groups, bases=(Groups,), kw_only=True, frozen=True)
             section_fields.append(("groups", groups_struct))
+        if variants:
+            section_fields.append(("variants", _variants_struct(sections, variants)))
         if "evaluation.dataset" in sections:
             fields = [("dataset", sections["evaluation.dataset"])]
             evaluation = msgspec.defstruct(
@@ -433,6 +496,23 @@ class _Composer:
                 path,
             )
         return local
+
+
+def _variants_struct(
+    sections: Mapping[str, type[msgspec.Struct]], variants: Sequence[str]
+) -> type[msgspec.Struct]:
+    """Return `Variants` with a field for each variant, whose sections are narrowed to the structs of the
+    chosen components."""
+    fields: list[tuple[str, Any]] = []
+    for name in variants:
+        own = [
+            (key, sections[f"variants.{name}.{key}"])
+            for key in VARIANT_SECTIONS
+            if f"variants.{name}.{key}" in sections
+        ]
+        struct = msgspec.defstruct("VariantConfig", own, bases=(VariantConfig,), kw_only=True, frozen=True)
+        fields.append((name, struct))
+    return msgspec.defstruct("Variants", fields, bases=(Variants,), kw_only=True, frozen=True)
 
 
 def _default_use(kind: Kind) -> str | None:

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from stretto.assembly.sections import GROUP_NAME, NAMED_SECTIONS, SECTIONS, KeySource
+from stretto.assembly.sections import NAMED_SECTIONS, SECTIONS, KeySource, names_component
 from stretto.errors import ConfigError
 
 __all__ = ["RunFile", "nested_too_deeply", "overlay", "read", "references"]
@@ -45,9 +45,8 @@ class RunFile(KeySource):
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
             raise ConfigError(f"override {item!r} is not of the form dotted.key=value", value=item)
         # `training=mock` replaces the component and keeps the section's other keys.
-        is_section = re.fullmatch(rf"groups\.{GROUP_NAME}", key) or key in SECTIONS
-        names_component = is_section and not value.startswith(("{", "[")) and not _is_null(value)
-        return f"{key}.use={value}" if names_component else item
+        is_name = names_component(key) and not value.startswith(("{", "[")) and not _is_null(value)
+        return f"{key}.use={value}" if is_name else item
 
     def load(self) -> Any:
         """Load the content with OmegaConf, without the overrides."""

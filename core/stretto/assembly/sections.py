@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,17 @@ from typing import Any
 from stretto.component import Kind
 from stretto.errors import ConfigError
 
-__all__ = ["GROUP_NAME", "LIST_SECTIONS", "NAMED_SECTIONS", "SECTIONS", "KeySource", "kind_of"]
+__all__ = [
+    "GROUP_NAME",
+    "LIST_SECTIONS",
+    "NAMED_SECTIONS",
+    "SECTIONS",
+    "VARIANT_NAME",
+    "VARIANT_SECTIONS",
+    "KeySource",
+    "kind_of",
+    "names_component",
+]
 
 # Sections that choose a component: dotted key -> kind.
 SECTIONS: dict[str, Kind] = {
@@ -27,10 +38,22 @@ LIST_SECTIONS: dict[str, Kind] = {"trackers": "tracker"}
 # Sections with any number of named components.
 NAMED_SECTIONS: dict[str, Kind] = {"groups": "training"}
 GROUP_NAME = r"[a-z][a-z0-9_]*"
+# Sections of a variant that choose a component, below `variants.NAME`.
+VARIANT_SECTIONS: dict[str, Kind] = {"workflow": "workflow", "reward": "reward"}
+VARIANT_NAME = r"[a-z][a-z0-9_]{0,31}"
+
+_NAMED_KEY = re.compile(rf"groups\.{GROUP_NAME}|variants\.{VARIANT_NAME}\.({'|'.join(VARIANT_SECTIONS)})")
+
+
+def names_component(path: str) -> bool:
+    """Whether the section at a dotted key chooses a component."""
+    return path in SECTIONS or _NAMED_KEY.fullmatch(path) is not None
 
 
 def kind_of(path: str) -> Kind:
     """Return the kind of the component that the section at a dotted key chooses."""
+    if path.startswith("variants."):
+        return VARIANT_SECTIONS[path.rpartition(".")[2]]
     return SECTIONS.get(path) or (LIST_SECTIONS | NAMED_SECTIONS)[path.partition(".")[0]]
 
 

@@ -110,6 +110,8 @@ listens."""
 _WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
 WorkerId = Annotated[str, msgspec.Meta(pattern=_WORKER_ID)]
 """Id of a worker, such as `rollout-0`. The bus makes subjects from it, so it has no other characters."""
+VariantName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_]{0,32}\Z")]
+"""Name of a variant in the run file; empty for the run's own sections."""
 InboxToken = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]
 """The part of a process's inbox subjects that only this process has."""
 
@@ -257,6 +259,8 @@ class Ticket(Message, frozen=True):
     """Number of samples of the group, n."""
     traceparent: Traceparent = ""
     """Context of the ticket's trace."""
+    variant: VariantName = ""
+    """The variant of the run that the ticket tests; empty for the run's own sections."""
 
     @property
     def name(self) -> str:
@@ -649,6 +653,8 @@ class ScoreSamples(Message, frozen=True):
     completion."""
     traceparent: Traceparent = ""
     """Context of the ticket's rollout."""
+    variant: VariantName = ""
+    """The variant whose reward scores; empty for the run's own reward."""
 
 
 class Scored(Message, frozen=True):
@@ -660,6 +666,9 @@ class Scored(Message, frozen=True):
 
 class AskTools(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `ToolList`: list the tools of the run."""
+
+    variant: VariantName = ""
+    """The variant whose tools they are; empty for the run's own tools."""
 
 
 class ToolList(Message, frozen=True):
@@ -677,6 +686,8 @@ class RunTool(Message, frozen=True):
     """A JSON object, as the policy wrote it."""
     traceparent: Traceparent = ""
     """Context of the ticket's rollout."""
+    variant: VariantName = ""
+    """The variant whose tool it is; empty for the run's own tools."""
 
 
 class ToolDone(Message, frozen=True):
@@ -692,6 +703,8 @@ class TellEnvironment(Message, frozen=True):
     """The arguments of the environment, by name: a msgpack map."""
     traceparent: Traceparent = ""
     """Context of the ticket's rollout."""
+    variant: VariantName = ""
+    """The variant whose environment it is; empty for the run's own environment."""
 
 
 class EnvironmentAnswer(Message, frozen=True):

@@ -27,6 +27,7 @@ from stretto.assembly.placement import Placement
 from stretto.assembly.plan import Worker, context_of, run_folder, workers
 from stretto.assembly.plan import placement as placement_of
 from stretto.assembly.plugins import missing_extra
+from stretto.assembly.variants import own_sections, run_of_variant, variants_of
 from stretto.bus.server import fault_of_server
 from stretto.component import Problem
 from stretto.config import RunConfig
@@ -45,7 +46,7 @@ from stretto.user_code.sandbox import sandbox_problems
 if TYPE_CHECKING:
     from stretto.children.reward import Task
 
-__all__ = ["problems"]
+__all__ = ["faults_and_warnings", "problems"]
 
 _TRY_S = 60.0
 """Time limit of each trial: making components, scoring the first rows, or reading a row with images."""
@@ -68,7 +69,26 @@ def problems(composed: Composed, *, starting: bool = True, resumed: bool = False
         resumed: the run continues in its own folder. Do not check whether that folder is empty.
     """
     faults = [*_problems(composed, starting), *([] if resumed else _folder_problems(composed.config))]
+    faults = list(dict.fromkeys(faults))  # a variant has the faults of the sections that it takes over
     return sorted(faults, key=lambda problem: problem.severity == "warning")
+
+
+def faults_and_warnings(
+    composed: Composed, *, starting: bool, resumed: bool = False
+) -> tuple[list[str], list[str]]:
+    """Return the problems as texts with their places: those that refuse the run, and those that do not.
+
+    Args:
+        starting: a fault of this machine's environment refuses the run too.
+        resumed: see `problems`.
+    """
+    faults: list[str] = []
+    warnings: list[str] = []
+    for problem in problems(composed, starting=starting, resumed=resumed):
+        fatal = problem.severity == "error" or (problem.severity == "environment" and starting)
+        text = f"{composed.place(problem.path)}: {composed.redact(problem.message)}"
+        (faults if fatal else warnings).append(text)
+    return faults, warnings
 
 
 # --------------------------------------------------------------------------------------- problems
@@ -77,22 +97,12 @@ def problems(composed: Composed, *, starting: bool = True, resumed: bool = False
 def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
     config = composed.config
     placement = _placement_or_problem(composed)
-    section_problems: list[Problem] = []
-    for path in composed.components:
-        placement_if_valid = None if isinstance(placement, Problem) else placement
-        section_problems += _plugin_problems(
-            composed, path, partial(_component_problems, composed, path, placement_if_valid)
-        )
-    section_problems += _tool_problems(config)
-    section_problems += _tracker_problems(config)
+    section_problems = _section_problems(composed, None if isinstance(placement, Problem) else placement)
     yield from section_problems
     if isinstance(placement, Problem):
         yield placement
         return
-    # Sections with an error are not tried: the trial would only repeat the error.
-    failed_sections = {
-        problem.path.partition(".")[0] for problem in section_problems if problem.severity != "warning"
-    }
+    failed_sections = _failed_sections(section_problems)
     with ThreadPoolExecutor() as trials:  # each trial is a process of its own
         tools = trials.submit(lambda: list(_tool_trial_problems(config, failed_sections)))
         components = trials.submit(
@@ -127,6 +137,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         yield from rows.result()
         yield from components.result()
         yield from tools.result()
+    yield from _variant_problems(composed, placement, first_rows)
     for plugin, error in composed.plugins.life("stretto_run_configured", config=config):
         yield Problem("plugins", f"{plugin}: {error if isinstance(error, StrettoError) else place_of(error)}")
 
@@ -176,6 +187,20 @@ def _plugin_problems(
         return [Problem(path, composed.blame(error, path if path in composed.components else ""))]
 
 
+def _section_problems(composed: Composed, placement: Placement | None) -> list[Problem]:
+    """Return what is wrong with the sections, as far as it can be seen without making a component."""
+    found: list[Problem] = []
+    for path in composed.components:
+        if not path.startswith("variants."):  # a variant is checked as a run of its own
+            found += _plugin_problems(composed, path, partial(_component_problems, composed, path, placement))
+    return [*found, *_tool_problems(composed.config), *_tracker_problems(composed.config)]
+
+
+def _failed_sections(section_problems: Iterable[Problem]) -> set[str]:
+    """Return the sections with an error. They are not tried: the trial would only repeat the error."""
+    return {problem.path.partition(".")[0] for problem in section_problems if problem.severity != "warning"}
+
+
 def _component_problems(composed: Composed, path: str, placement: Placement | None) -> Iterator[Problem]:
     component, config = composed.components[path], composed.config
     if missing := missing_extra(component):
@@ -211,8 +236,6 @@ def _trial_problems(
 ) -> Iterator[Problem]:
     """Make the components that the kernel does not make, in a child process, to see if they keep their
     contracts. Skip stretto's own components: they keep theirs, and its engines take seconds to import."""
-    from stretto.children.trial import try_to_make
-
     roles = {worker.role for worker in workers(composed.config, placement)}
     paths = [path for path in composed.components if path.startswith("trackers.")]
     if "inference" in roles:
@@ -221,6 +244,15 @@ def _trial_problems(
         paths.append("workflow")
     if not starting:  # the engine of a larger group needs all its ranks, and there is only one process here
         paths += [group.path for group in placement.groups.values() if group.section.processes == 1]
+    yield from _component_trial_problems(composed, paths, failed_sections)
+
+
+def _component_trial_problems(
+    composed: Composed, paths: list[str], failed_sections: Set[str]
+) -> Iterator[Problem]:
+    """Make the components of these sections in a child process, except stretto's own."""
+    from stretto.children.trial import try_to_make
+
     paths = [
         path
         for path in paths
@@ -625,6 +657,68 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
             "training does not allow top_p < 1, top_k > 0, min_p > 0 or logit_bias: the trainer's logprobs "
             "would belong to another distribution than the sampled one; use them in `evaluation.sampling`",
         )
+
+
+def _variant_problems(
+    composed: Composed, placement: Placement, first_rows: Mapping[str, Row]
+) -> Iterator[Problem]:
+    """Check the A/B test as a whole, and each variant as a run of its own."""
+    config, variants = composed.config, variants_of(composed.config)
+    if not variants:
+        return
+    if not placement.graph.samples:
+        yield Problem(
+            "variants",
+            "they compare sampled answers, but this algorithm samples none: it trains on the rows "
+            "themselves; remove them",
+        )
+        return
+    if len(variants) == 1:
+        yield Problem(
+            "variants",
+            f"{next(iter(variants))!r} is the only variant, so there is nothing to compare it with; add "
+            "another: one with nothing but a weight, such as `base: {weight: 1}`, has the run's own sections",
+        )
+    for name, variant in variants.items():
+        temperature = config.sampling.temperature
+        if variant.sampling is not None and variant.sampling.temperature != temperature:
+            yield Problem(
+                f"variants.{name}.sampling.temperature",
+                f"is {variant.sampling.temperature:g}, but a train step computes all its logprobs at one "
+                f"temperature, that of `sampling` ({temperature:g}); compare temperatures in runs of their "
+                "own: stretto sweep FILE sampling.temperature=…",
+            )
+        if variant.reward is not None and placement.graph.source.samples == 1:
+            yield Problem(
+                f"variants.{name}.reward",
+                "with a single answer to each prompt, training compares answers of different variants, and "
+                "their rewards may differ in scale; expected algorithm.group_size of at least 2",
+            )
+        own, run = own_sections(variant).keys(), run_of_variant(composed, name)
+        for problem in _run_problems_of_variant(run, own, placement, first_rows):
+            is_own = problem.path.partition(".")[0] in own
+            yield replace(problem, path=f"variants.{name}.{problem.path}") if is_own else problem
+
+
+def _run_problems_of_variant(
+    run: Composed, own: Set[str], placement: Placement, first_rows: Mapping[str, Row]
+) -> Iterator[Problem]:
+    """Check a variant as a run, as far as its own sections matter.
+
+    Args:
+        own: the sections that the variant has of its own.
+    """
+    section_problems = _section_problems(run, placement)
+    failed_sections = _failed_sections(section_problems)
+    yield from section_problems
+    yield from _sampling_problems(run.config)
+    if "workflow" in own:
+        yield from _component_trial_problems(run, ["workflow"], failed_sections)
+        yield from _tool_trial_problems(run.config, failed_sections)
+    if not own.isdisjoint({"workflow", "reward"}):
+        yield from _reward_problems(run, placement, first_rows, failed_sections)
+    if "reward" in own:
+        yield from _row_problems(run, failed_sections)
 
 
 def _odd_values(config: RunConfig) -> Iterator[Problem]:

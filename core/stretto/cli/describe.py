@@ -8,6 +8,7 @@ from stretto.assembly.compose import Composed
 from stretto.assembly.placement import DEFAULT_GROUP, Placement
 from stretto.assembly.plan import context_of, run_folder, workers
 from stretto.assembly.plan import placement as placement_of
+from stretto.assembly.variants import own_sections, variants_of
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
 from stretto.launcher import Resources
@@ -47,6 +48,7 @@ def describe(composed: Composed) -> str:
             lines.append(
                 f"           fewer while the divergence is above {config.queue.max_divergence:g} nats"
             )
+    lines += _variant_lines(config)
     for path in ("dataset", "evaluation.dataset"):
         if path in composed.components:
             dataset: Dataset = composed.make(path, context_of(composed.config))
@@ -60,6 +62,16 @@ def describe(composed: Composed) -> str:
     lines.append(f"checkpoint {every}at the end, the newest {config.checkpoint.keep} kept")
     lines.append(f"writes to  {run_folder(config)}")
     return "\n".join(lines)
+
+
+def _variant_lines(config: RunConfig) -> Iterator[str]:
+    """Yield one line for each variant of the run's A/B test."""
+    variants = variants_of(config)
+    total = sum(variant.weight for variant in variants.values())
+    for name, variant in variants.items():
+        sections = own_sections(variant)
+        own = f"its own {', '.join(sections)}" if sections else "the run's own sections"
+        yield f"variant    {name}: {100 * variant.weight / total:.0f} % of the tickets, {own}"
 
 
 def _worker_rows(composed: Composed, placement: Placement) -> Iterator[list[str]]:

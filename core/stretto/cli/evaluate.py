@@ -41,7 +41,9 @@ __all__ = [
 ]
 
 # An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
-_EXCLUDED_KEYS = {"algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out"}
+_EXCLUDED_KEYS = {
+    *("algorithm", "dataset", "groups", "models", "queue", "checkpoint", "trackers", "out", "variants")
+}
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import msgspec
 from msgspec import inspect as types
 
 from stretto.assembly.plugins import KINDS, Plugins, missing_extra
-from stretto.assembly.sections import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS
+from stretto.assembly.sections import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS, VARIANT_SECTIONS
 from stretto.component import Component, Kind
-from stretto.config import EvaluationConfig, RunConfig
+from stretto.config import EvaluationConfig, RunConfig, VariantConfig
 from stretto.errors import PluginError
 
 __all__ = ["Field", "fields_of", "json_schema"]
@@ -56,7 +56,7 @@ def fields_of(struct: type[msgspec.Struct]) -> list[Field]:
 
 def json_schema(plugins: Plugins) -> dict[str, Any]:
     """Return the JSON schema (2020-12) of run files, with every installed component that can be loaded."""
-    structs: list[type[msgspec.Struct]] = [RunConfig, EvaluationConfig]
+    structs: list[type[msgspec.Struct]] = [RunConfig, EvaluationConfig, VariantConfig]
     choices: dict[Kind, list[type[msgspec.Struct]]] = {}
     for kind in KINDS:
         choices[kind] = [_choice(kind, component) for component in _usable(plugins, kind)]
@@ -80,6 +80,16 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
             "additionalProperties": section,
             "description": description,
         }
+    for key, kind in VARIANT_SECTIONS.items():
+        properties = definitions["VariantConfig"]["properties"]
+        section = _section_schema(choices[kind], plugins.names(kind), properties[key])
+        section["anyOf"].append({"type": "object"})  # without `use`, it takes over the run's own keys
+        properties[key] = section
+    run["properties"]["variants"] = {
+        "type": "object",
+        "additionalProperties": {"$ref": "#/$defs/VariantConfig"},
+        "description": run["properties"]["variants"]["description"],
+    }
     assert refs
     for struct in _all_structs(structs):
         for field in _info(struct).fields:

@@ -24,6 +24,7 @@ import yaml
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, placement
+from stretto.assembly.variants import variants_of
 from stretto.bus.server import write_private
 from stretto.component import Problem
 from stretto.dataset import Dataset
@@ -189,6 +190,11 @@ def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Probl
         before, after = (run.models[name].path if name in run.models else None for run in (was, now))
         if before != after:
             yield _fixed(f"models.{name}.path", before, after, "the model's weights come from it")
+    before, after = (
+        {name: variant.weight for name, variant in variants_of(run).items()} for run in (was, now)
+    )
+    if before != after:
+        yield _fixed("variants", before, after, "its tickets got their variants by these names and weights")
     yield from _structure_faults(placement(former), placement(changed))
     before, after = (_fingerprint(composed) for composed in (former, changed))
     if before != after:

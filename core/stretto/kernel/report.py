@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import pstdev
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 import structlog
@@ -24,6 +24,7 @@ from stretto.kernel.fleet import Fleet
 from stretto.kernel.metrics_file import MetricsFile
 from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
+from stretto.kernel.variants import Account, VariantAccount, figures_of
 from stretto.records.metrics import is_evaluation
 
 __all__ = ["Report", "Status"]
@@ -198,6 +199,7 @@ class Report:
             "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
             "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
             **{name: round(value, 6) for name, value in statistics.items()},
+            **(self._of_variants(start) if self.sampled else {}),
             **self._of_gate(divergence),
             **self._drifts.news(),
             **(self._of_speed(start, max(0.0, generate_busy_s - generated_s)) if self.sampled else {}),
@@ -207,6 +209,7 @@ class Report:
                 for each in result.times
             ],
             "ledger": msgspec.to_builtins(self._scheduler.ledger),
+            **self._variant_ledgers(),
             "not_trained": self._not_trained(),
         }
         if result.note.version > 1:  # the first step waits for the first evaluation
@@ -279,6 +282,47 @@ class Report:
             "staleness": _mean(staleness),
             "staleness_max": max(staleness),
             "tokens": sum(member.sampled for member in members),
+        }
+
+    def _of_variants(self, start: StartBatch) -> dict[str, float]:
+        """Return the figures of each variant's part of a batch, such as `variant/short/reward`; empty without
+        variants. A variant without a group in the batch has no figures but the number of its groups."""
+        variants, figures = self._scheduler.variants, dict[str, float]()
+        for name in variants.weights:
+            groups = [group for group in start.groups if variants.of(group.ticket) == name]
+            members = [member for group in groups for member in group.members]
+            of_variant = {
+                "groups": len(groups),
+                **(figures_of(tuple(members)) if members else {}),
+                **({"seconds": _mean([group.seconds for group in groups])} if groups else {}),
+                "tokens": sum(member.sampled for member in members),
+            }
+            figures |= {f"variant/{name}/{key}": round(value, 6) for key, value in of_variant.items()}
+        return figures
+
+    def _variant_ledgers(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the accounts of each variant's tickets so far; empty without variants."""
+        accounts = self._scheduler.variants.accounts
+        return {"variants": {name: _counts(each) for name, each in accounts.items()}} if accounts else {}
+
+    def _variant_summary(self) -> dict[str, Any]:
+        """Return accounts and figures of each variant, and how they differ from those of the first; empty
+        without variants."""
+        variants = self._scheduler.variants
+        if not variants.accounts:
+            return {}
+        estimates, differences = variants.estimates(), variants.differences()
+        return {
+            "variants": {
+                name: {
+                    "weight": variants.weights[name],
+                    "ledger": _counts(account),
+                    "groups": account.figures["reward"].count if account.figures else 0,
+                    "figures": msgspec.to_builtins(estimates[name]),
+                    "difference": msgspec.to_builtins(differences.get(name, {})),
+                }
+                for name, account in variants.accounts.items()
+            }
         }
 
     def _of_speed(self, start: StartBatch, generate_busy_s: float) -> dict[str, float]:
@@ -376,6 +420,7 @@ class Report:
             "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluations],
             "best": self._best(),
             "ledger": msgspec.to_builtins(scheduler.ledger),
+            **self._variant_summary(),
             "reasons": dict(scheduler.reasons),
             "staleness": {str(key): scheduler.staleness[key] for key in sorted(scheduler.staleness)},
             "staleness_limit": {str(key): scheduler.limits[key] for key in sorted(scheduler.limits)},
@@ -436,6 +481,10 @@ class Report:
             return 0.0
         (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
         return max(generate_end - generate, train_end - train) / (end - start)
+
+
+def _counts(account: VariantAccount) -> dict[str, int]:
+    return {name: getattr(account, name) for name in get_args(Account)}
 
 
 def _finite(value: Any) -> Any:

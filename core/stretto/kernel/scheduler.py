@@ -21,7 +21,7 @@ die:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +31,7 @@ import numpy as np
 from stretto.algorithm import Group
 from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Purpose, Ticket
 from stretto.kernel.gate import DivergenceGate
+from stretto.kernel.variants import VariantAccount, VariantAccounts
 
 __all__ = [
     "Account",
@@ -74,6 +75,8 @@ class SchedulerSettings:
     """Number of rows in a held-out evaluation; 0 turns evaluation off."""
     evaluation_every: int = 0
     evaluation_samples: int = 1
+    variants: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Weight of each variant of the A/B test; empty without one."""
 
     @property
     def window(self) -> int:
@@ -223,6 +226,7 @@ class Snapshot(msgspec.Struct):
     evaluating: list[int] = []
     """Versions whose evaluations are under way or waiting, in order."""
     held_back: int = 0
+    variants: dict[str, VariantAccount] = {}
 
 
 @dataclass
@@ -276,6 +280,7 @@ class Scheduler:
         """Number of steps, by η_eff at the end of the step. Empty without a bound on divergence."""
         self.held_back = 0
         """How often a ready batch waited for an evaluation."""
+        self.variants = VariantAccounts(settings.seed, settings.variants)
         self._keep = keep
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
@@ -408,6 +413,7 @@ class Scheduler:
             gate=None if self.settings.max_divergence is None else msgspec.structs.replace(self._gate),
             evaluating=list(self.needed_versions),
             held_back=self.held_back,
+            variants=self.variants.snapshot(),
         )
 
     # ------------------------------------------------------------------------------------ events
@@ -453,6 +459,7 @@ class Scheduler:
             self._gate = msgspec.structs.replace(snapshot.gate, limit=limit)
         self._rounds_due = deque(snapshot.evaluating)
         self.held_back = snapshot.held_back
+        self.variants.restore(snapshot.variants)
 
     def fit(self) -> None:
         """Fit the open tickets to a new η, B or number of steps. Called after `restore`.
@@ -518,6 +525,7 @@ class Scheduler:
             self._evaluated(found, group)
             return
         self._failures_in_a_row = 0
+        self.variants.observe(group)
         found.done = group
         self._date(found)
         lengths = tuple(member.sampled for member in group.members)
@@ -570,6 +578,7 @@ class Scheduler:
             ticket = self._open.pop(id)
             assert ticket.done is not None
             self._ledger.trained += 1
+            self.variants.count(id, "trained")
             self.staleness.update(self.version - member.oldest for member in ticket.done.members)
         self._training = None
         self.version += 1
@@ -600,6 +609,8 @@ class Scheduler:
         self._training = tuple(sorted(tickets))
         for id in self._training:
             self._open_up_to(id)
+            if self._open[id].done is None:
+                self.variants.observe(finished[id])
             self._open[id].done = finished[id]
         return StartBatch(self.version, tuple(finished[id] for id in self._training))
 
@@ -649,6 +660,7 @@ class Scheduler:
         deadline = oldest_possible + self.settings.max_staleness
         ticket = OpenTicket(self._ledger.issued, row, oldest_possible, deadline, drops)
         self._ledger.issued += 1
+        self.variants.count(ticket.id, "issued")
         self._open[ticket.id] = ticket
         return ticket
 
@@ -688,7 +700,10 @@ class Scheduler:
         )
         self._bound(ticket, ticket.attempt, version)
         ticket.worker = ""
-        self._commands.append(Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, version, samples)))
+        variant = self.variants.of(ticket.id) if purpose == "train" else ""
+        self._commands.append(
+            Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, version, samples, variant=variant))
+        )
 
     def _bound(self, ticket: OpenTicket, attempt: int, version: int) -> None:
         """Record that an attempt's oldest token has this version or a newer one."""
@@ -721,6 +736,7 @@ class Scheduler:
     def _retire(self, ticket: OpenTicket, account: Account, reason: str) -> None:
         del self._open[ticket.id]
         setattr(self._ledger, account, getattr(self._ledger, account) + 1)
+        self.variants.count(ticket.id, account)
         self.reasons[f"{account}: {reason}"] += 1
         self._commands.append(Retire("train", ticket.id, ticket.attempt, account, reason))
 

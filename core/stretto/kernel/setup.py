@@ -14,6 +14,7 @@ from stretto.assembly.compose import Composed
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, workers
+from stretto.assembly.variants import variants_of
 from stretto.bus.messages import Subjects
 from stretto.bus.server import run_id
 from stretto.dataset import Dataset
@@ -160,6 +161,7 @@ def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) ->
         evaluation_rows=min(rows, evaluation.rows or rows) if evaluation else 0,
         evaluation_every=evaluation.every if evaluation else 0,
         evaluation_samples=evaluation.samples if evaluation else 1,
+        variants={name: variant.weight for name, variant in variants_of(config).items()},
     )
 
 

@@ -232,6 +232,7 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
             )
     ledger = summary["ledger"]
     lines.append(f"tickets {', '.join(f'{name} {count}' for name, count in ledger.items())}")
+    lines.extend(_variant_lines(summary.get("variants", {})))
     lines.extend(_most_frequent(summary["reasons"], 3))
     lines.append(f"overlap {summary['overlap']:.2f}, restarts {summary['restarts']}")
     lines.extend(f"problem: {problem}" for problem in summary["problems"])
@@ -242,6 +243,26 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
     )
     lines.append(f"see {folder}")
     return printable("\n".join(lines))
+
+
+def _variant_lines(variants: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each variant of an A/B test: its figures, and how they differ from those of the
+    first."""
+    first = next(iter(variants), "")
+    for name, variant in variants.items():
+        figures = [
+            f", {figure} {_with_interval(variant['figures'][figure])}"
+            + (f" ({_with_interval(difference, sign='+')} against {first})" if difference else "")
+            for figure in ("reward", "reward/accuracy", "length")
+            if figure in variant["figures"]
+            for difference in [variant["difference"].get(figure)]
+        ]
+        yield f"variant {name}: {variant['groups']} groups{''.join(figures)}"
+
+
+def _with_interval(figure: Mapping[str, Any], sign: str = "") -> str:
+    width = "" if figure["ci95"] is None else f" ± {figure['ci95']:.3g}"
+    return f"{figure['mean']:{sign}.4g}{width}"
 
 
 def _most_frequent(reasons: Mapping[str, int], count: int) -> list[str]:

@@ -22,11 +22,11 @@ _Z = 1.959964
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over rows."""
+    """A mean, over rows where nothing else is said."""
 
     mean: float
     ci95: float | None
-    """Half the width of the mean's 95 % interval; None for a single row."""
+    """Half the width of the mean's 95 % interval; None for a single value."""
 
     def __str__(self) -> str:
         return f"{self.mean:.4f}" + ("" if self.ci95 is None else f" ± {self.ci95:.4f}")

@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 
 from stretto import tracing
 from stretto.assembly.logs import bound
+from stretto.assembly.variants import runs_of
 from stretto.bus.client import Delivery
 from stretto.bus.messages import (
     AbortTicket,
@@ -36,7 +37,7 @@ from stretto.workers.context import WorkerContext
 from stretto.workers.generation import Generations
 from stretto.workers.routing import Router
 from stretto.workers.session import SessionServices
-from stretto.workers.ticket_runner import TicketRunner
+from stretto.workers.ticket_runner import TicketRunner, VariantRollout
 from stretto.workers.verifier_client import VerifierClient
 
 __all__ = ["RolloutWorker"]
@@ -56,7 +57,7 @@ class RolloutWorker:
             purpose: anyio.Semaphore(config.rollout.concurrency)
             for purpose in ("train", "eval")
         }
-        self._verifiers = VerifierClient(context)
+        self._verifiers = Router(context, "verifier")
         self._generations = Generations(context, Router(context, "inference"))
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Delivery[Ticket]]] = {}
         self._progress: dict[tuple[int, int], int] = {}
@@ -68,8 +69,7 @@ class RolloutWorker:
         datasets: dict[Purpose, Dataset] = {"train": await self._dataset("dataset")}
         if config.evaluation is not None:
             datasets["eval"] = await self._dataset("evaluation.dataset")
-        services = await self._services()
-        runner = TicketRunner(context, services, context.make("workflow"), datasets)
+        runner = TicketRunner(context, await self._variants(), datasets)
         await self._bus.subscribe(context.names.abort_ticket, AbortTicket, self._abort)
         await self._generations.open()
         async with anyio.create_task_group() as tasks:
@@ -83,20 +83,28 @@ class RolloutWorker:
         """Add the number of running tickets to the heartbeat."""
         return msgspec.structs.replace(heartbeat, tickets=len(self._running))
 
-    async def _services(self) -> SessionServices:
-        model = self._context.component_context.model
+    async def _variants(self) -> dict[str, VariantRollout]:
+        """Return what runs the tickets of each variant, and of the run's own sections."""
+        context = self._context
+        model = context.component_context.model
         vision = await anyio.to_thread.run_sync(_vision_of, model)
         tokenizer = (
             vision.tokenizer if vision is not None else await anyio.to_thread.run_sync(load_tokenizer, model)
         )
-        return SessionServices(
-            self._context.composed.config,
-            self._generations,
-            self._verifiers,
-            tokenizer,
-            vision,
-            self._note_oldest_version,
-        )
+        return {
+            variant: VariantRollout(
+                SessionServices(
+                    composed.config,
+                    self._generations,
+                    VerifierClient(context, self._verifiers, composed.config, variant),
+                    tokenizer,
+                    vision,
+                    self._note_oldest_version,
+                ),
+                composed.make("workflow", context.component_context),
+            )
+            for variant, composed in runs_of(context.composed).items()
+        }
 
     async def _dataset(self, path: str) -> Dataset:
         dataset: Dataset = await anyio.to_thread.run_sync(self._context.make, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
@@ -11,6 +12,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from stretto.assembly.variants import BASE
 from stretto.bus.messages import (
     Beacon,
     GroupDone,
@@ -34,7 +36,7 @@ from stretto.workers.ticket_record import TicketNotes, record_of
 from stretto.workers.trajectory_log import bundles_of, member_of, wire_trajectories
 from stretto.workflow import Prompt, Trajectory, Workflow
 
-__all__ = ["TicketRunner"]
+__all__ = ["TicketRunner", "VariantRollout"]
 
 log = structlog.get_logger()
 
@@ -42,19 +44,30 @@ _CHARACTERS_PER_TOKEN = 4
 """About as many characters a token makes of text."""
 
 
+@dataclass(frozen=True)
+class VariantRollout:
+    """What runs the tickets of one variant, or of the run's own sections."""
+
+    services: SessionServices
+    workflow: Workflow
+
+
 class TicketRunner:
-    """Runs the workflow on tickets. Any number of tickets can run at the same time."""
+    """Runs the workflow on tickets. Any number of tickets can run at the same time.
+
+    Args:
+        variants: by the name in `Ticket.variant`.
+    """
 
     def __init__(
         self,
         context: WorkerContext,
-        services: SessionServices,
-        workflow: Workflow,
+        variants: Mapping[str, VariantRollout],
         datasets: Mapping[Purpose, Dataset],
     ) -> None:
         self._context = context
-        self._services = services
-        self._workflow = workflow
+        self._variants = variants
+        self._services = variants[BASE].services
         self._datasets = datasets
         self._limits = _TicketLimits(context)
         self._image_thread = anyio.CapacityLimiter(1)
@@ -65,8 +78,12 @@ class TicketRunner:
 
         Every exception of a ticket is caught here and reported as a failed group.
         """
-        attempt = _RunningTicket(ticket, self._services)
-        context, timeout_s = self._context, self._context.composed.config.workflow.timeout_s
+        context = self._context
+        if ticket.variant not in self._variants:
+            reason = f"the run of this worker has no variant {ticket.variant!r}"
+            return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, context.worker, reason)
+        attempt = _RunningTicket(ticket, self._variants[ticket.variant])
+        timeout_s = attempt.variant.services.config.workflow.timeout_s
         try:
             with self._limits.of(ticket, timeout_s):
                 await self._roll_out(attempt)
@@ -110,7 +127,7 @@ class TicketRunner:
 
     async def _roll_out(self, attempt: _RunningTicket) -> None:
         prompt = await self._prompt(attempt)
-        attempt.trajectories = await self._workflow.run(prompt, attempt.session)
+        attempt.trajectories = await attempt.variant.workflow.run(prompt, attempt.session)
         if not attempt.trajectories:
             raise EngineError("the workflow returned no trajectory")
         if self._services.vision is not None:
@@ -221,10 +238,11 @@ class TicketRunner:
 class _RunningTicket:
     """An attempt of a ticket under way."""
 
-    def __init__(self, ticket: Ticket, services: SessionServices) -> None:
+    def __init__(self, ticket: Ticket, variant: VariantRollout) -> None:
         self.ticket = ticket
+        self.variant = variant
         self.clocks = TicketClocks()
-        self.session = RolloutSession(services, ticket, self.clocks)
+        self.session = RolloutSession(variant.services, ticket, self.clocks)
         self.row: Row = {}
         """The row of the dataset; empty before it is read."""
         self.trajectories: Sequence[Trajectory] = ()

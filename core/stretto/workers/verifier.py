@@ -3,8 +3,9 @@ with a time limit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -12,6 +13,8 @@ import structlog
 from anyio.abc import TaskGroup
 
 from stretto import tracing
+from stretto.assembly.compose import Composed
+from stretto.assembly.variants import runs_of
 from stretto.bus.messages import (
     AskTools,
     EnvironmentAnswer,
@@ -25,7 +28,7 @@ from stretto.bus.messages import (
 )
 from stretto.children import environment, reward, tools
 from stretto.environment import EnvironmentConfig
-from stretto.errors import printable
+from stretto.errors import ConfigError, printable
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.user_code.guard import guarded
@@ -35,6 +38,8 @@ from stretto.workers.context import WorkerContext
 __all__ = ["VerifierWorker"]
 
 log = structlog.get_logger()
+
+S = TypeVar("S", bound="_Service")
 
 _MOST_LOGGED = 20
 """Answers over a limit that one verifier worker logs."""
@@ -48,14 +53,15 @@ class VerifierWorker:
     """One verifier worker with its children."""
 
     def __init__(self, context: WorkerContext) -> None:
-        config = context.composed.config
-        self._services: list[_Service] = []
-        if config.reward is not None:
-            self._services.append(_Rewards(context, config.reward))
-        if isinstance(config.workflow, ToolsConfig):
-            self._services.append(_Tools(context, config.workflow))
-        if isinstance(config.workflow, EnvironmentConfig):
-            self._services.append(_Environments(context, config.workflow))
+        self._context = context
+        runs = runs_of(context.composed)
+        self._rewards = _by_variant(runs, "reward", partial(_rewards_of, context))
+        self._tools = _by_variant(runs, "workflow", partial(_tools_of, context))
+        self._environments = _by_variant(runs, "workflow", partial(_environments_of, context))
+        services = (self._rewards, self._tools, self._environments)
+        self._services: list[_Service] = list(
+            {id(service): service for of_variant in services for service in of_variant.values()}.values()
+        )
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Start the children, then serve until cancelled."""
@@ -63,11 +69,29 @@ class VerifierWorker:
             async with anyio.create_task_group() as tasks:
                 for service in self._services:
                     await service.open(tasks)
+                await self._serve()
                 ready()
                 await anyio.sleep_forever()
         finally:
             for service in self._services:
                 await service.children.close()
+
+    async def _serve(self) -> None:
+        """Serve the requests that the run needs. Each request names the variant whose service it wants."""
+        bus, subject = self._context.bus, self._context.subject
+        if rewards := self._rewards:
+            await bus.serve(
+                subject("score"), ScoreSamples, lambda each: _service(rewards, each.variant).score(each)
+            )
+        if tools := self._tools:
+            await bus.serve(subject("tools"), AskTools, lambda each: _service(tools, each.variant).list())
+            await bus.serve(subject("tool"), RunTool, lambda each: _service(tools, each.variant).call(each))
+        if environments := self._environments:
+            await bus.serve(
+                subject("environment"),
+                TellEnvironment,
+                lambda each: _service(environments, each.variant).tell(each),
+            )
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add `busy_s`: seconds that children spent on calls."""
@@ -81,28 +105,70 @@ class _Service(Protocol):
     children: ChildPool
 
     async def open(self, tasks: TaskGroup) -> None:
-        """Start the first child, then serve requests."""
+        """Start the first child."""
         ...
+
+
+def _by_variant(
+    runs: Mapping[str, Composed], section: str, make: Callable[[Composed], S | None]
+) -> dict[str, S]:
+    """Return the service of each variant that has one. Variants with the same section share a service.
+
+    Args:
+        section: key of the section that decides on the service.
+    """
+    made: dict[int, S | None] = {}
+    services: dict[str, S] = {}
+    for variant, composed in runs.items():
+        key = id(getattr(composed.config, section))
+        if key not in made:
+            made[key] = make(composed)
+        if (service := made[key]) is not None:
+            services[variant] = service
+    return services
+
+
+def _service(services: Mapping[str, S], variant: str) -> S:
+    """Return the service of a variant.
+
+    Raises:
+        ConfigError: if the variant has none; the asking process gets a refusal.
+    """
+    if variant not in services:
+        raise ConfigError(f"this verifier worker serves no such request for the variant {variant!r}")
+    return services[variant]
+
+
+def _rewards_of(context: WorkerContext, composed: Composed) -> _Rewards | None:
+    config = composed.config.reward
+    return None if config is None else _Rewards(context, composed, config)
+
+
+def _tools_of(context: WorkerContext, composed: Composed) -> _Tools | None:
+    config = composed.config.workflow
+    return _Tools(context, composed, config) if isinstance(config, ToolsConfig) else None
+
+
+def _environments_of(context: WorkerContext, composed: Composed) -> _Environments | None:
+    config = composed.config.workflow
+    return _Environments(composed, config) if isinstance(config, EnvironmentConfig) else None
 
 
 class _Rewards:
     """Scores answers. If the reward fails, the ticket fails."""
 
-    def __init__(self, context: WorkerContext, config: RewardConfig) -> None:
-        self._context = context
+    def __init__(self, context: WorkerContext, composed: Composed, config: RewardConfig) -> None:
         self._timeout_s = config.timeout_s
         self._answer_s = config.answer_cpu_s or 0.0
         self._num_logged = 0
-        composed = context.composed
         setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
         program = Program("the scoring process", guarded(reward.COMMAND), setup)
         self.children = ChildPool(program, composed.config.verifier.children)
 
     async def open(self, tasks: TaskGroup) -> None:
         await self.children.open(tasks)
-        await self._context.bus.serve(self._context.subject("score"), ScoreSamples, self._score)
 
-    async def _score(self, message: ScoreSamples) -> Scored:
+    async def score(self, message: ScoreSamples) -> Scored:
         with tracing.span("reward", message.traceparent, answers=len(message.completions)) as span:
             scored = await self._scored(message)
             if scored.error:
@@ -136,11 +202,10 @@ class _Rewards:
 class _Tools:
     """Calls tools in the sandbox. If a tool fails, the policy gets the error as the tool's answer."""
 
-    def __init__(self, context: WorkerContext, config: ToolsConfig) -> None:
-        self._context = context
+    def __init__(self, context: WorkerContext, composed: Composed, config: ToolsConfig) -> None:
         self._timeout_s = config.tool_timeout_s
         self._schemas = b""
-        run = context.composed.config
+        run = composed.config
         command = tools.command(config, run.sandbox, context.component_context.folder)
         program = Program(
             "the tool process",
@@ -154,13 +219,11 @@ class _Tools:
 
     async def open(self, tasks: TaskGroup) -> None:
         self._schemas = await self.children.open(tasks)
-        await self._context.bus.serve(self._context.subject("tools"), AskTools, self._list)
-        await self._context.bus.serve(self._context.subject("tool"), RunTool, self._call)
 
-    async def _list(self, _: AskTools) -> ToolList:
+    async def list(self) -> ToolList:
         return ToolList(self._schemas)
 
-    async def _call(self, message: RunTool) -> ToolDone:
+    async def call(self, message: RunTool) -> ToolDone:
         with tracing.span("tool", message.traceparent, tool=printable(message.name[:_LONGEST_NAME])) as span:
             done = await self._called(message)
             if done.answer.failed:
@@ -184,18 +247,16 @@ class _Tools:
 class _Environments:
     """Gets the environment's feedback to answers. If the environment fails, the ticket fails."""
 
-    def __init__(self, context: WorkerContext, config: EnvironmentConfig) -> None:
-        self._context = context
+    def __init__(self, composed: Composed, config: EnvironmentConfig) -> None:
         self._timeout_s = config.environment_timeout_s
         setup = environment.setup_frame(config.environment)
         program = Program("the environment process", guarded(environment.COMMAND), setup)
-        self.children = ChildPool(program, context.composed.config.verifier.children)
+        self.children = ChildPool(program, composed.config.verifier.children)
 
     async def open(self, tasks: TaskGroup) -> None:
         await self.children.open(tasks)
-        await self._context.bus.serve(self._context.subject("environment"), TellEnvironment, self._tell)
 
-    async def _tell(self, message: TellEnvironment) -> EnvironmentAnswer:
+    async def tell(self, message: TellEnvironment) -> EnvironmentAnswer:
         with tracing.span("environment", message.traceparent) as span:
             answer = await self._told(message)
             if answer.error:

@@ -20,6 +20,7 @@ from stretto.bus.messages import (
     ToolDone,
     ToolList,
 )
+from stretto.config import RunConfig
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import ConfigError, RewardError
 from stretto.tools import ToolAnswer, ToolsConfig
@@ -32,11 +33,14 @@ M = TypeVar("M", bound=Message)
 
 
 class VerifierClient:
-    """All verifier workers of the run. If one is lost, its requests are sent to another."""
+    """All verifier workers of the run, for one of its variants. If a worker is lost, its requests are sent to
+    another."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, router: Router, config: RunConfig, variant: str) -> None:
         self._context = context
-        self._router = Router(context, "verifier")
+        self._router = router
+        self._config = config
+        self._variant = variant
         self._schemas: list[dict[str, Any]] | None = None
         self._listing = anyio.Lock()
 
@@ -53,12 +57,16 @@ class VerifierClient:
         Raises:
             RewardError: if the run has no reward, or the reward failed.
         """
-        if self._context.composed.config.reward is None:
+        if self._config.reward is None:
             raise RewardError(
                 "the run has no `reward`, so its environment must return a reward for every conversation"
             )
         message = ScoreSamples(
-            msgspec.msgpack.encode(row), tuple(texts), msgspec.msgpack.encode(columns), traceparent
+            msgspec.msgpack.encode(row),
+            tuple(texts),
+            msgspec.msgpack.encode(columns),
+            traceparent,
+            self._variant,
         )
         answer = await self._ask("score", message, Scored)
         if answer.error:
@@ -71,11 +79,11 @@ class VerifierClient:
         Raises:
             ConfigError: if the config of the workflow does not extend `ToolsConfig`.
         """
-        if not isinstance(self._context.composed.config.workflow, ToolsConfig):
+        if not isinstance(self._config.workflow, ToolsConfig):
             raise ConfigError("this workflow has no tools: its config must extend `ToolsConfig`")
         async with self._listing:
             if self._schemas is None:
-                answer = await self._ask("tools", AskTools(), ToolList)
+                answer = await self._ask("tools", AskTools(variant=self._variant), ToolList)
                 self._schemas = msgspec.msgpack.decode(answer.schemas, type=list[dict[str, Any]])
         return self._schemas
 
@@ -86,7 +94,7 @@ class VerifierClient:
             ConfigError: if the config of the workflow does not extend `ToolsConfig`.
         """
         await self.tools()
-        message = RunTool(name, json.dumps(arguments).encode(), traceparent)
+        message = RunTool(name, json.dumps(arguments).encode(), traceparent, self._variant)
         return (await self._ask("tool", message, ToolDone)).answer
 
     async def feedback(self, question: Mapping[str, Any], *, traceparent: str = "") -> Feedback:
@@ -96,9 +104,9 @@ class VerifierClient:
             ConfigError: if the config of the workflow does not extend `EnvironmentConfig`.
             RewardError: if the environment raised, took too long, or returned a value that is not allowed.
         """
-        if not isinstance(self._context.composed.config.workflow, EnvironmentConfig):
+        if not isinstance(self._config.workflow, EnvironmentConfig):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
-        message = TellEnvironment(msgspec.msgpack.encode(question), traceparent)
+        message = TellEnvironment(msgspec.msgpack.encode(question), traceparent, self._variant)
         answer = await self._ask("environment", message, EnvironmentAnswer)
         if answer.error:
             raise RewardError(answer.error)
@@ -115,5 +123,5 @@ class VerifierClient:
                     message,
                     kind,
                     who=verifier,
-                    deadline_s=context.composed.config.workflow.timeout_s,
+                    deadline_s=self._config.workflow.timeout_s,
                 )

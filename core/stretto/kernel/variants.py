@@ -1,0 +1,129 @@
+"""The variants of an A/B test in the kernel: which ticket gets which variant, and what became of them. No
+I/O."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from stretto.bus.messages import GroupDone, Member
+from stretto.records.accuracy import Estimate
+from stretto.records.intervals import Moments, difference_of, mean_of
+
+__all__ = ["Account", "VariantAccount", "VariantAccounts", "figures_of", "variant_of"]
+
+Account = Literal["issued", "trained", "filtered", "expired", "failed"]
+
+_MOST_FIGURES = 64
+"""Maximum number of figures of a variant. Rewards name their metrics, and may name ever new ones."""
+
+
+class VariantAccount(msgspec.Struct):
+    """What became of one variant's tickets. Those that are missing from `issued` are in flight."""
+
+    issued: int = 0
+    trained: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+    figures: dict[str, Moments] = {}
+    """Figures of the finished groups, trained or not: one value for each group."""
+
+
+class VariantAccounts:
+    """The variants of a run and their accounts. Without variants, every ticket has the name `""` and nothing
+    is counted."""
+
+    def __init__(self, seed: int, weights: Mapping[str, float]) -> None:
+        self._seed = seed
+        self.weights = weights
+        self.accounts = {name: VariantAccount() for name in weights}
+
+    def restore(self, accounts: Mapping[str, VariantAccount]) -> None:
+        """Take over the accounts of a former kernel."""
+        self.accounts |= {name: _copy(account) for name, account in accounts.items() if name in self.accounts}
+
+    def snapshot(self) -> dict[str, VariantAccount]:
+        """Return the accounts for `restore`."""
+        return {name: _copy(account) for name, account in self.accounts.items()}
+
+    def of(self, ticket: int) -> str:
+        """Return the variant of a training ticket."""
+        return variant_of(self._seed, ticket, self.weights) if self.weights else ""
+
+    def count(self, ticket: int, account: Account) -> None:
+        """A training ticket is issued, or has ended in an account."""
+        if self.weights:
+            counts = self.accounts[self.of(ticket)]
+            setattr(counts, account, getattr(counts, account) + 1)
+
+    def observe(self, group: GroupDone) -> None:
+        """A training ticket has its group. It is called once for each ticket."""
+        if not self.weights:
+            return
+        figures = self.accounts[self.of(group.ticket)].figures
+        for name, value in {**figures_of(group.members), "seconds": group.seconds}.items():
+            if name in figures or len(figures) < _MOST_FIGURES:
+                figures.setdefault(name, Moments()).add(value)
+
+    def estimates(self) -> dict[str, dict[str, Estimate]]:
+        """Return the mean of every figure over the groups of each variant."""
+        return {
+            name: {figure: mean_of(moments) for figure, moments in sorted(account.figures.items())}
+            for name, account in self.accounts.items()
+        }
+
+    def differences(self) -> dict[str, dict[str, Estimate]]:
+        """Return how the means of each variant but the first differ from those of the first."""
+        if not self.accounts:
+            return {}
+        first, *others = self.accounts
+        base = self.accounts[first].figures
+        return {
+            name: {
+                figure: difference_of(moments, base[figure])
+                for figure, moments in sorted(self.accounts[name].figures.items())
+                if figure in base
+            }
+            for name in others
+        }
+
+
+def variant_of(seed: int, ticket: int, weights: Mapping[str, float]) -> str:
+    """Return the variant of a ticket, drawn by weight. It depends on nothing else, so that every attempt of
+    the ticket and every repetition of the run have the same variant."""
+    digest = hashlib.sha256(f"{seed}/variant/{ticket}".encode()).digest()
+    place = int.from_bytes(digest[:8], "little") / 2**64 * sum(weights.values())
+    for name, weight in weights.items():
+        place -= weight
+        if place < 0:
+            return name
+    return list(weights)[-1]  # the differences were rounded
+
+
+def figures_of(members: tuple[Member, ...]) -> dict[str, float]:
+    """Return the figures of one group: its mean reward, mean metrics, and mean length of its trajectories."""
+    samples = [member for member in members if not member.part]
+    names = {name for member in samples for name in member.metrics}
+    metrics = {
+        f"reward/{name}": _mean([each.metrics[name] for each in samples if name in each.metrics])
+        for name in sorted(names)
+    }
+    return {
+        "reward": _mean([member.reward for member in samples]),
+        **metrics,
+        "length": _mean([member.sampled for member in members]),
+        "truncated": _mean([float(member.finish == "length") for member in members]),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _copy(account: VariantAccount) -> VariantAccount:
+    figures = {name: msgspec.structs.replace(moments) for name, moments in account.figures.items()}
+    return msgspec.structs.replace(account, figures=figures)

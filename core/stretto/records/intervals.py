@@ -1,0 +1,88 @@
+"""Means and their 95 % intervals, from figures that are counted one after the other.
+
+The intervals are Student's: mean ± t s / √n. The interval of a difference is Welch's, which does not expect
+the two standard deviations to be equal (Welch 1947, doi 10.1093/biomet/34.1-2.28). Both expect the values to
+be independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from stretto.records.accuracy import Estimate
+
+__all__ = ["Moments", "difference_of", "mean_of", "t_quantile"]
+
+_Z = 1.959964
+"""97.5 % quantile of the normal distribution."""
+_FEW_DEGREES = {1: 12.7062, 2: 4.3027}
+"""97.5 % quantiles of Student's distribution for which the expansion is not exact enough."""
+
+
+class Moments(msgspec.Struct):
+    """Number, mean and spread of values, without the values (Welford 1962)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of the squared distances from the mean."""
+
+    def add(self, value: float) -> None:
+        """Take in one value."""
+        self.count += 1
+        distance = value - self.mean
+        self.mean += distance / self.count
+        self.squares += distance * (value - self.mean)
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Moments:
+        """Return the moments of some values."""
+        moments = Moments()
+        for value in values:
+            moments.add(value)
+        return moments
+
+    @property
+    def variance_of_mean(self) -> float:
+        """s² / n. Expects at least two values."""
+        return self.squares / (self.count - 1) / self.count
+
+
+def mean_of(moments: Moments) -> Estimate:
+    """Return the mean of the values with its interval. Expects at least one value."""
+    ci95 = None
+    if moments.count > 1:
+        ci95 = t_quantile(moments.count - 1) * math.sqrt(moments.variance_of_mean)
+    return Estimate(moments.mean, ci95)
+
+
+def difference_of(first: Moments, second: Moments) -> Estimate:
+    """Return the mean of `first` minus that of `second`, with Welch's interval; none if one of them has a
+    single value. Expects at least one value of each."""
+    if min(first.count, second.count) < 2:
+        return Estimate(first.mean - second.mean, None)
+    variances = [(each.variance_of_mean, each.count - 1) for each in (first, second)]
+    variance = math.fsum(each for each, _ in variances)
+    scaled = math.fsum(each**2 / degrees for each, degrees in variances)
+    degrees = variance**2 / scaled if scaled else math.inf  # equal values have no spread
+    return Estimate(first.mean - second.mean, t_quantile(degrees) * math.sqrt(variance))
+
+
+def t_quantile(degrees: float) -> float:
+    """Return the 97.5 % quantile of Student's distribution, to 0.2 %.
+
+    From three degrees of freedom on, this is the expansion of Abramowitz and Stegun (1964), 26.7.5. Below,
+    the degrees are rounded down, which makes the interval wider.
+    """
+    if degrees < 3:
+        return _FEW_DEGREES[max(1, int(degrees))]
+    terms = (
+        (_Z**3 + _Z) / 4,
+        (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96,
+        (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384,
+        (79 * _Z**9 + 776 * _Z**7 + 1482 * _Z**5 - 1920 * _Z**3 - 945 * _Z) / 92160,
+    )
+    return _Z + math.fsum(term / degrees**power for power, term in enumerate(terms, 1))
