@@ -6,14 +6,26 @@ the name of its role, and a user can also start a worker by hand.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import msgspec
 
 from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Problem, Share
 
-__all__ = ["ROLES", "Handle", "Job", "Launcher", "LauncherConfig", "Resources", "Role", "thread_variables"]
+__all__ = [
+    "ROLES",
+    "Handle",
+    "Job",
+    "Launcher",
+    "LauncherConfig",
+    "Resources",
+    "Role",
+    "thread_variables",
+    "visible_gpus",
+]
 
 Role = Literal["trainer", "inference", "rollout", "verifier"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -116,3 +128,11 @@ def thread_variables(resources: Resources) -> dict[str, str]:
     threads = {f"{library}_NUM_THREADS": str(resources.threads) for library in libraries}
     # Idle OpenMP threads that spin would slow other processes down by a factor of about ten.
     return threads | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that processes on this machine may use, named as in CUDA_VISIBLE_DEVICES."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    devices = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+    return sorted((match[1] for match in devices if match), key=int)

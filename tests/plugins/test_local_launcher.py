@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.launcher import Job, Resources
-from stretto_local import place, visible_gpus
+from stretto.launcher import Job, Resources, visible_gpus
+from stretto_local import place
 
 
 def job(worker: str, gpus: int, share: float = 1.0) -> Job:

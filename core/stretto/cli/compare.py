@@ -23,7 +23,7 @@ from stretto.records.answers import read_answers
 from stretto.records.run import RunRecord
 from stretto.records.values import dotted_values
 
-__all__ = ["Comparison", "compare_runs", "comparison_tables"]
+__all__ = ["Comparison", "RunFigures", "compare_runs", "comparison_tables", "run_figures"]
 
 _LAST = 10
 """Number of newest steps over which the figures of steps are means."""
@@ -111,7 +111,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
     Raises:
         ConfigError: if the files of a run are damaged.
     """
-    figures = [_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
+    figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     return Comparison(
         runs=figures,
         differences=_differences([run.document for run in runs]),
@@ -122,7 +122,15 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
     )
 
 
-def _figures(run: RunRecord, label: str) -> RunFigures:
+def run_figures(run: RunRecord, label: str) -> RunFigures:
+    """Return the figures of one run.
+
+    Args:
+        label: its name for people.
+
+    Raises:
+        ConfigError: if the run's files are damaged.
+    """
     last = run.steps[-1] if run.steps else {}
     ledger: Mapping[str, int] = last.get("ledger", {})
     evaluated = [line for line in run.evaluations if line[ACCURACY] is not None]

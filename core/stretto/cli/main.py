@@ -180,6 +180,62 @@ def resume(
 
 
 @app.command(cls=_WithOverrides)
+def sweep(
+    file: RunFile,
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE,VALUE...]...",
+            help="Values of keys of the run file, for example training.lr=1e-4,3e-4. A key with one value "
+            "has it in every run.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Seeds: every combination of values runs with each.", metavar="1,2,3")
+    ] = None,
+    jobs: Annotated[
+        str,
+        typer.Option(
+            help="Most runs at once; auto: as many as this machine has cores, memory and GPUs for.",
+            metavar="auto|N",
+        ),
+    ] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The sweep's folder; default runs/sweep-NAME.", metavar="FOLDER"),
+    ] = None,
+) -> None:
+    """Train with every combination of values and seeds, and compare the results.
+
+    Each run has its own processes and its own folder. The same command again skips complete runs, resumes
+    others, and begins the rest; other values extend the sweep.
+    """
+    from stretto.cli.sweep import Sweep, default_folder
+    from stretto.cli.sweep_grid import grid
+    from stretto.cli.sweep_report import report_of, report_tables, write_report
+    from stretto.cli.sweep_view import SweepView
+
+    if jobs != "auto" and not (jobs.isdecimal() and int(jobs)):
+        raise ConfigError(f"--jobs {jobs}: expected auto, or a number of runs of at least 1")
+    runs = grid(values or (), seeds)
+    folder = (out or default_folder(file, runs[0])).expanduser().absolute()
+    planned = Sweep(file, runs, folder)
+    planned.check(lambda warning: typer.echo(f"warning: {printable(warning)}", err=True))
+    view = SweepView(folder, list(planned.runs))
+    exit_status = planned.run(None if jobs == "auto" else int(jobs), view)
+    report = report_of(folder, planned.planned())
+    write_report(folder, report)
+    for title, table in report_tables(report):
+        typer.echo(title)
+        _print_table(table)
+        typer.echo("")
+    if exit_status == 130:
+        typer.echo("interrupted; the same command again goes on")
+    typer.echo(f"see {folder}")
+    raise typer.Exit(exit_status)
+
+
+@app.command(cls=_WithOverrides)
 def evaluate(
     source: Annotated[
         str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model folder, or a hub id.")
@@ -599,19 +655,15 @@ def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> C
     Raises:
         ConfigError: for every error; also for every fault of this machine's environment if `starting`.
     """
-    from stretto.cli.checks import problems
+    from stretto.cli.checks import faults_and_warnings
 
     for notice in composed.notices:
         typer.echo(f"note: {notice}", err=True)
-    fatal: list[str] = []
-    for problem in problems(composed, starting=starting, resumed=resumed):
-        if problem.severity == "error" or (problem.severity == "environment" and starting):
-            fatal.append(f"{composed.place(problem.path)}: {composed.redact(problem.message)}")
-        else:
-            message = printable(composed.redact(problem.message))
-            typer.echo(f"warning: {composed.place(problem.path)}: {message}", err=True)
-    if fatal:
-        raise ConfigError("\n".join(fatal))
+    faults, warnings = faults_and_warnings(composed, starting=starting, resumed=resumed)
+    for warning in warnings:
+        typer.echo(f"warning: {printable(warning)}", err=True)
+    if faults:
+        raise ConfigError("\n".join(faults))
     return composed
 
 

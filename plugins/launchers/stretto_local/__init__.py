@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from anyio.abc import Process
 
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
 from stretto.errors import LaunchError
-from stretto.launcher import Job, thread_variables
+from stretto.launcher import Job, thread_variables, visible_gpus
 
-__all__ = ["LocalHandle", "LocalLauncher", "place", "visible_gpus"]
+__all__ = ["LocalHandle", "LocalLauncher", "place"]
 
 
 class LocalHandle:
@@ -162,14 +161,6 @@ def _shortage(job: Job, visible: int, fitting: int) -> str:
 
 def _gpus(count: int) -> str:
     return {0: "no GPU", 1: "1 GPU"}.get(count, f"{count} GPUs")
-
-
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that processes on this machine may use, named as in CUDA_VISIBLE_DEVICES."""
-    if "CUDA_VISIBLE_DEVICES" in environment:
-        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    devices = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
-    return sorted((match[1] for match in devices if match), key=int)
 
 
 @hookimpl
