@@ -8,15 +8,30 @@ Its methods may block and may raise: the run neither waits for them nor ends wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
 
 import msgspec
 
-from stretto.component import Context, PositiveFloat
+from stretto.component import Context, NonNegativeInt, PositiveFloat, PositiveInt
 
-__all__ = ["Sent", "Tracker", "TrackerConfig", "figures", "kept_id", "tracker_folder"]
+__all__ = [
+    "SAMPLE_FIELDS",
+    "Sent",
+    "Tracker",
+    "TrackerConfig",
+    "figures",
+    "kept_id",
+    "sample_cells",
+    "tracker_folder",
+]
+
+SAMPLE_FIELDS = (
+    *("id", "purpose", "step", "reward", "metrics", "staleness", "finish", "length"),
+    *("prompt_text", "text"),
+)
+"""Fields of a sample that trackers get; `docs/samples.md` says what they mean."""
 
 
 class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +51,10 @@ class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ) = None
     """Name of the tracker's folder in the run's folder `trackers`; default: the tracker's name. Two trackers
     of one name need different folders."""
+    samples: NonNegativeInt = 4
+    """Number of kept samples that the tracker gets of a step and of an evaluation; 0 for none."""
+    samples_every: PositiveInt = 10
+    """The tracker gets samples of every step whose number is a multiple of this, and of every evaluation."""
     finish_s: PositiveFloat = 30.0
     """Seconds that the end of the run waits for the tracker. `stretto track` sends what is left then."""
 
@@ -52,14 +71,18 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     """The newest step; 0 if there is none."""
     evaluation: int = -1
     """The newest version whose evaluation it has received; -1 if there is none."""
+    samples: int = 0
+    """The newest step whose samples it has received; 0 if there is none."""
+    evaluation_samples: int = -1
+    """The newest version of whose evaluation it has received samples; -1 if there is none."""
 
 
 class Tracker(Protocol):
     """A tracker. Its process makes it once, and calls its methods one after the other, in one thread.
 
     The process notes what it has sent. It may be killed after a call and before the note: the next process
-    then sends the same step or evaluation again. A tracker makes this harmless: it returns from `start` what
-    it has, or it overwrites or skips what comes a second time.
+    then sends the same step, evaluation or samples again. A tracker makes this harmless: it returns from
+    `start` what it has, or it overwrites or skips what comes a second time.
 
     An exception ends the process. The kernel starts it again some times, with growing pauses.
     """
@@ -73,8 +96,8 @@ class Tracker(Protocol):
             resumed_at: what a former process of this tracker has surely sent; None for the first one.
 
         Returns:
-            What the tracker has received, if it can find out; the next steps and evaluations follow that.
-            None to go on after `resumed_at`.
+            What the tracker has received, if it can find out; the next steps, evaluations and samples follow
+            that. None to go on after `resumed_at`.
         """
         ...
 
@@ -92,6 +115,19 @@ class Tracker(Protocol):
         """Send one piece of advice, as `summary.json` shows it, when it is given and when it is withdrawn;
         `until` is None while it is open. It comes after its step, and may come a second time after a
         kill."""
+        ...
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send a few samples of one step, or of one evaluation.
+
+        They come some time after its line, in the order of their steps; those of evaluations, in the order of
+        their versions. Models wrote the texts: they are printable and of bounded length, and where they are
+        shown as Markdown or HTML, the tracker escapes them.
+
+        Args:
+            rows: one or more, with the fields `SAMPLE_FIELDS`; `purpose` and `step` are those of all rows.
+                The rewards rise from the lowest of the step to its highest.
+        """
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -117,6 +153,13 @@ def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if is_number and name not in ("step", "time"):
             yield name, value
+
+
+def sample_cells(row: Mapping[str, Any]) -> list[str | float | None]:
+    """Return a sample as cells of a table with the columns `SAMPLE_FIELDS`. `metrics` becomes JSON."""
+    return [
+        msgspec.json.encode(row[name]).decode() if name == "metrics" else row[name] for name in SAMPLE_FIELDS
+    ]
 
 
 def kept_id(config: TrackerConfig, context: Context, make: Callable[[], str]) -> str:

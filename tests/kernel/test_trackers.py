@@ -27,6 +27,7 @@ class Bad:
         {deed}
     def evaluation(self, metrics): pass
     def advice(self, advice): pass
+    def samples(self, rows): pass
     def finish(self, summary): pass
 
 @hookimpl

@@ -7,8 +7,10 @@ stops the process between sending and noting, which is the worst moment to kill 
 from __future__ import annotations
 
 import csv
+import html
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -19,9 +21,11 @@ from typing import Any
 import pytest
 import yaml
 
+from kept_samples import Kept
 from stretto.assembly.compose import compose
 from stretto.children.tracker import Mode, command, cursor_file
 from stretto.cli.track import track_run
+from stretto.errors import printable
 from stretto.kernel.changes import write_values
 from stretto.kernel.metrics_file import MetricsFile
 from stretto_wandb.offline import history_rows
@@ -29,12 +33,19 @@ from stretto_wandb.offline import history_rows
 Point = tuple[int, float]
 Curves = tuple[list[Point], list[Point]]
 """(step, reward) of the steps, and (version, accuracy) of the evaluations, as a tracker's reader has them."""
+Texts = list[tuple[str, int, list[str], str]]
+"""Purpose, step, ids and last answer of the samples of each time, as a tracker's reader has them."""
+
+HOSTILE = "=1+1 <script>alert(1)</script> [x](javascript:alert(1)) ![y](//host/z)\n</code>\n\x1b[2J"
+SHOWN = printable(HOSTILE)
 
 
 class Kernel:
     """Writes the files of a run, and starts the process of its tracker."""
 
-    def __init__(self, folder: Path, tracker: str, plugins: tuple[str, ...] = (), **section: Any) -> None:
+    def __init__(
+        self, folder: Path, tracker: str, plugins: tuple[str, ...] = (), keep: str = "all", **section: Any
+    ) -> None:
         self.folder = folder
         self.name = tracker
         self.metrics = MetricsFile(folder)
@@ -52,10 +63,12 @@ class Kernel:
             "reward": "exact",
             "dataset": {"use": "jsonl", "path": str(folder / "rows.jsonl")},
             "plugins": list(plugins),
+            "samples": {"keep": keep},
             "trackers": [{"use": tracker, **section}],
         }
         file.write_text(yaml.safe_dump(document))
         write_values(folder, compose(file))
+        self.kept = Kept(folder)
 
     @property
     def own(self) -> Path:
@@ -69,6 +82,14 @@ class Kernel:
     def evaluation(self, version: int, accuracy: float) -> None:
         figures = {"evaluation/accuracy": accuracy, "evaluation/samples": 10, "evaluation/failed": 0}
         self.metrics.append({"step": version, "time": 1_700_000_000.5 + version, "time_s": 1.0, **figures})
+
+    def samples(self, *steps: int, evaluations: tuple[int, ...] = ()) -> None:
+        """The sample writer writes two samples of each of these steps and versions."""
+        for step in steps:
+            self.kept.trained_group(step, HOSTILE)
+        for version in evaluations:
+            self.kept.group(version, purpose="eval", text=HOSTILE, version=version)
+        self.kept.flush()
 
     def end(self) -> None:
         """The run ends."""
@@ -180,7 +201,7 @@ def wandb_curves(kernel: Kernel) -> Curves:
     """From the files of all processes, merged in the order in which `wandb sync` sends them."""
     run_id = (kernel.own / "id").read_text()
     files = sorted(kernel.own.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
-    assert len(files) == 2  # one for each process
+    assert len(files) == 3  # one for each process
     rows = [row for file in files for row in history_rows(file)]
     return (
         [(row["step"], row["reward"]) for row in rows if "reward" in row],
@@ -213,6 +234,90 @@ def trackio_curves(kernel: Kernel) -> Curves:
     )
 
 
+def csv_samples(kernel: Kernel) -> Texts:
+    times: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for row in rows_of(kernel.own / "samples.csv"):
+        times.setdefault((row["purpose"], row["step"]), []).append(row)
+    return [
+        (purpose, int(step), [row["id"] for row in rows], rows[-1]["text"].removeprefix("'"))  # no formula
+        for (purpose, step), rows in times.items()
+    ]
+
+
+def tensorboard_samples(kernel: Kernel) -> Texts:
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+    from tensorboard.plugins.text.text_plugin import text_array_to_html
+    from tensorboard.util.tensor_util import make_ndarray
+
+    def texts(part: str, purpose: str) -> Iterator[tuple[str, int, list[str], str]]:
+        events = EventAccumulator(str(kernel.own / "samples" / part))
+        events.Reload()
+        for event in events.Tensors("samples/text_summary"):
+            page = str(text_array_to_html(make_ndarray(event.tensor_proto), enable_markdown=True))
+            assert not re.search("<(script|a|img)", page)
+            text = html.unescape(page.partition("<code>")[2].partition("</code>")[0])
+            yield (
+                purpose,
+                event.step,
+                re.findall(r"^id: (\S+)", text, re.M),
+                text.split("--- answer\n")[-1][:-1],
+            )
+
+    return [*texts("train", "train"), *texts("evaluation", "eval")]
+
+
+def wandb_samples(kernel: Kernel) -> Texts:
+    run_id = (kernel.own / "id").read_text()
+    found: Texts = []
+    for folder in sorted(kernel.own.glob(f"wandb/offline-run-*-{run_id}")):
+        for row in history_rows(folder / f"run-{run_id}.wandb"):
+            for name in ("samples/train", "samples/evaluation"):
+                if f"{name}.path" in row:
+                    table = json.loads((folder / "files" / row[f"{name}.path"]).read_bytes())
+                    found.append(of_table(table, row[f"{name}_step"]))
+    return found
+
+
+def of_table(table: dict[str, Any], step: int) -> tuple[str, int, list[str], str]:
+    rows = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    assert {row["step"] for row in rows} == {step}
+    return rows[0]["purpose"], step, [row["id"] for row in rows], rows[-1]["text"]
+
+
+def mlflow_samples(kernel: Kernel) -> Texts:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(str(kernel.folder / "store"))
+    run_id = (kernel.own / "id").read_text()
+    found: Texts = []
+    for file in client.list_artifacts(run_id, "samples"):
+        table = json.loads(Path(client.download_artifacts(run_id, file.path)).read_bytes())
+        found.append(of_table(table, int(file.path[-11:-5])))
+    return found
+
+
+def trackio_samples(kernel: Kernel) -> Texts:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    found: Texts = []
+    for row in SQLiteStorage.get_logs("stretto", (kernel.own / "id").read_text()):
+        for name in ("samples/train", "samples/evaluation"):
+            if name in row:
+                rows = row[name]["_value"]
+                found.append(
+                    (rows[0]["purpose"], row["step"], [each["id"] for each in rows], rows[-1]["text"])
+                )
+    return found
+
+
+SAMPLES: dict[str, Callable[[Kernel], Texts]] = {
+    "csv": csv_samples,
+    "tensorboard": tensorboard_samples,
+    "wandb": wandb_samples,
+    "mlflow": mlflow_samples,
+    "trackio": trackio_samples,
+}
+
 READERS: dict[str, Callable[[Kernel], Curves]] = {
     "csv": csv_curves,
     "tensorboard": tensorboard_curves,
@@ -235,10 +340,13 @@ def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
 
 
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer:DeprecationWarning")  # TensorBoard imports it
 @pytest.mark.parametrize("tracker", READERS)
-def test_every_step_and_evaluation_arrives_once(tracker: str, kernel_of: Callable[..., Kernel]) -> None:
-    """Also after a kill between sending and noting, and after the run was resumed from an older step."""
-    kernel = kernel_of(tracker, **({"mode": "offline"} if tracker == "wandb" else {}))
+def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel]) -> None:
+    """Also after kills between sending and noting, and after the run was resumed from an older step. Samples
+    come later than their line."""
+    more = {"mode": "offline"} if tracker == "wandb" else {}
+    kernel = kernel_of(tracker, samples=2, samples_every=4, **more)
     kernel.evaluation(0, 0.25)
     kernel.start()
     for step in range(1, 6):
@@ -261,6 +369,11 @@ def test_every_step_and_evaluation_arrives_once(tracker: str, kernel_of: Callabl
     kernel.step(8, 1.0)
     kernel.evaluation(8, 1.0)
     kernel.until_noted(step=8, evaluation=8)
+
+    kernel.kill_before_note(lambda: kernel.samples(4))
+    kernel.start()
+    kernel.samples(6, 8, evaluations=(0, 3, 8))  # none of version 5 are kept, and step 6 is not due
+    kernel.until_noted(samples=8, evaluation_samples=8)
     kernel.end()
     assert kernel.wait() == 0, kernel.output()
 
@@ -269,6 +382,10 @@ def test_every_step_and_evaluation_arrives_once(tracker: str, kernel_of: Callabl
         steps[4] = (5, 0.625)
     assert steps == [(step, step / 8) for step in range(1, 9)]
     assert evaluations == [(0, 0.25), (3, 0.5), (5, 0.625), (8, 1.0)]
+    assert sorted(SAMPLES[tracker](kernel)) == [
+        *(("eval", step, [f"eval-{step}/1/0", f"eval-{step}/1/1"], SHOWN) for step in (0, 3, 8)),
+        *(("train", step, [f"{step}/1/0", f"{step}/1/1"], SHOWN) for step in (4, 8)),
+    ]
 
 
 def test_a_process_ends_with_its_kernel_and_track_sends_the_rest(
@@ -314,6 +431,7 @@ def test_errors_show_no_secrets(
         "    def step(self, metrics): pass\n"
         "    def evaluation(self, metrics): pass\n"
         "    def advice(self, advice): pass\n"
+        "    def samples(self, rows): pass\n"
         "    def finish(self, summary): pass\n"
         "@hookimpl\n"
         "def stretto_tracker():\n"
@@ -328,14 +446,28 @@ def test_errors_show_no_secrets(
 
 
 def test_a_torn_row_is_cut_off(kernel_of: Callable[..., Kernel]) -> None:
-    kernel = kernel_of("csv")
+    kernel = kernel_of("csv", samples_every=2)
     kernel.own.mkdir(parents=True)
     (kernel.own / "steps.csv").write_text("step,time,reward\n1,1.0,0.125\n2,2.0,0.")
+    (kernel.own / "samples.csv").write_text('id,purpose,step,text\n2/1/0,train,2,"a\nb"\n2/1/1,tra')
     kernel.step(1, 0.125)
     kernel.step(2, 0.25)
+    kernel.samples(2)
     kernel.end()
     assert track_run(kernel.folder) == []
     assert [row["reward"] for row in rows_of(kernel.own / "steps.csv")] == ["0.125", "0.25"]
+    assert [row["id"] for row in rows_of(kernel.own / "samples.csv")] == ["2/1/0", "2/1/1"]
+    assert {row["text"] for row in rows_of(kernel.own / "samples.csv")} == {f"'{SHOWN}"}
+
+
+def test_a_run_that_keeps_no_samples_sends_none(kernel_of: Callable[..., Kernel]) -> None:
+    kernel = kernel_of("csv", keep="none", samples_every=1)
+    kernel.step(1, 0.125)
+    kernel.samples(1)  # of a time in which it did
+    kernel.end()
+    assert track_run(kernel.folder) == []
+    assert [row["step"] for row in rows_of(kernel.own / "steps.csv")] == ["1"]
+    assert not (kernel.own / "samples.csv").exists()
 
 
 def test_a_long_offline_run_of_wandb_is_read_over_its_blocks(kernel_of: Callable[..., Kernel]) -> None:

@@ -180,6 +180,7 @@ def test_plugins_and_trackers_follow_a_run(start: Start, tmp_path: Path) -> None
                     track(f"step {{metrics['step']}}")
                 def evaluation(self, metrics): track(f"evaluation {{metrics['step']}}")
                 def advice(self, advice): pass
+                def samples(self, rows): pass
                 def finish(self, summary): track(f"end {{summary['status']}}")
 
             @hookimpl

@@ -9,36 +9,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sample_messages import done, failed, record, retired, trained, trajectories
+from kept_samples import Kept
+from sample_messages import failed, record, retired, trained
 from stretto.errors import ConfigError
 from stretto.records.sample_files import segments_in
 from stretto.records.samples import SampleFilter, SampleStore
-from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter
-
-
-class Kept:
-    """Messages that a joiner takes in and writes as segments below `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.segments = SegmentWriter(folder / "samples")
-        self.joiner = Joiner(1)
-        self.sequence = 0
-
-    def add(self, *messages: Any) -> None:
-        for message in messages:
-            self.sequence += 1
-            self.joiner.add(self.sequence, message)
-
-    def group(self, ticket: int, attempt: int = 1, purpose: Any = "train", **facts: Any) -> None:
-        bundle, kept = trajectories(ticket, attempt, purpose, **facts), record(ticket, attempt, purpose)
-        self.add(bundle, kept, done(bundle, kept))
-
-    def flush(self) -> None:
-        for kind, table in self.joiner.take().items():
-            if len(table):
-                self.segments.write(kind, table)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The process of one tracker: it sends the lines of `metrics.jsonl`, which is its queue.
+"""The process of one tracker: it sends the lines of `metrics.jsonl`, which is its queue, and some samples.
 
 `python -m stretto.children.tracker MODE RUN NAME`: NAME is the tracker's folder in the run's folder
 `trackers`. In the mode `follow` the process is a child of the kernel, and follows the run until the kernel
@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -32,7 +32,9 @@ import structlog
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import context_of
+from stretto.bus.messages import Purpose
 from stretto.bus.server import run_id, write_private
+from stretto.children.tracked_samples import settled_samples
 from stretto.errors import ConfigError, StrettoError, offer
 from stretto.records.metrics import is_evaluation
 from stretto.records.run import RunRecord
@@ -45,6 +47,10 @@ log = structlog.get_logger()
 Mode = Literal["follow", "send"]
 
 _POLL_S = 0.5
+_LOOK_S = 2.0
+"""Seconds between two looks for samples."""
+_LOOK_SHARE = 0.2
+"""Most part of the process's time that it spends with looks for samples."""
 _BLOCK = 100
 """Number of lines that are sent between two writes of the cursor, if as many are there."""
 _NICENESS = 10
@@ -73,11 +79,20 @@ class _Cursor(Sent, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _LineSender:
-    """Sends the lines of one run that the cursor has not passed to a tracker."""
+    """Sends the lines of one run that the cursor has not passed to a tracker, and samples.
 
-    def __init__(self, run: RunRecord, file: Path) -> None:
+    Args:
+        file: the cursor.
+        samples: number of samples of each step that is due, and of each evaluation.
+        samples_every: samples are due of every step whose number is a multiple of this.
+    """
+
+    def __init__(self, run: RunRecord, file: Path, *, samples: int, samples_every: int) -> None:
         self._run = run
         self._file = file
+        self._samples = samples
+        self._samples_every = samples_every
+        self._next_look = 0.0
         self._cursor = _Cursor()
         self._began = file.exists()
         if self._began:
@@ -91,17 +106,25 @@ class _LineSender:
     def has_news(self) -> bool:
         """Whether there is anything to send."""
         summary = self._run.summary
-        return bool(self._news() or (summary is not None and _digest(summary) != self._cursor.summary))
+        is_over = summary is not None and _digest(summary) != self._cursor.summary
+        return is_over or bool(self._news() or any(due for _, due in self._due_samples()))
 
     def start(self, tracker: Tracker) -> None:
         """Start the tracker, and go on after what it has."""
         resumed_at = Sent(step=self._cursor.step, evaluation=self._cursor.evaluation)
         has = tracker.start(self._run.document, resumed_at if self._began else None)
         if has is not None:
-            self._move(step=has.step, evaluation=has.evaluation)
+            self._move(**msgspec.structs.asdict(has))
 
-    def send_news(self, tracker: Tracker) -> bool:
-        """Send the new lines, and the summary if the run has one. Returns whether it has one."""
+    def send_news(self, tracker: Tracker, *, is_over: bool) -> bool:
+        """Send the new lines, the samples that are there, and the summary if the run has one.
+
+        Args:
+            is_over: whether the run writes nothing any more, also without a summary.
+
+        Returns:
+            Whether the run has a summary.
+        """
         self._run.refresh()
         summary = self._run.summary  # read before the lines: all lines are older than the summary
         news = self._news()
@@ -116,6 +139,8 @@ class _LineSender:
                     _send_step(tracker, line)
                     step = line["step"]
             self._move(step=step, evaluation=evaluation)
+        # The kernel writes the summary when the sample writer has ended.
+        self._send_samples(tracker, complete=is_over or summary is not None)
         if summary is None:
             return False
         tracker.finish(summary)
@@ -134,9 +159,39 @@ class _LineSender:
         new_evaluations = evaluations[bisect_right(evaluations, self._cursor.evaluation, key=_step) :]
         return sorted([*new_steps, *new_evaluations], key=lambda line: (line["step"], is_evaluation(line)))
 
+    def _send_samples(self, tracker: Tracker, *, complete: bool) -> None:
+        """Send the samples that are due and settled."""
+        start = time.monotonic()
+        if not complete and start < self._next_look:
+            return
+        for purpose, due in self._due_samples():
+            if not due:
+                continue
+            for step, rows in settled_samples(
+                self._run.folder, purpose, due, self._samples, complete=complete
+            ):
+                if rows:
+                    tracker.samples(rows)
+                self._move(**{_SAMPLES_SENT[purpose]: step})
+        now = time.monotonic()
+        self._next_look = now + max(_LOOK_S, (now - start) / _LOOK_SHARE)
+
+    def _due_samples(self) -> Iterator[tuple[Purpose, list[int]]]:
+        """Yield the steps whose samples are due, and the versions of evaluations."""
+        if not self._samples:
+            return
+        steps, evaluations = map(_step, self._run.steps), map(_step, self._run.evaluations)
+        every, sent = self._samples_every, self._cursor
+        yield "train", [step for step in steps if step > sent.samples and step % every == 0]
+        yield "eval", [version for version in evaluations if version > sent.evaluation_samples]
+
     def _move(self, **changes: Any) -> None:
         self._cursor = msgspec.structs.replace(self._cursor, **changes)
         write_private(self._file, msgspec.json.encode(self._cursor))
+
+
+_SAMPLES_SENT: dict[Purpose, str] = {"train": "samples", "eval": "evaluation_samples"}
+"""Field of the cursor for the samples of each purpose."""
 
 
 def _step(line: Mapping[str, Any]) -> int:
@@ -204,7 +259,13 @@ def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch | Non
         watch.finish_s = section.finish_s
     file = cursor_file(folder, name)
     with _sole_sender(file.with_name("lock"), wait=watch is not None):
-        sender = _LineSender(RunRecord(folder), file)
+        keeps_samples = composed.config.samples.keep != "none"
+        sender = _LineSender(
+            RunRecord(folder),
+            file,
+            samples=section.samples if keeps_samples else 0,
+            samples_every=section.samples_every,
+        )
         if watch is None and not sender.has_news:
             log.info("there is nothing new to send")
             return
@@ -213,7 +274,7 @@ def _send(folder: Path, name: str, composed: Composed, watch: _ParentWatch | Non
         sender.start(tracker)
         while True:
             last = watch is None or watch.gone.is_set()
-            if sender.send_news(tracker) or last:
+            if sender.send_news(tracker, is_over=watch is None) or last:
                 sender.log_state()
                 return
             assert watch is not None

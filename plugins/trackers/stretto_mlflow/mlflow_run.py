@@ -8,7 +8,7 @@ so the next process asks for the last step of each figure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from stretto import Context
-from stretto.tracker import Sent, figures, kept_id
+from stretto.tracker import SAMPLE_FIELDS, Sent, figures, kept_id, sample_cells
 from stretto_mlflow import MlflowConfig
 
 __all__ = ["MlflowTracker"]
@@ -69,6 +69,13 @@ class MlflowTracker:
             self._client.set_tag(self._run_id, name, advice["message"][:_LONGEST_VALUE])
         elif name in self._client.get_run(self._run_id).data.tags:
             self._client.delete_tag(self._run_id, name)
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a table as an artifact. If it comes again, it replaces itself."""
+        kind = "train" if rows[0]["purpose"] == "train" else "evaluation"
+        # MLflow's own tables look like this. `log_table` would need pandas, and append what comes again.
+        table = {"columns": SAMPLE_FIELDS, "data": [sample_cells(row) for row in rows]}
+        self._client.log_dict(self._run_id, table, f"samples/{kind}-{rows[0]['step']:06}.json")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Set the status of the run."""

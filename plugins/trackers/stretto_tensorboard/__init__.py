@@ -1,7 +1,8 @@
 """Tracker `tensorboard`: event files for TensorBoard, in the run's folder `trackers/tensorboard`.
 
 To look at them: `tensorboard --logdir RUN`, or a folder of several runs. `train` has the figures of the
-steps, and `evaluation` those of the evaluations, by version.
+steps, and `evaluation` those of the evaluations, by version. `samples/train` and `samples/evaluation` have
+samples as texts.
 """
 
 from __future__ import annotations

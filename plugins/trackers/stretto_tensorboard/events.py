@@ -1,7 +1,8 @@
 """Event files of one run.
 
 Each process writes files of its own. The first event of a file tells readers to drop the steps that come
-again: what a killed process wrote after its last note.
+again: what a killed process wrote after its last note. Samples come after later steps, so they have files of
+their own.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -10,7 +11,7 @@ again: what a killed process wrote after its last note.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from stretto import Context, TrackerConfig
-from stretto.tracker import Sent, figures, tracker_folder
+from stretto.tracker import SAMPLE_FIELDS, Sent, figures, sample_cells, tracker_folder
 
 __all__ = ["TensorBoardTracker"]
 
@@ -37,9 +38,13 @@ class TensorBoardTracker:
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> None:
         """Open new event files that go on after what was sent."""
-        sent = resumed_at or Sent(step=-1)
+        sent = resumed_at or Sent(step=-1, samples=-1)
         self._train = _Events(self._folder / "train", first_step=sent.step + 1)
         self._evaluation = _Events(self._folder / "evaluation", first_step=sent.evaluation + 1)
+        self._samples = {
+            "train": _Events(self._folder / "samples/train", first_step=sent.samples + 1),
+            "eval": _Events(self._folder / "samples/evaluation", first_step=sent.evaluation_samples + 1),
+        }
         if resumed_at is None:
             self._train.add_text("config", yaml.safe_dump(dict(config), sort_keys=False), 0, time.time())
 
@@ -62,12 +67,24 @@ class TensorBoardTracker:
             time.time(),
         )
 
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the samples as a text, at their step or version."""
+        text = "\n\n".join(map(_sample_text, rows))
+        self._samples[rows[0]["purpose"]].add_text("samples", text, rows[0]["step"], time.time())
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write how the run ended, as text."""
         text = " ".join(filter(None, [summary["status"], summary["reason"]]))
         self._train.add_text("end", text, summary["version"], time.time())
-        self._train.close()
-        self._evaluation.close()
+        for events in (self._train, self._evaluation, *self._samples.values()):
+            events.close()
+
+
+def _sample_text(row: Mapping[str, Any]) -> str:
+    cells = dict(zip(SAMPLE_FIELDS, sample_cells(row), strict=True))
+    prompt, answer = cells.pop("prompt_text"), cells.pop("text")
+    facts = "  ".join(f"{name}: {cell}" for name, cell in cells.items() if cell is not None)
+    return f"{facts}\n--- prompt\n{prompt}\n--- answer\n{answer}"
 
 
 class _Events:

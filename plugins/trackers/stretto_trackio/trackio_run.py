@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,14 @@ from trackio.sqlite_storage import SQLiteStorage
 
 from stretto import Context
 from stretto.errors import ConfigError
-from stretto.tracker import Sent, figures, kept_id
+from stretto.tracker import SAMPLE_FIELDS, Sent, figures, kept_id, sample_cells
 from stretto_trackio import TrackioConfig
 
 __all__ = ["TrackioTracker"]
+
+_EVALUATION = "evaluation/samples"
+"""A figure that every evaluation has, and no step."""
+_SAMPLES = {"train": "samples/train", "eval": "samples/evaluation"}
 
 
 class TrackioTracker:
@@ -53,9 +57,13 @@ class TrackioTracker:
             auto_log_cpu=False,
         )
         rows = SQLiteStorage.get_logs(self._config.project, self._name)
-        evaluations = [row["step"] for row in rows if "evaluation/samples" in row]
-        steps = [row["step"] for row in rows if "evaluation/samples" not in row]
-        return Sent(step=max(steps, default=0), evaluation=max(evaluations, default=-1))
+        others = {_EVALUATION, *_SAMPLES.values()}
+        return Sent(
+            step=max((row["step"] for row in rows if not others & row.keys()), default=0),
+            evaluation=_newest(rows, _EVALUATION, -1),
+            samples=_newest(rows, _SAMPLES["train"], 0),
+            evaluation_samples=_newest(rows, _SAMPLES["eval"], -1),
+        )
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Log the figures of a step."""
@@ -70,6 +78,11 @@ class TrackioTracker:
         if advice["until"] is None:
             self._run.alert(advice["rule"], advice["message"], level=trackio.AlertLevel.WARN)
 
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table, at its step or version. The dashboard shows its texts as they are."""
+        table = trackio.Table(columns=list(SAMPLE_FIELDS), data=[sample_cells(row) for row in rows])
+        self._run.log({_SAMPLES[rows[0]["purpose"]]: table}, step=rows[0]["step"])
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write what is left."""
         del summary
@@ -77,3 +90,8 @@ class TrackioTracker:
 
     def _new_name(self) -> str:
         return f"{self._config.run_name or Path(self._context.folder).name}-{secrets.token_hex(2)}"
+
+
+def _newest(rows: Sequence[Mapping[str, Any]], name: str, default: int) -> int:
+    """Return the newest step of which there is something under a name."""
+    return max((row["step"] for row in rows if name in row), default=default)

@@ -1,28 +1,31 @@
 """One run of Weights & Biases.
 
 wandb's history only grows, and evaluations come after later steps. So `step` and `evaluation/step` are
-figures of the history's rows, and wandb draws the curves over them. A process of wandb writes and sends the
-rows, some time after they were logged. So each start asks what has arrived: the run's page, or the files of
-an offline run.
+figures of the history's rows, and wandb draws the curves over them. Tables of samples, which also come later,
+have such figures too. A process of wandb writes and sends the rows, some time after they were logged. So each
+start asks what has arrived: the run's page, or the files of an offline run.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import wandb
 
 from stretto import Context
-from stretto.tracker import Sent, figures, kept_id, tracker_folder
+from stretto.tracker import SAMPLE_FIELDS, Sent, figures, kept_id, sample_cells, tracker_folder
 from stretto_wandb import WandbConfig
 from stretto_wandb.offline import history_rows
 
 __all__ = ["WandbTracker"]
 
 _STEP, _EVALUATION = "step", "evaluation/step"
+_SAMPLES = {"train": "samples/train", "eval": "samples/evaluation"}
+_SAMPLES_STEP = {purpose: f"{table}_step" for purpose, table in _SAMPLES.items()}
+"""The figure over which wandb shows the tables of a purpose."""
 
 
 class WandbTracker:
@@ -57,9 +60,18 @@ class WandbTracker:
         self._run.define_metric(_EVALUATION, hidden=True)
         self._run.define_metric("*", step_metric=_STEP)
         self._run.define_metric("evaluation/*", step_metric=_EVALUATION)
+        for purpose, step in _SAMPLES_STEP.items():
+            self._run.define_metric(step, hidden=True)
+            self._run.define_metric(_SAMPLES[purpose], step_metric=step)
         if not offline:
-            rows = [{name: self._run.summary.get(name) for name in (_STEP, _EVALUATION)}]
-        return Sent(step=_largest(rows, _STEP, 0), evaluation=_largest(rows, _EVALUATION, -1))
+            names = (_STEP, _EVALUATION, *_SAMPLES_STEP.values())
+            rows = [{name: self._run.summary.get(name) for name in names}]
+        return Sent(
+            step=_largest(rows, _STEP, 0),
+            evaluation=_largest(rows, _EVALUATION, -1),
+            samples=_largest(rows, _SAMPLES_STEP["train"], 0),
+            evaluation_samples=_largest(rows, _SAMPLES_STEP["eval"], -1),
+        )
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Log a row with the figures of a step."""
@@ -73,6 +85,12 @@ class WandbTracker:
         """Send given advice as an alert, by which wandb can notify its user."""
         if advice["until"] is None:
             self._run.alert(f"stretto: {advice['rule']}", advice["message"], level="WARN")
+
+    def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table, whose texts wandb shows as they are."""
+        purpose, step = rows[0]["purpose"], rows[0]["step"]
+        table = wandb.Table(columns=list(SAMPLE_FIELDS), data=[sample_cells(row) for row in rows])
+        self._run.log({_SAMPLES_STEP[purpose]: step, _SAMPLES[purpose]: table})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Finish the run. A run that did not complete counts as failed."""

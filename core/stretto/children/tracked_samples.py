@@ -1,0 +1,68 @@
+"""The samples that a tracker gets: a few of each due step and of each evaluation, from the run's folder.
+
+The run's sample writer is some seconds behind `metrics.jsonl`, and trainers tell of a step during the next
+one. So a step is settled when enough of its samples are there, or when those of a later step have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from stretto.bus.messages import Purpose
+from stretto.errors import printable
+from stretto.records.samples import SampleFilter, SampleStore
+from stretto.tracker import SAMPLE_FIELDS
+
+__all__ = ["settled_samples"]
+
+_LONGEST_TEXT = 20_000
+"""Characters of a prompt or an answer that a tracker gets: its beginning and its end."""
+
+
+def settled_samples(
+    folder: Path, purpose: Purpose, due: Sequence[int], number: int, *, complete: bool
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield each settled step with its rows, up to the first step that is not settled. A step of which no
+    samples are kept has no rows.
+
+    Args:
+        folder: the run's folder.
+        due: steps in order; versions, for evaluations. At least one.
+        number: most samples of a step.
+        complete: whether nothing will be added to the kept samples: all steps are settled.
+    """
+    store = SampleStore(folder)
+    later = SampleFilter(purpose=purpose, step=(due[0], None))
+    newest = next(iter(store.find(later, order="-step", limit=1, texts=False)), None)
+    if newest is None and not complete:
+        return
+    for step in due:
+        rows = _spread(store, SampleFilter(purpose=purpose, step=(step, step)), number)
+        if len(rows) < number and not complete and (newest is None or newest["step"] <= step):
+            return
+        yield step, rows
+
+
+def _spread(store: SampleStore, filter: SampleFilter, number: int) -> list[dict[str, Any]]:
+    """Return samples from the lowest reward to the highest."""
+    count = store.count(filter)
+    shown = min(number, count)
+    places = [place * (count - 1) // max(1, shown - 1) for place in range(shown)]
+    found = (store.find(filter, order="reward", offset=place, limit=1) for place in places)
+    # The writer may add rows between two searches, so a row may be found twice.
+    rows = {row["id"]: row for rows in found for row in rows}
+    return [{name: _shown(row[name]) for name in SAMPLE_FIELDS} for row in rows.values()]
+
+
+def _shown(value: Any) -> Any:
+    """Return a value with the texts in it printable and shortened."""
+    if isinstance(value, dict):
+        return {_shown(name): _shown(each) for name, each in cast("dict[str, Any]", value).items()}
+    if not isinstance(value, str):
+        return value
+    half = _LONGEST_TEXT // 2
+    if (left_out := len(value) - 2 * half) > 0:
+        value = f"{value[:half]}\n… {left_out} characters …\n{value[-half:]}"
+    return printable(value)
