@@ -101,7 +101,8 @@ def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_noth
     assert "Traceback" not in run.text()
     assert "failed at step" not in run.text()
     run.until_step(seen + 2)
-    assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+    steps = [line["step"] for line in run.metrics()]
+    assert steps == list(range(1, len(steps) + 1))
     assert not (run.folder / "summary.json").exists()
     assert (run.folder / "config.yaml").read_text() == config
     assert len(run.look()) >= 7  # four workers, a scoring process, guard and server
