@@ -69,7 +69,7 @@ def test_the_view_shows_a_kept_sample(tmp_path: Path) -> None:
     with lock_run(folder / "bus"), watching(str(folder)) as terminal:
         terminal.until_it_shows("step 60/200")
         terminal.press("s")
-        terminal.until_it_shows("sample 7/1/")
+        terminal.until_it_shows("sample  7/1/")
         terminal.until_it_shows("→ 8 17\\x1b]0;x\\x07")
         assert "3+5+9=" in terminal.shown
         assert "expected 8 17" in terminal.shown
@@ -80,7 +80,7 @@ def test_the_view_shows_a_kept_sample(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("newest", "shown"),
-    [("failed", "sample 7/1, not scored, failed, no reward"), ("damaged", "cannot be read")],
+    [("failed", "sample  7/1, not scored, failed, no reward"), ("damaged", "cannot be read")],
 )
 def test_any_newest_sample_leaves_the_view_alive(tmp_path: Path, newest: str, shown: str) -> None:
     writer, joiner = SegmentWriter(tmp_path / "samples"), Joiner(1)
@@ -116,10 +116,10 @@ def test_the_view_follows_a_real_run(start: Callable[..., Any], tmp_path: Path) 
         ):
             terminal.until_it_shows(row)
         terminal.press("s")
-        terminal.until(lambda: re.search(r"sample (\S+), reward .*", terminal.shown))
-        id = terminal.shown.rpartition("sample ")[2].partition(",")[0]
-        terminal.until(lambda: "expected" in terminal.shown.rpartition("sample ")[2])
-        shown = terminal.shown.rpartition("sample ")[2]
+        terminal.until(lambda: re.search(r"sample  (\S+), reward .*", terminal.shown))
+        id = terminal.shown.rpartition("sample  ")[2].partition(",")[0]
+        terminal.until(lambda: "expected" in terminal.shown.rpartition("sample  ")[2])
+        shown = terminal.shown.rpartition("sample  ")[2]
         ticket, _, _ = id.removeprefix("eval-").partition("/")
         purpose = "eval" if id.startswith("eval-") else "train"
         [row] = [row for row in SampleStore(run.folder).ticket(int(ticket), purpose) if row["id"] == id]

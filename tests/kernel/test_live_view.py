@@ -45,7 +45,7 @@ def test_the_view_shows_what_the_status_says() -> None:
         "step 60/200   1 h 2 min   10 min left",
         f"(until {ends})",
         "/runs/one",
-        "0.500   ▁▅█",
+        "0.500     ▁▅█",
         "-0.0312   ▁",
         "1.2500",
         "mean 1.50   max 2",

@@ -168,7 +168,8 @@ def test_the_page_shows_the_samples_of_the_log(run: Ended, page: Page) -> None:
         token = page.one(f"{tokens}[data-at='{at}']")
         page.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", token)
         ActionChains(page.driver).move_to_element(token).perform()
-        shown = page.until(lambda at=at: (text := page.text("#token")).startswith(f"token {at} ") and text)
+        page.until(lambda at=at: page.text("#token").startswith(f"token {at} "))
+        shown = page.text("#token")
         assert f"id {sent.tokens.numpy()[at]}" in shown
         [logprob] = re.findall(r"logprob (\S+)", shown)
         assert float(logprob) == pytest.approx(float(logprobs[at]), rel=1e-3)

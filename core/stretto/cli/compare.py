@@ -301,7 +301,7 @@ def _figures_table(runs: Sequence[RunFigures]) -> Table:
         ("staleness", [_number(run.staleness) for run in runs]),
         ("seconds a step", [_number(run.step_s) for run in runs]),
         ("trained tokens/s", [_number(run.tokens_per_s) for run in runs]),
-        ("seconds", [f"{run.wall_s:.0f}" for run in runs]),
+        ("seconds up to the last step", [f"{run.wall_s:.0f}" for run in runs]),
         ("tickets trained", [str(run.trained) for run in runs]),
         ("tickets not trained", [str(run.not_trained) for run in runs]),
     ]

@@ -129,7 +129,7 @@ def _summary(comparison: Comparison) -> str:
         row("best held-out accuracy", (_evaluated(run, best=True) for run in runs)),
         row("seconds a step", (_number(run.step_s) for run in runs)),
         row("trained tokens a second", (_number(run.tokens_per_s) for run in runs)),
-        row("seconds", (f"{run.wall_s:.0f}" for run in runs)),
+        row("seconds up to the last step", (f"{run.wall_s:.0f}" for run in runs)),
         row("folder", (run.folder for run in runs)),
     ]
     groups = "".join(

@@ -147,7 +147,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     for name, form in _CURVES.items():
         if name in newest:
             curve = sparkline(status.curves.get(name, ()))
-            yield name.replace("_", " "), f"{newest[name]:{form}}   {curve}"
+            figure = f"{newest[name]:{form}}"
+            yield name.replace("_", " "), f"{figure:<9} {curve}"  # the curves begin in one column
     if newest:
         yield from _rows_of_step(newest)
     if (evaluating := status.evaluating) is not None:

@@ -78,7 +78,7 @@ def _kept_sample(row: Mapping[str, Any]) -> str:
     reward = "not scored" if row["reward"] is None else f"reward {row['reward']:g}"
     ended = [f"ended by {row['finish']}"] if row["finish"] else []
     reason = [row["reason"]] if row["reason"] else []
-    facts = [f"sample {row['id']}", reward, *ended, row["outcome"], *reason]
+    facts = [row["id"], reward, *ended, row["outcome"], *reason]
     columns = row["dataset_row"]
     expected = columns.get("answer") if isinstance(columns, dict) else None
     wanted = [] if expected is None else [f"expected {expected}"]
