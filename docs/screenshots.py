@@ -1,12 +1,13 @@
 """Make the pictures of docs/images: `python docs/screenshots.py [PICTURE]...`.
 
 Runs the quickstart twice, with two learning rates, into a folder of temporary files, unless these runs are
-there already; then opens what stretto shows of them in headless Chromium.
+there already; then opens what stretto shows of them in headless Chromium. Pictures say `~` for that folder.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 import tempfile
@@ -14,12 +15,20 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
+
+from stretto.cli.plot import draw_text, panels_of
+from stretto.kernel.view import drawing
+from stretto.records.answers import newest_sample
+from stretto.records.run import RunRecord
+from stretto.records.status import Status, read_status
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
@@ -27,9 +36,30 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from browser import open_browser  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-RUNS = Path(tempfile.gettempdir()) / "stretto-pictures"  # pictures show the path
+HOME = Path(tempfile.gettempdir()) / "stretto-screenshots"
+RUNS = HOME / "runs"
+LIVE = HOME / "live.json"
+"""What the live view of the first run drew, so that the picture of the terminal shows a run that trains."""
 RATES = {"quickstart": 3e-4, "higher-rate": 1e-3}
-_WAIT_S = 30.0
+STEPS, LIVE_AT = 80, 48
+SIZE = (1280, 860)
+"""Width and greatest height of a picture, in pixels."""
+_MARGIN = 24
+_WAIT_S = 60.0
+
+_WITHOUT_HOME = """
+document.documentElement.style.scrollbarGutter = "auto";
+const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (texts.nextNode()) {
+  const text = texts.currentNode;
+  if (text.data.includes(arguments[0])) text.data = text.data.replaceAll(arguments[0], "~");
+}
+"""
+_CONTENT_BOTTOM = """
+const shown = [...document.querySelectorAll('main *, section *, pre')].filter((each) => each.offsetParent);
+return Math.max(...shown.map((each) => each.getBoundingClientRect().bottom));
+"""
+"""Where the content of a page ends, in pixels from the top."""
 
 
 def main(names: list[str]) -> None:
@@ -39,30 +69,54 @@ def main(names: list[str]) -> None:
     with (
         served(RUNS) as address,
         tempfile.TemporaryDirectory() as folder,
-        open_browser(Path(folder) / "profile", width=1280, height=860) as driver,
+        open_browser(Path(folder) / "profile", width=SIZE[0], height=SIZE[1]) as driver,
     ):
+        driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
         driver.get(address)
         until(lambda: "token" not in driver.current_url)
         base = address.partition("?")[0]
-        for name, picture in PICTURES.items():
+        for name, (picture, (width, height)) in PICTURES.items():
             if not names or name in names:
+                resize(driver, width, height)
                 picture(driver, base)
+                driver.execute_script(_WITHOUT_HOME, str(HOME))
+                resize(driver, width, min(height, int(driver.execute_script(_CONTENT_BOTTOM)) + _MARGIN))
                 driver.save_screenshot(str(IMAGES / f"{name}.png"))
                 print(IMAGES / f"{name}.png")
 
 
+# ---------------------------------------------------------------------------------------------- runs
+
+
 def make_runs() -> None:
-    """Run the quickstart with each learning rate."""
+    """Run the quickstart with each learning rate, as far as its runs are not there."""
     for name, rate in RATES.items():
-        if not (RUNS / name / "summary.json").exists():
-            values = [f"name={name}", f"training.lr={rate}", "steps=80", "evaluation.every=20"]
-            stretto("run", "examples/quickstart/run.yaml", *values, f"out={RUNS / name}")
+        folder = RUNS / name
+        if not (folder / "summary.json").exists():
+            values = [f"name={name}", f"training.lr={rate}", f"steps={STEPS}", "evaluation.every=20"]
+            command = ["run", "examples/quickstart/run.yaml", *values, f"out={folder}"]
+            with subprocess.Popen([sys.executable, "-m", "stretto", *command], cwd=ROOT) as run:
+                if name == "quickstart":
+                    keep_live_view(folder, run)
+            if run.returncode:
+                raise RuntimeError(f"the run in {folder} failed; its logs are there")
+
+
+def keep_live_view(folder: Path, run: subprocess.Popen[bytes]) -> None:
+    """Keep what the live view shows in the middle of the run."""
+    while run.poll() is None:
+        status = read_status(folder)
+        if status is not None and status.version >= LIVE_AT and status.bottleneck:
+            view = {"status": msgspec.to_builtins(status), "sample": newest_sample(folder)}
+            LIVE.write_text(json.dumps(view))
+            return
+        time.sleep(0.5)
 
 
 def stretto(*arguments: str) -> str:
-    """Run the command; return what it prints."""
+    """Run the command in the folder of the runs' folder; return what it prints."""
     command = [sys.executable, "-m", "stretto", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(command, cwd=HOME, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 @contextmanager
@@ -82,7 +136,8 @@ def served(folder: Path) -> Generator[str]:
 
 def overview(driver: Chrome, base: str) -> None:
     """The first view of a run."""
-    show(driver, base, "overview", "canvas", "[data-staleness]")
+    show(driver, base, "overview", ".chart canvas", "[data-staleness]")
+    until(lambda: len(driver.find_elements(By.CSS_SELECTOR, ".chart canvas")) > 5)
 
 
 def samples(driver: Chrome, base: str) -> None:
@@ -117,31 +172,40 @@ def comparison(driver: Chrome, base: str) -> None:
 def report(driver: Chrome, base: str) -> None:
     """The beginning of a report."""
     del base
-    file = RUNS / "report.html"
-    stretto("report", str(RUNS / "quickstart"), "--out", str(file))
+    file = HOME / "report.html"
+    stretto("report", *(f"runs/{name}" for name in RATES), "--out", str(file))
     driver.get(file.as_uri())
 
 
 def terminal(driver: Chrome, base: str) -> None:
-    """What commands print."""
+    """The live view, and what commands print."""
     del base
-    console = Console(record=True, width=110, file=io.StringIO())
-    for command in (("runs", str(RUNS)), ("plot", str(RUNS / "quickstart"), "--key", "reward")):
-        console.print(Text(f"$ stretto {' '.join(command)}", style="bold"))
-        console.print(Text.from_ansi(stretto(*command)))
-    file = RUNS / "terminal.html"
+    console = Console(record=True, width=116, file=io.StringIO(), force_terminal=True)
+    live: dict[str, Any] = json.loads(LIVE.read_text())
+    status = msgspec.convert(live["status"], Status)
+    status = msgspec.structs.replace(status, folder="runs/quickstart", written=time.time())
+    console.print(Text("$ stretto watch runs/quickstart", style="bold"))
+    console.print(drawing(status, stopped=False, keys=True, sample=live["sample"]))
+    console.print(Text("\n$ stretto runs runs", style="bold"))
+    console.print(Text(stretto("runs", "runs").rstrip()))
+    console.print(Text("\n$ stretto plot runs/quickstart runs/higher-rate --key reward", style="bold"))
+    panels = panels_of([RunRecord(RUNS / name) for name in RATES], ["reward"], 1)
+    console.print(Text.from_ansi(draw_text(panels, 100, coloured=True)))
+    file = HOME / "terminal.html"
     file.write_text(console.export_html(theme=MONOKAI, inline_styles=True))
     driver.get(file.as_uri())
+    driver.execute_script("document.body.style.margin = '0'; document.body.style.padding = '20px'")
 
 
-PICTURES: dict[str, Callable[[Chrome, str], None]] = {
-    "page": overview,
-    "page-samples": samples,
-    "page-timeline": timeline,
-    "page-comparison": comparison,
-    "report": report,
-    "terminal": terminal,
+PICTURES: dict[str, tuple[Callable[[Chrome, str], None], tuple[int, int]]] = {
+    "page": (overview, (1280, 955)),
+    "page-samples": (samples, SIZE),
+    "page-timeline": (timeline, SIZE),
+    "page-comparison": (comparison, SIZE),
+    "report": (report, (1280, 1075)),
+    "terminal": (terminal, (1080, 1200)),
 }
+"""Name -> what opens it, and its width and greatest height in pixels."""
 
 
 def show(driver: Chrome, base: str, place: str, *selectors: str) -> None:
@@ -154,6 +218,12 @@ def show(driver: Chrome, base: str, place: str, *selectors: str) -> None:
     driver.get(f"{base}#/run/{run}/{place}")
     for selector in selectors:
         until(lambda selector=selector: driver.find_elements(By.CSS_SELECTOR, selector))
+
+
+def resize(driver: Chrome, width: int, height: int) -> None:
+    """Give the browser's view a size in pixels."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def until(condition: Callable[[], object]) -> None:
