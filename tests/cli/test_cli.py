@@ -8,6 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
+
+from stretto.cli import main
 
 QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml")
 
@@ -24,6 +27,12 @@ def stretto(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_it_says_its_version() -> None:
     assert stretto("--version").stdout == f"stretto {version('stretto')}\n"
+
+
+def test_the_docstring_of_the_command_line_names_every_command() -> None:
+    names = typer.main.get_group(main.app).commands
+    assert "sweep" in names
+    assert [name for name in names if f"`{name}`" not in (main.__doc__ or "")] == []
 
 
 @pytest.mark.parametrize("arguments", [["--steps=3"], ["--steps", "3"], ["seed=1", "--steps", "3", "out=x"]])

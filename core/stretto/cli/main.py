@@ -1,6 +1,6 @@
 """The command line: `stretto COMMAND`. `stretto COMMAND --help` describes a command.
 
-- Start: `quickstart`, `run`, `resume`, `evaluate`; `invite` lets one more worker join a run.
+- Start: `quickstart`, `run`, `resume`, `sweep`, `evaluate`; `invite` lets one more worker join a run.
 - See one run: `status`, `watch`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
 - Verify: `check` a run file, `audit` a run that has ended.
