@@ -105,9 +105,10 @@ def batch(rng: np.random.Generator, vocabulary: list[str]) -> dict[SegmentKind, 
 def moved(table: Table, number: int) -> Table:
     """The rows of a batch under the names of a later one."""
     first = number * GROUPS_A_BATCH
-    for name, by in (("ticket", first), ("sequence", 4 * first), ("step", number), ("row", first)):
+    by_number = dict.fromkeys(("step", "oldest", "newest"), number)
+    for name, by in {"ticket": first, "sequence": 4 * first, "row": first, **by_number}.items():
         if name in table.schema.names:
-            column = pa.array(np.asarray(table[name]) + by)
+            column = pa.array(np.asarray(table[name]) + by, table.schema.field(name).type)
             table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
     indices = np.arange(len(table)) % GROUP
     ids = [f"{ticket}/1/{index}" for ticket, index in zip(table["ticket"].to_pylist(), indices, strict=True)]

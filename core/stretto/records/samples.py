@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.records.kept_sample import KeptSample, digest_of
 from stretto.records.sample_files import FOLDER, SegmentKind, SegmentName, Table, schema_of, segments_in
 
 if TYPE_CHECKING:
@@ -169,6 +168,8 @@ class SampleStore:
     def digests(self, number: int, purpose: Literal["train", "eval"] = "train") -> dict[int, tuple[str, str]]:
         """Return, for each finished attempt of a ticket, the digest that its rollout worker computed, and the
         digest of what is on disk."""
+        from stretto.records.kept_sample import KeptSample, digest_of  # it imports the bus, which is slow
+
         index = self._read_index(number)
         found = index.select(SampleFilter(ticket=number, purpose=purpose))
         rows = self._kinds["samples"].take(
@@ -305,10 +306,10 @@ class _SegmentReader:
             self._with_places(name, self._part_of(name, columns, ticket), ticket) for name in self._open
         ]
         if not tables:
-            schema = schema_of(self._kind)
-            return pa.schema(
-                [*(schema.field(name) for name in columns), ("part", pa.int64()), ("offset", pa.int64())]
-            ).empty_table()
+            kept = schema_of(self._kind)
+            places = [("part", pa.int64()), ("offset", pa.int64())]
+            schema = pa.schema([*(kept.field(name) for name in columns), *places])
+            return pa.Table.from_batches([], schema=schema)
         return pa.concat_tables(tables)
 
     def _part_of(self, name: SegmentName, columns: Sequence[str], ticket: int | None) -> Table:
@@ -330,14 +331,12 @@ class _SegmentReader:
         return groups
 
     def _with_places(self, name: SegmentName, table: Table, ticket: int | None) -> Table:
-        import pyarrow as pa
-
         metadata = self._open[name].metadata
         groups = range(metadata.num_row_groups) if ticket is None else self._groups_with(name, ticket)
         sizes = [metadata.row_group(group).num_rows for group in groups]
         parts = np.repeat([self._numbers[_RowGroup(name, group)] for group in groups], sizes).astype(np.int64)
         offsets = np.concatenate([np.arange(size) for size in (0, *sizes)]).astype(np.int64)
-        return table.append_column("part", pa.array(parts)).append_column("offset", pa.array(offsets))
+        return table.append_column("part", _numbers(parts)).append_column("offset", _numbers(offsets))
 
     def read(self, part: int, columns: Sequence[str]) -> Table:
         """Return these columns of one row group."""
@@ -355,7 +354,7 @@ class _SegmentReader:
         rows: list[dict[str, Any]] = [{}] * len(parts)
         for part in np.unique(parts).tolist():
             [wanted] = np.nonzero(parts == part)
-            found = self.read(part, columns).take(offsets[wanted]).to_pylist()
+            found = self.read(part, columns).take(_numbers(offsets[wanted])).to_pylist()
             for number, row in zip(wanted, found, strict=True):
                 rows[number] = row
         return rows
@@ -365,8 +364,6 @@ class _Index:
     """What conditions need of all rows, and what became of each."""
 
     def __init__(self, samples: Table, trained: Table, retired: Table) -> None:
-        import pyarrow as pa
-
         pc = _compute()
         self._samples = samples
         self.parts = _ints(samples["part"])
@@ -374,8 +371,10 @@ class _Index:
         self.trained_parts = _ints(trained["part"])
         self.trained_offsets = _ints(trained["offset"])
         # A step may be trained again after a restart. Its last record counts, so look from the end.
-        latest = pa.chunked_array([pc.take(trained["id"].combine_chunks(), np.arange(len(trained))[::-1])])
-        at = _ints(pc.fill_null(pc.index_in(samples["id"], value_set=latest.combine_chunks()), -1))
+        at = np.full(len(samples), -1)
+        if len(trained):
+            latest = pc.take(trained["id"], _numbers(np.arange(len(trained))[::-1]))
+            at = _ints(pc.fill_null(pc.index_in(samples["id"], value_set=latest), -1))
         self.trained_at = np.where(at >= 0, len(trained) - 1 - at, -1)
         """For each row, its row of `trained`; -1 if it was not trained."""
         is_eval = np.asarray(pc.equal(samples["purpose"], "eval"))
@@ -465,6 +464,13 @@ def _compute() -> Any:
     from pyarrow import compute
 
     return compute
+
+
+def _numbers(values: NDArray[np.int64]) -> Any:
+    """Return integers as a pyarrow array. `pyarrow.array` would import pandas first, if it is installed."""
+    import pyarrow as pa
+
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
 
 
 def _ints(column: Any) -> NDArray[np.int64]:
