@@ -178,6 +178,22 @@ def test_compare_shows_the_comparison(runs: list[RunRecord]) -> None:
     assert parsed == json.loads(msgspec.json.encode(compare_runs(runs)))
 
 
+def test_commands_take_folders_of_runs_and_replace_no_report_unasked(
+    runs: list[RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    above, empty = str(runs[0].folder.parent), tmp_path / "empty"
+    empty.mkdir()
+    assert CliRunner().invoke(app, ["report", above]).exit_code == 0
+    assert all(run.folder.name in Path("report.html").read_text() for run in runs)
+    for arguments, message in (
+        (["report", above], "report.html exists; name the file to write"),
+        (["compare", str(empty)], "empty holds no run"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
 def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunRecord]) -> None:
     html = report_html(runs)
     assert "<script" not in html

@@ -61,6 +61,9 @@ def test_the_view_follows_the_folder_until_the_run_ends(run: Path) -> None:
         assert terminal.end() == 0
         assert terminal.is_as_before
         assert "no kernel owns the run; to continue it: stretto resume" in terminal.shown
+    with watching(str(run)) as terminal:  # nobody stands still: nobody is there
+        assert terminal.end() == 0
+        assert "(pid 7) stands still" not in terminal.shown
 
 
 def test_the_view_shows_a_kept_sample(tmp_path: Path) -> None:

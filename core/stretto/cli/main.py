@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stretto.cli.audit import AuditReport
     from stretto.cli.evaluate import Result
     from stretto.component import Kind
+    from stretto.records.run import RunRecord
 
 __all__ = ["main"]
 
@@ -68,7 +69,9 @@ EvaluationOverrides = Annotated[
     ),
 ]
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")]
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")
+]
 
 _MOST_VIOLATIONS = 20
 """Maximum number of violations of one check that the table's text lists."""
@@ -364,10 +367,9 @@ def plot(
 ) -> None:
     """Draw the curves of one run, or of several over each other, in the terminal or into a file."""
     from stretto.cli.plot import draw_file, draw_text, panels_of
-    from stretto.records.run import RunRecord
 
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
-    panels = panels_of([RunRecord(folder) for folder in folders], wanted, window)
+    panels = panels_of(_runs_in(folders), wanted, window)
     if out is not None:
         draw_file(panels, out)
         typer.echo(f"drawn: {out}")
@@ -416,9 +418,8 @@ def compare(
 ) -> None:
     """Compare runs: figures, values that differ, curves at equal steps, accuracies with 95 % intervals."""
     from stretto.cli.compare import compare_runs, comparison_tables
-    from stretto.records.run import RunRecord
 
-    comparison = compare_runs([RunRecord(folder) for folder in folders])
+    comparison = compare_runs(_runs_in(folders))
     if as_json:
         typer.echo(msgspec.json.encode(comparison))
         return
@@ -430,18 +431,20 @@ def compare(
 @app.command()
 def report(
     folders: Runs,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The HTML file to write.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="The HTML file to write; default report.html."),
+    ] = None,
 ) -> None:
     """Write one HTML file that shows a run, or several: curves, evaluations, ledger, advice, values.
 
     The file needs no network and no other file.
     """
     from stretto.cli.report import write_report
-    from stretto.records.run import RunRecord
 
-    write_report([RunRecord(folder) for folder in folders], out)
+    if out is None and (out := Path("report.html")).exists():
+        raise ConfigError(f"{out} exists; name the file to write, or to replace, with --out")
+    write_report(_runs_in(folders), out)
     typer.echo(f"written: {out}")
 
 
@@ -504,7 +507,9 @@ def track(
 @app.command()
 def samples(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
-    ticket: Annotated[int | None, typer.Option(min=0, help="Number of the ticket.")] = None,
+    ticket: Annotated[
+        int | None, typer.Option(min=0, help="Number of the ticket; with --purpose eval, of an evaluation's.")
+    ] = None,
     step: Annotated[str | None, typer.Option(metavar="A:B", help="Steps in which they were trained.")] = None,
     reward: Annotated[str | None, typer.Option(metavar="A:B", help="Lowest and highest reward.")] = None,
     length: Annotated[str | None, typer.Option(metavar="A:B", help="Number of tokens.")] = None,
@@ -557,7 +562,7 @@ def samples(
         finish=finish,
         text=text,
         outcome="failed" if failed else outcome,
-        purpose=purpose,
+        purpose=purpose or (None if ticket is None else "train"),
         worker=worker,
     )
     store = open_samples(folder)
@@ -665,6 +670,22 @@ def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> C
     if faults:
         raise ConfigError("\n".join(faults))
     return composed
+
+
+def _runs_in(folders: list[Path]) -> list[RunRecord]:
+    """Return the runs in these folders, and below those that are no runs.
+
+    Raises:
+        ConfigError: if a folder holds no run.
+    """
+    from stretto.records.run import find_runs
+
+    found: list[RunRecord] = []
+    for folder in folders:
+        if not (runs := find_runs(folder)):
+            raise ConfigError(f"{folder} holds no run")
+        found += runs
+    return found
 
 
 def _show_result(result: Result, reasons: Mapping[str, int], folder: Path) -> None:

@@ -42,7 +42,7 @@ def watch_folder(folder: Path) -> int:
     def source() -> Status | None:
         status = run.status
         age_s = time.time() - status.written if status else 0.0
-        if status is None or age_s < _OLD_S:
+        if status is None or age_s < _OLD_S or run.state != "running":
             return status
         now = f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago"
         return msgspec.structs.replace(status, now=now)
