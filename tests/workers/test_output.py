@@ -24,12 +24,12 @@ children.close()
 """
 
 WORKER = f"""
-import sys
+import os, sys
 from stretto.workers import output
 
 output.MAX_OUTPUT = {BOUND}
 output.limit_output()
-print("x" * {3 * BOUND}, flush=True)
+os.write(1, b"x" * {3 * BOUND})  # in one piece: the file may be rotated between two
 sys.stdin.read()
 print("after")
 """
