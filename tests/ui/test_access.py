@@ -80,6 +80,15 @@ async def test_nothing_can_be_written(client: Client, access: Access) -> None:
         assert response.status == 405, method
 
 
+async def test_a_browser_gets_an_icon_where_a_document_names_none(client: Client, access: Access) -> None:
+    await client.get(f"/?token={access.token}")
+    response = await client.get("/favicon.ico")
+
+    assert response.status == 200
+    assert response.content_type == "image/svg+xml"
+    assert (await response.text()).startswith("<svg ")
+
+
 async def test_every_answer_forbids_foreign_scripts_and_frames(client: Client, access: Access) -> None:
     refused, unknown = await client.get("/"), await client.post("/")
     await client.get(f"/?token={access.token}")

@@ -27,7 +27,13 @@ from stretto.ui.runs import ListedRun, Runs
 
 __all__ = ["application", "serve"]
 
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".LICENSE": "text/plain"}
+_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".LICENSE": "text/plain",
+}
 _COMPRESSED = 1024
 """Compress answers from this many bytes on."""
 _MOST_POINTS = 4000
@@ -131,6 +137,8 @@ def application(folder: Path, access: Access) -> web.Application:
     page = _Page(runs)
     app = web.Application(middlewares=[access.check, _errors])
     app.router.add_get("/", _file("index.html"))
+    # Browsers ask for it where a document names no icon, such as the one that takes the token.
+    app.router.add_get("/favicon.ico", _file("icon.svg"))
     for name in _static_files():
         app.router.add_get(f"/static/{name}", _file(name))
     app.router.add_get("/api/runs", _answer(page.index))
