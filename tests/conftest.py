@@ -16,10 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from stretto.assembly.compose import compose
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.cli.audit import audit_run
+from stretto.cli.checks import faults_and_warnings
 from stretto.config import BusConfig
 
 RUN = "test-run"
@@ -273,7 +275,8 @@ Start = Callable[..., Run]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("steps=3")`: a run of the mock engines; `start(resume=run)` goes on with one, and
-    `start("steps=5", resume=run)` with changes."""
+    `start("steps=5", resume=run)` with changes. It keeps no samples without `samples.keep=all`, because their
+    writer is one more process to start."""
     with runs_in(tmp_path) as start_run:
         yield start_run
 
@@ -285,13 +288,24 @@ def module_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         yield start_run
 
 
-@contextmanager
-def runs_in(tmp_path: Path) -> Generator[Start]:
-    """What `start` gives, with the runs in one folder. They are killed at the end."""
-    runs: list[Run] = []
+@pytest.fixture
+def refusals(tmp_path: Path) -> Callable[..., list[str]]:
+    """`refusals("algorithm=sft")`: the faults for which `stretto run` starts no such run as `start` does."""
+    file = write_run_file(tmp_path)
+
+    def faults(*overrides: str) -> list[str]:
+        composed = compose(file, [*overrides, f"out={tmp_path}/out"])
+        return faults_and_warnings(composed, starting=True)[0]
+
+    return faults
+
+
+def write_run_file(folder: Path) -> Path:
+    """Write a run of the mock engines and its dataset."""
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = folder / "run.yaml"
+    file.write_text(
         textwrap.dedent(
             f"""\
             name: test
@@ -299,17 +313,26 @@ def runs_in(tmp_path: Path) -> Generator[Start]:
             training: {{use: mock, seconds_per_step: 0.1}}
             inference: {{use: mock, tokens_per_s: 20000, slots: 64, mean_tokens: 24, sigma: 0.6}}
             reward: exact
-            dataset: {{use: jsonl, path: {tmp_path}/rows.jsonl}}
+            dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
             queue: {{batch_size: 4, max_staleness: 2}}
             bus: {{grace_s: 3}}
+            samples: {{keep: none}}
             steps: 8
             """
         )
     )
+    return file
+
+
+@contextmanager
+def runs_in(tmp_path: Path) -> Generator[Start]:
+    """What `start` gives, with the runs in one folder. They are killed at the end."""
+    runs: list[Run] = []
+    file = write_run_file(tmp_path)
 
     def start_run(*overrides: str, resume: Run | None = None, out: str = "out", piped: bool = False) -> Run:
         folder = resume.folder if resume else tmp_path / out
-        named = ["run", str(tmp_path / "run.yaml"), f"out={folder}", *overrides]
+        named = ["run", str(file), f"out={folder}", *overrides]
         again = ["resume", str(folder), *overrides]
         runs.append(Run(folder, again if resume else named, piped=piped))
         return runs[-1]

@@ -17,7 +17,7 @@ from stretto.cli.quickstart import copy_quickstart
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart"
 SHORT = ("steps=2", "evaluation=null", "queue.batch_size=4")
-MOCK = ("inference=mock", "training=mock")
+MOCK = ("inference=mock", "training=mock", "samples.keep=none")
 
 
 def quickstart(

@@ -106,7 +106,7 @@ def test_any_newest_sample_leaves_the_view_alive(tmp_path: Path, newest: str, sh
 @pytest.mark.slow
 def test_the_view_follows_a_real_run(start: Callable[..., Any], tmp_path: Path) -> None:
     evaluation = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
-    run = start("steps=150", evaluation, "evaluation.every=20")
+    run = start("steps=150", evaluation, "evaluation.every=20", "samples.keep=all")
     run.until(lambda: run.evaluations() and SampleStore(run.folder).newest())
     with watching(str(run.folder)) as terminal:
         for row in (

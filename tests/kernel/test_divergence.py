@@ -186,10 +186,9 @@ def test_the_gate_closes_on_divergence_and_a_resumed_run_takes_the_recorded_figu
     assert lines[24]["divergence"] == 0
 
 
-def test_rows_that_are_read_have_no_gate(start: Start) -> None:
-    run = start("algorithm.use=sft", "queue.max_divergence=0.01")
-    assert run.end() == 2
-    assert "queue.max_divergence: limits how far sampled answers are off-policy" in run.text()
+def test_rows_that_are_read_have_no_gate(refusals: Callable[..., list[str]]) -> None:
+    text = "\n".join(refusals("algorithm.use=sft", "queue.max_divergence=0.01"))
+    assert "queue.max_divergence: limits how far sampled answers are off-policy" in text
 
 
 @pytest.mark.slow

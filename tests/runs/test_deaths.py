@@ -29,16 +29,40 @@ def files_of(run: Any) -> dict[str, str]:
 # ------------------------------------------------------------------------------- things that die
 
 
-@pytest.mark.parametrize("worker", ["rollout-0", "verifier-0", "inference-0"])
-def test_a_killed_worker_is_started_again_and_nothing_is_lost(start: Start, worker: str) -> None:
-    run = start("steps=25")
-    run.until_step(3)
-    killed = run.until(lambda: run.worker(worker))
-    killed.kill()
-    again = run.until(lambda: (other := run.worker(worker)) and other.pid != killed.pid and other)
-    assert again.pid != killed.pid
-    summary = run.assert_completed(25)
-    assert summary["restarts"] == 1
+WORKERS = ("rollout-0", "verifier-0", "inference-0")
+
+
+@pytest.fixture(scope="module")
+def survivor(module_start: Start) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """A completed run in which each worker was killed once, and by worker the process that was killed and the
+    one that followed it."""
+    run = module_start("steps=25", out="survivor")
+    pids: dict[str, tuple[int, int]] = {}
+    for worker in WORKERS:
+        # More steps than there are finished groups for: the worker before this one is at work again.
+        run.until_step(len(run.metrics()) + 4)
+        killed = run.until(lambda worker=worker: run.worker(worker))
+        killed.kill()
+        again = run.until(
+            lambda worker=worker, killed=killed: (
+                (other := run.worker(worker)) and other.pid != killed.pid and other
+            )
+        )
+        pids[worker] = killed.pid, again.pid
+    run.assert_completed(25)
+    return run, pids
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(
+    survivor: tuple[Any, dict[str, tuple[int, int]]], worker: str
+) -> None:
+    run, pids = survivor
+    killed, again = pids[worker]
+    assert again != killed
+    assert run.summary()["restarts"] == len(WORKERS)
+    begun = [line for line in run.text().splitlines() if f"worker ready worker={worker}" in line]
+    assert len(begun) == 2, run.text()
 
 
 def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start, tmp_path: Path) -> None:
@@ -55,26 +79,32 @@ def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start
     run.assert_nothing_is_left()
 
 
-def test_a_lost_trainer_ends_the_run_which_can_be_resumed(start: Start) -> None:
-    run = start("checkpoint.every=2", "steps=12")
+@pytest.fixture(scope="module")
+def trainerless(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A run that has ended because its trainer was killed, and its dataset's file."""
+    rows = tmp_path_factory.mktemp("dataset") / "rows.jsonl"
+    lines = ({"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40))
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = module_start("checkpoint.every=2", "steps=12", f"dataset.path={rows}", out="trainerless")
     run.until_step(5)
     run.until(lambda: run.worker("trainer-0")).kill()
     assert run.end() == 1
+    return run, rows
+
+
+def test_a_lost_trainer_ends_the_run_which_can_be_resumed(trainerless: tuple[Any, Path]) -> None:
+    run, _ = trainerless
     assert "trainer-0 was lost" in run.summary()["reason"]
     run.assert_balanced()
     run.assert_nothing_is_left()
 
 
 def test_a_run_whose_rows_have_changed_is_resumed_only_when_they_are_accepted(
-    start: Start, tmp_path: Path
+    start: Start, trainerless: tuple[Any, Path]
 ) -> None:
-    run = start("checkpoint.every=2", "steps=12")
-    run.until_step(5)
-    run.until(lambda: run.worker("trainer-0")).kill()
-    assert run.end() == 1
+    run, file = trainerless
     before = files_of(run)
-    rows = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "rows.jsonl").write_text("".join(rows[:20]))
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
     refused = start(resume=run)
     assert refused.end() == 2
     last = run.text().splitlines()[-1]
@@ -135,7 +165,7 @@ def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(sta
 
 
 def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Start) -> None:
-    run = start("steps=40", "training.seconds_per_step=0.2")
+    run = start("steps=16", "training.seconds_per_step=0.2")
     run.until_step(4)
     run.process.send_signal(signal.SIGINT)
     began = time.monotonic()
@@ -149,10 +179,10 @@ def test_an_interrupt_drains_and_the_run_goes_on_from_its_checkpoint(start: Star
     [checkpoint] = (run.folder / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{summary['version']:06d}"
     resumed = start(resume=run)
-    done = resumed.assert_completed(40)
+    done = resumed.assert_completed(16)
     assert done["wall_s"] > summary["wall_s"]
-    steps = json.loads((run.folder / "checkpoints" / "step-000040" / "mock.json").read_text())
-    assert steps == {"steps": 40}
+    steps = json.loads((run.folder / "checkpoints" / "step-000016" / "mock.json").read_text())
+    assert steps == {"steps": 16}
 
 
 def test_a_second_interrupt_ends_at_once(start: Start) -> None:
@@ -176,7 +206,7 @@ def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
 
 
 def test_a_killed_kernels_run_repeats_the_journal_and_trains_every_ticket_once(start: Start) -> None:
-    run = start("checkpoint.every=3", "steps=20", "queue.max_staleness=1")
+    run = start("checkpoint.every=3", "steps=20", "queue.max_staleness=1", "samples.keep=all")
     run.until_step(8)
     run.process.kill()
     run.process.wait()
@@ -350,13 +380,14 @@ def test_a_run_on_a_full_disk_ends_with_the_disk_and_its_room_and_can_be_resumed
     start(resume=run).assert_completed(14)
 
 
-def test_resuming_what_cannot_be_resumed_is_refused(start: Start, tmp_path: Path) -> None:
-    run = start("steps=1")
-    run.assert_completed(1)
-    again = start(resume=run)
+def test_resuming_what_cannot_be_resumed_is_refused(
+    module_start: Start, survivor: tuple[Any, dict[str, tuple[int, int]]]
+) -> None:
+    run, _ = survivor
+    again = module_start(resume=run)
     assert again.end() == 2
     assert "is complete" in again.text()
-    second = start("steps=1")
+    second = module_start("steps=1", out="survivor")
     assert second.end() == 2
     assert "already holds a run" in second.text()
 

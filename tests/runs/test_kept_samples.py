@@ -21,7 +21,7 @@ def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(
 ) -> None:
     evaluation = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
     values = ("steps=14", "checkpoint.every=4", "checkpoint.keep=1", evaluation, "evaluation.rows=3")
-    run = start(*values)
+    run = start(*values, "samples.keep=all")
     run.until_step(2)
     run.until(lambda: list((run.folder / "samples").glob("samples-*")))
     run.process_with("stretto.samples").send_signal(signal.SIGKILL)
@@ -63,7 +63,8 @@ def test_failed_and_filtered_tickets_are_kept(start: Start, tmp_path: Path) -> N
         "        raise ValueError('no reward for this')\n"
         "    return float(len(completion) % 2)\n"
     )
-    run = start("steps=5", f"reward={{use: function, function: '{tmp_path}/reward.py:reward'}}")
+    reward = f"reward={{use: function, function: '{tmp_path}/reward.py:reward'}}"
+    run = start("steps=5", reward, "samples.keep=all")
     run.assert_completed(5)
     store = SampleStore(run.folder)
     failed = store.find(SampleFilter(outcome="failed"), limit=None)

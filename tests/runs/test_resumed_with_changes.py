@@ -14,6 +14,8 @@ import pytest
 
 Start = Callable[..., Any]
 
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+
 
 # ---------------------------------------------------------------------------- resumed with changes
 
@@ -93,31 +95,23 @@ def test_a_killed_run_goes_on_with_a_smaller_bound_and_batch(start: Start) -> No
     assert "batch_size: 4" in (run.folder / "config-1.yaml").read_text()
 
 
-def test_a_completed_run_is_extended_by_steps_and_what_refers_to_them(start: Start) -> None:
-    run = start("steps=3", "name=run-${steps}", "queue.max_failures=${steps}")
+@pytest.fixture(scope="module")
+def completed(module_start: Start) -> Any:
+    """A completed run of three steps. The last test that uses it goes on with it."""
+    run = module_start("steps=3", "name=run-${steps}", "queue.max_failures=${steps}")
     run.assert_completed(3)
-    same = start("steps=3", resume=run)
-    assert same.end() == 2
-    assert "steps: is 3, and the run is complete: give it more" in same.text()
-    start("steps=6", resume=run).assert_completed(6)
-    run.assert_audit_is_clean()
-    config = (run.folder / "config.yaml").read_text()
-    assert "steps: 6" in config
-    assert "max_failures: 6" in config  # a reference follows
-    assert "name: run-3" in config  # a text that only contains one is a value
-    assert "max_failures: 3" in (run.folder / "config-1.yaml").read_text()
+    return run
 
 
 def test_what_makes_it_another_run_cannot_change_on_a_resume(
-    start: Start, tiny_models: Callable[[str], Path], tmp_path: Path
+    start: Start, completed: Any, tmp_path: Path
 ) -> None:
-    run = start("steps=3")
-    run.assert_completed(3)
+    run = completed
     config = (run.folder / "config.yaml").read_text()
     (tmp_path / "others.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "n": 1}\n')
     refused = start(
         *("seed=7", "dataset.shuffle=false", f"dataset.path={tmp_path}/others.jsonl", "steps=2"),
-        *("algorithm.group_size=8", f"model={tiny_models('qwen2')}", f"out={tmp_path}/other"),
+        *("algorithm.group_size=8", f"model={QUICKSTART}/model", f"out={tmp_path}/other"),
         resume=run,
     )
     assert refused.end() == 2
@@ -135,11 +129,25 @@ def test_what_makes_it_another_run_cannot_change_on_a_resume(
     assert "algorithm" in other.text()
 
 
+def test_a_completed_run_is_extended_by_steps_and_what_refers_to_them(start: Start, completed: Any) -> None:
+    run = completed
+    same = start("steps=3", resume=run)
+    assert same.end() == 2
+    assert "steps: is 3, and the run is complete: give it more" in same.text()
+    start("steps=6", resume=run).assert_completed(6)
+    run.assert_audit_is_clean()
+    config = (run.folder / "config.yaml").read_text()
+    assert "steps: 6" in config
+    assert "max_failures: 6" in config  # a reference follows
+    assert "name: run-3" in config  # a text that only contains one is a value
+    assert "max_failures: 3" in (run.folder / "config-1.yaml").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_resume_with_changes_survives_a_kill_at_any_moment(start: Start) -> None:
     options = ("checkpoint.every=4", "checkpoint.keep=9", "steps=60", "training.seconds_per_step=0.2")
-    run = start(*options)
+    run = start(*options, "samples.keep=all")
     run.until_step(7)
     run.process.kill()
     run.process.wait()

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 Start = Callable[..., Any]
 
@@ -34,6 +33,7 @@ def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Star
         "evaluation.rows=10",
         "checkpoint.every=4",
         "checkpoint.keep=1",
+        "samples.keep=all",
     )
     run.until_step(1)
     names = ("trainer-0", "inference-0", "rollout-0", "verifier-0")
@@ -64,10 +64,15 @@ def test_the_same_file_runs_in_other_sizes(start: Start) -> None:
     assert summary["tokens"]["trained"] > 0
 
 
-def test_synchronous_training_has_no_staleness(start: Start) -> None:
-    assert start("queue.max_staleness=0", "steps=4").assert_completed(4, bound=0)["staleness"] == {
-        "0": 4 * 4 * 4
-    }
+@pytest.fixture(scope="module")
+def synchronous(module_start: Start) -> dict[str, Any]:
+    """The summary of a synchronous run without any model."""
+    run = module_start("model=null", "inference.vocab_size=200", "queue.max_staleness=0", "steps=4")
+    return run.assert_completed(4, bound=0)
+
+
+def test_synchronous_training_has_no_staleness(synchronous: dict[str, Any]) -> None:
+    assert synchronous["staleness"] == {"0": 4 * 4 * 4}
 
 
 @pytest.mark.slow
@@ -82,8 +87,9 @@ def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
     )
 
 
-def test_a_run_without_any_model_uses_bytes(start: Start) -> None:
-    start("model=null", "inference.vocab_size=200", "steps=2").assert_completed(2)
+def test_a_run_without_any_model_uses_bytes(synchronous: dict[str, Any]) -> None:
+    assert synchronous["ledger"]["trained"] == 4 * 4
+    assert synchronous["reasons"] == {}
 
 
 # ----------------------------------------------------------------------------- what is around a run
@@ -217,6 +223,8 @@ def test_plugins_and_trackers_follow_a_run(start: Start, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_trackers_follow_a_run_through_kills(start: Start, tmp_path: Path) -> None:
     """A tracker's process is killed, then the kernel. Each step and evaluation arrives once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     run = start(
         *("trackers=[csv,tensorboard]", "steps=14", "checkpoint.every=5", "evaluation.every=4"),
         *(f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=10"),

@@ -60,22 +60,42 @@ def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start,
     run.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "async def score(prompt, completion, answer):\n    return float(answer.isdigit())",
-        # TRL's form
-        "def score(completions, answer, prompts, **kwargs):\n"
-        "    assert len(prompts) == len(answer) == len(completions) == 4\n"
-        "    print('printing is harmless')\n"
-        "    return [1.0 for _ in completions]",
-        "async def score(prompts, completions, **kwargs):\n    return [1.0] * len(completions)",
-    ],
-)
-def test_rewards_of_every_form_run(start: Start, tmp_path: Path, body: str) -> None:
-    run = start(*reward(tmp_path, body), "steps=2")
-    run.assert_completed(2)
-    assert [line["reward"] for line in run.metrics()] == [1.0, 1.0]
+FORMS = """
+async def own(prompt, completion, answer):
+    return float(answer.isdigit())
+
+def trl(completions, answer, prompts, **kwargs):
+    assert len(prompts) == len(answer) == len(completions) == 4
+    print('printing is harmless')
+    return [1.0 for _ in completions]
+
+async def trl_async(prompts, completions, **kwargs):
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def forms(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished run with a variant for each form of a reward."""
+    file = tmp_path_factory.mktemp("rewards") / "forms.py"
+    file.write_text(FORMS)
+    run = module_start(
+        f"reward={{use: function, function: '{file}:own'}}",
+        "variants.own={weight: 1}",
+        *(f"variants.{form}.reward.function={file}:{form}" for form in ("trl", "trl_async")),
+        "steps=4",
+    )
+    run.assert_completed(4)
+    return run
+
+
+@pytest.mark.parametrize("form", ["own", "trl", "trl_async"])
+def test_rewards_of_every_form_run(forms: Any, form: str) -> None:
+    variant = forms.summary()["variants"][form]
+    assert variant["ledger"]["trained"] > 0
+    assert variant["ledger"]["failed"] == 0
+    assert variant["figures"]["reward"]["mean"] == 1.0
+    assert [line["reward"] for line in forms.metrics()] == [1.0] * 4
 
 
 def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(start: Start, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def run(module_start: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
         f"reward={{use: function, function: '{folder}/rewards.py:score'}}",
         f"evaluation.dataset={{use: jsonl, path: {folder}/heldout.jsonl}}",
         "evaluation.every=4",
+        "samples.keep=all",
     )
     summary = started.assert_completed(STEPS)
     return Ended(
