@@ -148,11 +148,8 @@ def main(folder: Path, rank: int) -> None:
     """Run all of a case's measurements; the engines share the process and its group."""
     case = json.loads((folder / "case.json").read_text())
     if "weigh" in case:
-        weigh(folder, **case["weigh"], options=case["options"], rank=rank)
-    engines: list[Any] = []
-    for run in case["runs"]:
-        arguments: dict[str, Any] = {**run, "options": {**case["options"], **run["options"]}}
-        engines.append(measure(folder, rank=rank, **arguments))
+        weigh(folder, **case["weigh"], rank=rank)
+    engines = [measure(folder, rank=rank, **run) for run in case.get("runs", ())]
     for engine in engines:
         engine.stop()
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from stretto.user_code.importable import load_module
 from stretto_fsdp2.tensor_parallel import check_splits
 
 TinyModels = Callable[[str], Path]
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the processes of all layouts
 
 PROGRAM = Path(__file__).with_name("layout_ranks.py")
 
@@ -91,14 +94,12 @@ class Measured:
         return {key: tensors[f"after.{key}"] - tensors[f"before.{key}"] for key in names}
 
 
-def run_ranks(folder: Path, options: Mapping[str, Any], runs: list[dict[str, Any]], **more: Any) -> Measured:
-    """Run a case in processes of its own, all ended after two minutes."""
-    folder.mkdir()
-    (folder / "case.json").write_text(json.dumps({"options": options, "runs": runs, **more}))
-    ranks = int(options["processes"])
+def run_ranks(folder: Path, ranks: int, **case: Any) -> None:
+    """Run a case in processes of its own, all ended after five minutes."""
+    (folder / "case.json").write_text(json.dumps(case))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + 110
+    deadline = time.monotonic() + 300
     try:
         for rank in range(ranks):
             with (folder / f"{rank}.txt").open("wb") as output:
@@ -114,15 +115,33 @@ def run_ranks(folder: Path, options: Mapping[str, Any], runs: list[dict[str, Any
             process.wait()
     told = "\n".join((folder / f"{rank}.txt").read_text()[-3000:] for rank in range(ranks))
     assert [process.returncode for process in processes] == [0] * ranks, told
-    return Measured(folder, ranks, ranks // layout_ranks.config_of(options).data_parallel)
+
+
+Runs = list[dict[str, Any]]
+
+
+def run_layouts(folder: Path, layouts: Mapping[str, tuple[Mapping[str, Any], Runs]]) -> dict[str, Measured]:
+    """Measure layouts of the same number of ranks, by name options and runs. They share the processes, which
+    take longer to import their libraries than to train."""
+    [ranks] = {int(options["processes"]) for options, _ in layouts.values()}
+    runs: Runs = []
+    found: dict[str, Measured] = {}
+    for name, (options, own) in layouts.items():
+        (folder / name).mkdir(parents=True)
+        found[name] = Measured(folder / name, ranks, ranks // layout_ranks.config_of(options).data_parallel)
+        runs += [
+            {**run, "name": f"{name}/{run['name']}", "options": {**options, **run["options"]}} for run in own
+        ]
+    run_ranks(folder, ranks, runs=runs)
+    return found
 
 
 # ------------------------------------------------------------------------------- what is measured
 
 
-def runs_of(models: Mapping[str, Path], saved: Path, loads: Mapping[str, Path]) -> list[dict[str, Any]]:
+def runs_of(models: Mapping[str, Path], saved: Path, loads: Mapping[str, Path]) -> Runs:
     """The measurements of each layout; those with `loads` begin from checkpoints of others."""
-    runs: list[dict[str, Any]] = []
+    runs: Runs = []
     for model, folder in models.items():
         common = {"model": str(folder)}
         runs.append({**common, "name": f"{model}-sgd", "options": SGD})
@@ -184,37 +203,23 @@ def single(models: dict[str, Path], work: Path) -> Measured:
 
 
 @pytest.fixture(scope="session")
-def measured(single: Measured, models: dict[str, Path], work: Path) -> Callable[[str], Measured]:
-    """`measured("fsdp2")`: that layout's figures; each layout is run once."""
-    found: dict[str, Measured] = {}
-    failures: dict[str, BaseException] = {}
-    # Who begins from whose checkpoints.
+def measured(single: Measured, models: dict[str, Path], work: Path) -> dict[str, Measured]:
+    """The figures of each layout."""
+    del single  # it has saved the checkpoints that others begin from
+    saved = work / "saved"
     loads = {
-        "pipeline": {"from-torch": work / "saved/torch/qwen2"},
-        "fsdp2": {"from-torch": work / "saved/torch/llama", "from-pipeline": work / "saved/pipeline/qwen2"},
+        "pipeline": {"from-torch": saved / "torch/qwen2"},
+        "fsdp2": {"from-torch": saved / "torch/llama", "from-pipeline": saved / "pipeline/qwen2"},
         "copies": {},
-        "tensor_parallel": {"from-fsdp2": work / "saved/fsdp2/qwen2"},
+        "tensor_parallel": {"from-fsdp2": saved / "fsdp2/qwen2"},
     }
-
-    def of(layout: str) -> Measured:
-        for needed in {"fsdp2": ["pipeline"], "tensor_parallel": ["fsdp2"]}.get(layout, []):
-            of(needed)
-        if layout in failures:
-            raise failures[layout]
-        if layout not in found:
-            runs = runs_of(models, work / "saved" / layout, loads[layout])
-            if layout in ("fsdp2", "pipeline"):
-                runs.append(
-                    {**LORA, "model": str(models["qwen2"]), "save": str(work / "saved" / layout / "lora")}
-                )
-            try:
-                found[layout] = run_ranks(work / layout, LAYOUTS[layout], runs)
-            except BaseException as failure:
-                failures[layout] = failure
-                raise
-        return found[layout]
-
-    return of
+    layouts: dict[str, tuple[Mapping[str, Any], Runs]] = {}
+    for layout, options in LAYOUTS.items():
+        runs = runs_of(models, saved / layout, loads[layout])
+        if layout in ("fsdp2", "pipeline"):
+            runs.append({**LORA, "model": str(models["qwen2"]), "save": str(saved / layout / "lora")})
+        layouts[layout] = options, runs
+    return run_layouts(work / "ranks", layouts)
 
 
 def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -229,9 +234,9 @@ def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_gives_the_numbers_of_one_process(
-    layout: str, single: Measured, measured: Callable[[str], Measured]
+    layout: str, single: Measured, measured: dict[str, Measured]
 ) -> None:
-    found = measured(layout)
+    found = measured[layout]
     for model in TIED:
         sgd, adam = f"{model}-sgd", f"{model}-adam"
         assert float((found.said(sgd) - single.said(sgd)).abs().max()) < 1e-4
@@ -245,9 +250,9 @@ def test_a_layout_gives_the_numbers_of_one_process(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_heads_and_clipping_are_those_of_one_process(
-    layout: str, single: Measured, measured: Callable[[str], Measured]
+    layout: str, single: Measured, measured: dict[str, Measured]
 ) -> None:
-    found = measured(layout)
+    found = measured[layout]
     for name in ("value", "reward", "clipped"):
         for mine, theirs in zip(found.steps(name), single.steps(name), strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), name
@@ -260,7 +265,7 @@ def test_heads_and_clipping_are_those_of_one_process(
 
 
 def test_checkpoints_go_from_any_layout_to_any_other(
-    single: Measured, models: dict[str, Path], measured: Callable[[str], Measured], work: Path
+    single: Measured, models: dict[str, Path], measured: dict[str, Measured], work: Path
 ) -> None:
     for layout, name, source, model in (
         ("pipeline", "from-torch", "torch", "qwen2"),
@@ -268,10 +273,10 @@ def test_checkpoints_go_from_any_layout_to_any_other(
         ("fsdp2", "from-pipeline", "pipeline", "qwen2"),
         ("tensor_parallel", "from-fsdp2", "fsdp2", "qwen2"),
     ):
-        saver = single if source == "torch" else measured(source)
+        saver = single if source == "torch" else measured[source]
         expected = saver.steps(f"{model}-adam")[2]
-        assert measured(layout).steps(name)[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert measured(layout).steps(name)[0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert measured[layout].steps(name)[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert measured[layout].steps(name)[0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     for source in ("fsdp2", "pipeline", "tensor_parallel"):
         layout_ranks.measure(
             single.folder,
@@ -281,16 +286,16 @@ def test_checkpoints_go_from_any_layout_to_any_other(
             seeds=[2],
             load=str(work / "saved" / source / "gemma"),
         )
-        expected = measured(source).steps("gemma-adam")[2]
+        expected = measured[source].steps("gemma-adam")[2]
         assert single.steps(f"from-{source}")[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
 @pytest.mark.parametrize("layout", ["fsdp2", "pipeline"])
 def test_adapters_train_alike_and_can_be_loaded_by_peft(
-    layout: str, single: Measured, models: dict[str, Path], measured: Callable[[str], Measured], work: Path
+    layout: str, single: Measured, models: dict[str, Path], measured: dict[str, Measured], work: Path
 ) -> None:
-    found = measured(layout)
+    found = measured[layout]
     assert found.steps("lora")[0]["loss"] == pytest.approx(single.steps("lora")[0]["loss"], rel=1e-5)
     changed = {name for name, update in found.update("lora").items() if update.abs().max() > 0}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
@@ -310,10 +315,9 @@ def test_adapters_train_alike_and_can_be_loaded_by_peft(
 # ------------------------------------------------------------------------------------ slow: more ranks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
+OTHERS: dict[str, dict[str, Any]] = {
+    "-".join(f"{key}={value}" for key, value in options.items()): options
+    for options in (
         {"use": "fsdp2", "processes": 4, "tensor_parallel": 2},
         {"use": "fsdp2", "processes": 4, "tensor_parallel": 2, "shard": False},
         {"use": "pipeline", "processes": 4, "stages": 2},
@@ -322,30 +326,49 @@ def test_adapters_train_alike_and_can_be_loaded_by_peft(
         {"use": "fsdp2", "processes": 2, "gradient_checkpointing": True},
         {"use": "pipeline", "processes": 2, "gradient_checkpointing": True},
         {"use": "fsdp2", "processes": 2, "compile": True},
-    ],
-    ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
-)
+    )
+}
+
+
+@pytest.fixture(scope="session")
+def others(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, Measured]]:
+    """`others(4)`: the figures of the other layouts of four ranks."""
+
+    @cache
+    def of(ranks: int) -> dict[str, Measured]:
+        folder = tmp_path_factory.mktemp("others")
+        layouts: dict[str, tuple[Mapping[str, Any], Runs]] = {}
+        for name, options in OTHERS.items():
+            if options["processes"] == ranks:
+                every = runs_of(models, folder / "saved" / name, {})
+                runs = [run for run in every if run["name"] in ("qwen2-adam", "llama-sgd", "value")]
+                layouts[name] = options, runs
+        return run_layouts(folder / "ranks", layouts)
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_layouts_give_the_numbers_of_one_process(
-    options: dict[str, Any], single: Measured, models: dict[str, Path], tmp_path: Path
+    name: str, single: Measured, others: Callable[[int], dict[str, Measured]]
 ) -> None:
-    every = runs_of(models, tmp_path / "saved", {})
-    runs = [run for run in every if run["name"] in ("qwen2-adam", "llama-sgd", "value")]
-    found = run_ranks(tmp_path / "ranks", options, runs)
+    found = others(OTHERS[name]["processes"])[name]
     assert float((found.said("llama-sgd") - single.said("llama-sgd")).abs().max()) < 1e-4
-    for name in ("llama-sgd", "value"):
-        assert found.steps(name)[0]["grad_norm"] == pytest.approx(
-            single.steps(name)[0]["grad_norm"], rel=1e-5
-        )
-        assert off(found.update(name), single.update(name)) < 1e-5, name
+    for run in ("llama-sgd", "value"):
+        assert found.steps(run)[0]["grad_norm"] == pytest.approx(single.steps(run)[0]["grad_norm"], rel=1e-5)
+        assert off(found.update(run), single.update(run)) < 1e-5, run
     assert off(found.update("qwen2-adam"), single.update("qwen2-adam")) < 1e-2
 
 
 @pytest.mark.slow
 def test_gradients_in_bfloat16_are_close(single: Measured, models: dict[str, Path], tmp_path: Path) -> None:
     run = {"name": "low", "model": str(models["llama"]), "options": SGD}
-    for shard in (True, False):
-        options = {"use": "fsdp2", "processes": 2, "shard": shard, "reduce_dtype": "bfloat16"}
-        found = run_ranks(tmp_path / f"{shard}", options, [run])
+    low = {"use": "fsdp2", "processes": 2, "reduce_dtype": "bfloat16"}
+    layouts = {f"shard={shard}": ({**low, "shard": shard}, [run]) for shard in (True, False)}
+    for found in run_layouts(tmp_path / "ranks", layouts).values():
         assert 1e-6 < off(found.update("low"), single.update("llama-sgd")) < 1e-2
 
 
@@ -358,10 +381,12 @@ def test_two_ranks_need_less_memory_each(models: dict[str, Path], tmp_path: Path
     assert model.num_parameters() >= 60e6
     model.save_pretrained(tmp_path / "large")
     del model
-    weigh = {"tiny": str(models["llama"]), "large": str(tmp_path / "large")}
     figures: dict[str, list[dict[str, float]]] = {}
     for use, ranks in (("torch", 1), ("fsdp2", 2)):
-        run_ranks(tmp_path / use, {"use": use, "processes": ranks, "micro_batch_tokens": 64}, [], weigh=weigh)
+        (tmp_path / use).mkdir()
+        weigh = {"tiny": str(models["llama"]), "large": str(tmp_path / "large")}
+        options = {"use": use, "processes": ranks, "micro_batch_tokens": 64}
+        run_ranks(tmp_path / use, ranks, weigh={**weigh, "options": options})
         figures[use] = [
             json.loads((tmp_path / use / f"memory-{rank}.json").read_text()) for rank in range(ranks)
         ]
