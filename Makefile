@@ -11,8 +11,8 @@
 # PYTHON=python3.12       another interpreter than the first that is new enough
 # PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 #                         handed to pip, here for builds of torch without CUDA
-# JOBS=3, SLOW_JOBS=2     processes that run the tests, and the slow tests. The default tests also wait: one process
-#                         more than there are cores keeps all cores busy
+# JOBS=3                  processes that run the tests. Tests also wait: one process more than there are cores keeps
+#                         all cores busy
 # SGLANG_PYTHON, VLLM_PYTHON   interpreters with these servers, for `make test-integration` to install none
 # ARGS="seed=2"           handed to stretto run by `make quickstart`, and to pytest by `make test` and the like
 
@@ -24,7 +24,6 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 PIP_ARGS ?=
 ARGS ?=
 JOBS ?= 3
-SLOW_JOBS ?= 2
 # A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
 PARALLEL := --dist loadfile --no-loadscope-reorder
 DEFAULT := not slow and not integration and not chaos
@@ -41,7 +40,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(SLOW_JOBS) $(PARALLEL) -m slow --timeout=1200 $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m slow --timeout=1200 $(ARGS)
 
 test-chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m chaos --timeout=3600 $(ARGS)

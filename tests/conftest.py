@@ -33,10 +33,24 @@ pytest.register_assert_rewrite("stretto.testing")  # its failures then show the 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+LONGEST = (
+    *("test_deaths", "test_torch_runs", "test_evaluate", "test_layouts", "test_quickstart_model"),
+    *("test_advice", "test_runs", "test_user_code", "test_real_run", "test_resumed_with_changes"),
+    *("test_conformance", "test_trackers", "test_page", "test_torch_requests", "test_math"),
+)
+"""The files whose tests take a minute or more of processor time, in the order in which they begin."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files whose tests take longest, so that no process of pytest is left alone with one."""
-    longest = {"start", "module_start", "measured"}  # fixtures: a whole run, the layouts of training
-    items.sort(key=lambda item: longest.isdisjoint(getattr(item, "fixturenames", ())))
+    runs = {"start", "module_start"}
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.stem
+        known = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        return known, runs.isdisjoint(getattr(item, "fixturenames", ()))
+
+    items.sort(key=place)
 
 
 @pytest.fixture

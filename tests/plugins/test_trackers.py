@@ -28,7 +28,6 @@ from stretto.cli.track import track_run
 from stretto.errors import printable
 from stretto.kernel.changes import write_values
 from stretto.kernel.metrics_file import MetricsFile
-from stretto_wandb.offline import history_rows
 
 Point = tuple[int, float]
 Curves = tuple[list[Point], list[Point]]
@@ -199,6 +198,8 @@ def tensorboard_curves(kernel: Kernel) -> Curves:
 
 def wandb_curves(kernel: Kernel) -> Curves:
     """From the files of all processes, merged in the order in which `wandb sync` sends them."""
+    from stretto_wandb.offline import history_rows
+
     run_id = (kernel.own / "id").read_text()
     files = sorted(kernel.own.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 3  # one for each process
@@ -267,6 +268,8 @@ def tensorboard_samples(kernel: Kernel) -> Texts:
 
 
 def wandb_samples(kernel: Kernel) -> Texts:
+    from stretto_wandb.offline import history_rows
+
     run_id = (kernel.own / "id").read_text()
     found: Texts = []
     for folder in sorted(kernel.own.glob(f"wandb/offline-run-*-{run_id}")):
@@ -472,6 +475,8 @@ def test_a_run_that_keeps_no_samples_sends_none(kernel_of: Callable[..., Kernel]
 
 def test_a_long_offline_run_of_wandb_is_read_over_its_blocks(kernel_of: Callable[..., Kernel]) -> None:
     """Blocks have 32 KiB; some rows have parts in several of them."""
+    from stretto_wandb.offline import history_rows
+
     kernel = kernel_of("wandb", mode="offline")
     for step in range(1, 151):
         kernel.step(step, step / 8, **{f"long/{'x' * 200}/{n}": float(n) for n in range(step % 5 * 50)})
