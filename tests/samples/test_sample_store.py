@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,22 @@ def test_a_row_has_all_that_was_kept_of_a_trajectory(kept: Kept) -> None:
     assert first["advantages"] == [None, None, 0.25, 0.25]
     assert first["importance_weights"] == [None, None, 1.0, 0.5]
     assert (second["id"], second["outcome"], second["advantages"]) == ("7/1/1", "expired", None)
+
+
+def test_reading_does_not_import_pandas_which_takes_half_a_second(kept: Kept) -> None:
+    kept.group(7, version=3, reward=0.5)
+    kept.flush()
+    conditions = (
+        "ticket=7, purpose='train', finish='stop', outcome='pending', worker='rollout-0', text='answer'"
+    )
+    script = (
+        "import importlib.util, sys; from pathlib import Path\n"
+        "from stretto.records.samples import SampleFilter, SampleStore\n"
+        f"rows = SampleStore(Path({str(kept.folder)!r})).find(SampleFilter({conditions}), tokens=True)\n"
+        "print(len(rows), bool(importlib.util.find_spec('pandas')), 'pandas' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert said.split() == ["2", "True", "False"]
 
 
 def test_the_newest_row_is_the_last_one_of_the_log(kept: Kept) -> None:

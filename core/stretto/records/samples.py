@@ -210,11 +210,11 @@ class SampleStore:
         for row, part in zip(found.tolist(), index.parts[found].tolist(), strict=True):
             if part not in known:
                 table = samples.read(part, ("prompt_text", "text"))
-                columns = [
-                    pc.fill_null(pc.match_substring(table[name], text, ignore_case=True), False)
+                found_in = [
+                    _bools(pc.match_substring(table[name], text, ignore_case=True))
                     for name in table.column_names
                 ]
-                known[part] = np.asarray(pc.or_(*columns))
+                known[part] = np.logical_or(*found_in)
             if known[part][index.offsets[row]]:
                 yield row
 
@@ -374,30 +374,28 @@ class _Index:
         at = np.full(len(samples), -1)
         if len(trained):
             latest = pc.take(trained["id"], _numbers(np.arange(len(trained))[::-1]))
-            at = _ints(pc.fill_null(pc.index_in(samples["id"], value_set=latest), -1))
+            at = np.nan_to_num(_floats(pc.index_in(samples["id"], value_set=latest)), nan=-1).astype(np.int64)
         self.trained_at = np.where(at >= 0, len(trained) - 1 - at, -1)
         """For each row, its row of `trained`; -1 if it was not trained."""
-        is_eval = np.asarray(pc.equal(samples["purpose"], "eval"))
+        is_eval = _equal(samples["purpose"], "eval")
         newest = _floats(samples["newest"])
         steps = np.append(_floats(trained["step"]), np.nan)[self.trained_at]
-        done = np.asarray(pc.equal(samples["outcome"], "done"))
+        done = _equal(samples["outcome"], "done")
         self._step = np.where(is_eval & done, newest, steps)
         self._staleness = np.where(is_eval, np.nan, steps - 1 - _floats(samples["oldest"]))
         self._outcome, self._reasons = _outcomes(samples, trained, retired, self.trained_at, is_eval)
 
     def select(self, filter: SampleFilter) -> NDArray[np.int64]:
         """Return the rows that fit all conditions but that on the text."""
-        pc, samples = _compute(), self._samples
+        samples = self._samples
         fits = np.ones(len(samples), bool)
         for name in ("ticket", "purpose", "finish"):
             if (value := getattr(filter, name)) is not None:
-                fits &= np.asarray(pc.fill_null(pc.equal(samples[name], value), False))
+                fits &= _equal(samples[name], value)
         if filter.outcome is not None:
             fits &= self._outcome == filter.outcome
         if filter.worker is not None:
-            fits &= np.asarray(pc.equal(samples["worker"], filter.worker)) | np.asarray(
-                pc.fill_null(pc.equal(samples["engine"], filter.worker), False)
-            )
+            fits &= _equal(samples["worker"], filter.worker) | _equal(samples["engine"], filter.worker)
         for name in ("step", "reward", "length", "staleness"):
             low, high = cast("Bounds", getattr(filter, name))
             if (low, high) != (None, None):
@@ -466,20 +464,60 @@ def _compute() -> Any:
     return compute
 
 
-def _numbers(values: NDArray[np.int64]) -> Any:
-    """Return integers as a pyarrow array. `pyarrow.array` would import pandas first, if it is installed."""
+# Where pandas is installed, pyarrow imports it, for half a second, as soon as it converts a Python value, or
+# a column to numpy in the usual way. The functions below hand over memory instead.
+
+
+def _array(kind: Any, *buffers: NDArray[Any]) -> Any:
+    """Return a pyarrow array of numbers, or of one text, from the buffers that it consists of."""
     import pyarrow as pa
 
-    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
+    length = len(buffers[0]) if len(buffers) == 1 else 1
+    return pa.Array.from_buffers(
+        kind, length, [None, *(pa.py_buffer(np.ascontiguousarray(each)) for each in buffers)]
+    )
+
+
+def _numbers(values: NDArray[np.int64]) -> Any:
+    """Return integers as a pyarrow array."""
+    import pyarrow as pa
+
+    return _array(pa.int64(), values)
+
+
+def _equal(column: Any, value: str | int) -> NDArray[np.bool_]:
+    """Return which rows of a column have a value; a row without one does not."""
+    import pyarrow as pa
+
+    if isinstance(value, int):
+        wanted = _numbers(np.array([value]))
+    else:
+        text = np.frombuffer(value.encode(), np.uint8)
+        wanted = _array(pa.string(), np.array([0, len(text)], np.int32), text)
+    return _bools(_compute().is_in(column, value_set=wanted))
+
+
+def _bools(column: Any) -> NDArray[np.bool_]:
+    """Return a column of truths; False where it has none."""
+    return np.nan_to_num(_floats(column)).astype(np.bool_)
 
 
 def _ints(column: Any) -> NDArray[np.int64]:
-    return np.asarray(column, np.int64)
+    """Return a column of integers that has a value in every row."""
+    return _joined(column, np.int64)
 
 
 def _floats(column: Any) -> NDArray[np.float64]:
     """Return a column of numbers; NaN where it has none."""
-    return np.asarray(column.to_numpy(), np.float64)
+    import pyarrow as pa
+
+    missing = _array(pa.float64(), np.array([np.nan]))[0]
+    return _joined(_compute().fill_null(column.cast(pa.float64()), missing), np.float64)
+
+
+def _joined(column: Any, kind: type[np.generic]) -> NDArray[Any]:
+    """Return a column of numbers that has a value in every row."""
+    return np.concatenate([np.empty(0, kind), *(np.from_dlpack(chunk) for chunk in column.chunks)])
 
 
 def _from_json(text: str | None, missing: Any) -> Any:
