@@ -141,10 +141,13 @@ async def test_logprobs_are_those_of_each_tokens_own_version(
 GROUP, BATCH, STEPS = 4, 4, 3
 
 
-@pytest.fixture
-def deterministic(tiny_models: TinyModels, start: Start, tmp_path: Path) -> Start:
+@pytest.fixture(scope="module")
+def deterministic(
+    tiny_models: TinyModels, module_start: Start, tmp_path_factory: pytest.TempPathFactory
+) -> Start:
     """A synchronous, deterministic run of the torch engines on a model that has something to learn."""
-    (tmp_path / "reward.py").write_text(
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text(
         textwrap.dedent(
             """
             def score(prompt, completion, answer):
@@ -155,14 +158,22 @@ def deterministic(tiny_models: TinyModels, start: Start, tmp_path: Path) -> Star
     overrides = [
         f"model={tiny_models('qwen2')}",
         *("training=torch", "training.lr=1e-2", "inference=torch", "inference.deterministic=true"),
-        *("reward=function", f"reward.function={tmp_path}/reward.py:score", "sampling.max_tokens=24"),
+        *("reward=function", f"reward.function={reward}:score", "sampling.max_tokens=24"),
         *("queue.max_staleness=0", f"steps={STEPS}", f"algorithm.group_size={GROUP}", "seed=5"),
     ]
 
     def start_run(out: str, *more: str) -> Any:
-        return start(*overrides, *more, out=out)
+        return module_start(*overrides, *more, out=out)
 
     return start_run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(deterministic: Start) -> Any:
+    """Such a run from its beginning to its end, which others must equal."""
+    run = deterministic("undisturbed")
+    assert run.end() == 0, run.text()
+    return run
 
 
 def final_weights(run: Any) -> dict[str, Tensor]:
@@ -235,13 +246,12 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.slow
 async def test_two_runs_and_a_plain_loop_reach_the_same_weights_bit_for_bit(
-    deterministic: Start, tiny_models: TinyModels, tmp_path: Path
+    deterministic: Start, undisturbed: Any, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    one = deterministic("one")
-    assert one.end() == 0, one.text()
+    one = undisturbed
     two = deterministic("two", "inference.slots=8", "inference.replicas=2", "rollout.concurrency=3")
     assert two.end() == 0, two.text()
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (one.folder.parent / "rows.jsonl").read_text().splitlines()]
     plain = await plain_loop(tiny_models("qwen2"), rows, tmp_path)
     initial = load_file(tiny_models("qwen2") / "model.safetensors")
     assert not equal(final_weights(one), initial)  # it has trained
@@ -251,10 +261,11 @@ async def test_two_runs_and_a_plain_loop_reach_the_same_weights_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_killed_kernel_and_a_killed_engine_change_no_bit(deterministic: Start, start: Start) -> None:
-    one = deterministic("one")
-    assert one.end() == 0, one.text()
-    two = deterministic("two", "checkpoint.every=1")
+def test_a_killed_kernel_and_a_killed_engine_change_no_bit(
+    deterministic: Start, undisturbed: Any, start: Start
+) -> None:
+    one = undisturbed
+    two = deterministic("killed", "checkpoint.every=1")
     two.until_step(1)
     two.until(lambda: two.worker("inference-0")).kill()
     two.until_step(2)
