@@ -24,8 +24,7 @@ def reward(tmp_path: Path, body: str) -> list[str]:
     return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
 
 
-def test_a_reward_that_fails_sometimes_fails_its_tickets_only(start: Start, tmp_path: Path) -> None:
-    body = """
+FAULTY_REWARD = """
     import time, math, os
     def score(prompt, completion, n, **columns):
         if n % 7 == 6: raise LookupError(f"row {n}")
@@ -34,9 +33,46 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(start: Start, tmp_
         if n == 3: time.sleep(60)
         if n == 4: os._exit(3)
         return {"reward": float(len(completion)), "accuracy": 0.5}
-    """
-    run = start(*reward(tmp_path, body), "reward.timeout_s=1", "steps=10", "queue.max_failures=1000")
-    summary = run.assert_completed(10)
+"""
+FAULTY_WORKFLOW = """
+    import anyio
+    from stretto import Component, WorkflowConfig, hookimpl
+    from stretto.workflow import Trajectory
+
+    class Flow:
+        def __init__(self, config, context): pass
+        async def run(self, prompt, session):
+            if prompt.row["n"] % 9 == 0: raise RuntimeError("no luck")
+            if prompt.row["n"] % 9 == 5: await anyio.sleep_forever()
+            if prompt.row["n"] % 9 == 7: return []
+            first = await session.generate(prompt.ids)
+            answers = await session.generate(prompt.ids, n=session.group_size)
+            scores = await session.score(prompt, answers)
+            return [Trajectory.of(prompt.ids, a, s) for a, s in zip(answers, scores)]
+
+    @hookimpl
+    def stretto_workflow():
+        yield Component("flow", Flow, WorkflowConfig, "fails")
+"""
+
+
+@pytest.fixture(scope="module")
+def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A completed run whose reward fails on some rows, and whose workflow on others."""
+    folder = tmp_path_factory.mktemp("faulty")
+    (folder / "flow.py").write_text(textwrap.dedent(FAULTY_WORKFLOW))
+    run = module_start(
+        *reward(folder, FAULTY_REWARD),
+        *("reward.timeout_s=1", "steps=6", "queue.max_failures=1000", f"plugins=[{folder}/flow.py]"),
+        *("workflow=flow", "workflow.timeout_s=4"),
+        out="faulty",
+    )
+    run.assert_completed(6)
+    return run
+
+
+def test_a_reward_that_fails_sometimes_fails_its_tickets_only(faulty: Any) -> None:
+    summary = faulty.summary()
     reasons = Counter(summary["reasons"])
     assert summary["ledger"]["failed"] == sum(reasons.values()) > 0
     text = json.dumps(summary["reasons"])
@@ -45,7 +81,14 @@ def test_a_reward_that_fails_sometimes_fails_its_tickets_only(start: Start, tmp_
     assert "not a finite number" in text
     assert "reward took longer than reward.timeout_s=1" in text
     assert "reward ended its process: exit status 3" in text
-    assert run.metrics()[0]["reward/accuracy"] == 0.5
+    assert faulty.metrics()[0]["reward/accuracy"] == 0.5
+
+
+def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(faulty: Any) -> None:
+    text = json.dumps(faulty.summary()["reasons"])
+    assert "RuntimeError: no luck" in text
+    assert "took longer than workflow.timeout_s=4" in text
+    assert "returned no trajectory" in text
 
 
 def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start, tmp_path: Path) -> None:
@@ -84,6 +127,7 @@ def forms(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any:
         "variants.own={weight: 1}",
         *(f"variants.{form}.reward.function={file}:{form}" for form in ("trl", "trl_async")),
         "steps=4",
+        out="forms",
     )
     run.assert_completed(4)
     return run
@@ -98,86 +142,60 @@ def test_rewards_of_every_form_run(forms: Any, form: str) -> None:
     assert [line["reward"] for line in forms.metrics()] == [1.0] * 4
 
 
-def test_a_workflow_that_raises_or_never_ends_fails_its_tickets(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "flow.py").write_text(
-        textwrap.dedent(
-            """
-            import anyio
-            from stretto import Component, WorkflowConfig, hookimpl
-            from stretto.workflow import Trajectory
+FULL_DISK = """
+    from pathlib import Path
+    from stretto import Component, TrainingConfig, hookimpl
 
-            class Flow:
-                def __init__(self, config, context): pass
-                async def run(self, prompt, session):
-                    if prompt.row["n"] % 5 == 0: raise RuntimeError("no luck")
-                    if prompt.row["n"] % 5 == 1: await anyio.sleep_forever()
-                    if prompt.row["n"] % 5 == 2: return []
-                    first = await session.generate(prompt.ids)
-                    answers = await session.generate(prompt.ids, n=session.group_size)
-                    scores = await session.score(prompt, answers)
-                    return [Trajectory.of(prompt.ids, a, s) for a, s in zip(answers, scores)]
+    def make(config, context):
+        from stretto_mock import MockTrainingConfig
+        from stretto_mock.training import MockTraining
 
-            @hookimpl
-            def stretto_workflow():
-                yield Component("flow", Flow, WorkflowConfig, "fails")
-            """
-        )
+        class Full(MockTraining):
+            def save(self, folder):
+                super().save(folder)
+                Path("/dev/full").write_text("x" * 100000)
+
+        return Full(MockTrainingConfig(seconds_per_step=0.05), context)
+
+    @hookimpl
+    def stretto_training():
+        yield Component("full", make, TrainingConfig, "has no room", needs_model=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def cramped(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A completed run with prompts that are too long, and no room for checkpoints."""
+    plugin = tmp_path_factory.mktemp("cramped") / "full.py"
+    plugin.write_text(textwrap.dedent(FULL_DISK))
+    run = module_start(
+        *("dataset.max_prompt_tokens=4", "queue.max_filtered=1", "steps=5", "checkpoint.every=2"),
+        *(f"plugins=[{plugin}]", "training=full"),
+        out="cramped",
     )
-    run = start(
-        f"plugins=[{tmp_path}/flow.py]",
-        *("workflow=flow", "workflow.timeout_s=1", "steps=4", "queue.max_failures=1000"),
-    )
-    summary = run.assert_completed(4)
-    text = json.dumps(summary["reasons"])
-    assert "RuntimeError: no luck" in text
-    assert "took longer than workflow.timeout_s=1" in text
-    assert "returned no trajectory" in text
+    run.assert_completed(5)
+    return run
 
 
-def test_prompts_that_are_too_long_are_filtered_and_counted(start: Start) -> None:
-    run = start("dataset.max_prompt_tokens=4", "steps=3", "queue.max_filtered=1")
-    summary = run.assert_completed(3)
-    log = [json.loads(line) for line in (run.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
+def test_prompts_that_are_too_long_are_filtered_and_counted(cramped: Any) -> None:
+    summary = cramped.summary()
+    log = [json.loads(line) for line in (cramped.folder / "logs" / "kernel.jsonl").read_text().splitlines()]
     left_out = [line["level"] for line in log if line["event"] == "row left out"]
     assert left_out == ["info"] * summary["ledger"]["filtered"] != []
-    assert "ticket failed" not in run.text()
+    assert "ticket failed" not in cramped.text()
     assert (
         summary["ledger"]["filtered"]
         == summary["reasons"]["filtered: prompt longer than max_prompt_tokens=4"]
     )
 
 
-def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "full.py").write_text(
-        textwrap.dedent(
-            """
-            from pathlib import Path
-            from stretto import Component, TrainingConfig, hookimpl
-
-            def make(config, context):
-                from stretto_mock import MockTrainingConfig
-                from stretto_mock.training import MockTraining
-
-                class Full(MockTraining):
-                    def save(self, folder):
-                        super().save(folder)
-                        Path("/dev/full").write_text("x" * 100000)
-
-                return Full(MockTrainingConfig(seconds_per_step=0.05), context)
-
-            @hookimpl
-            def stretto_training():
-                yield Component("full", make, TrainingConfig, "has no room", needs_model=False)
-            """
-        )
-    )
-    run = start(f"plugins=[{tmp_path}/full.py]", "training=full", "checkpoint.every=2", "steps=5")
-    summary = run.assert_completed(5)
+def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(cramped: Any) -> None:
+    summary = cramped.summary()
     assert summary["checkpoints"] == []
     assert len(summary["problems"]) == 3
     assert "checkpoint of version 2 not written" in summary["problems"][0]
     assert "No space left on device" in summary["problems"][0]
-    assert list((run.folder / "checkpoints").iterdir()) == []
+    assert list((cramped.folder / "checkpoints").iterdir()) == []
 
 
 def test_an_outcome_that_no_step_could_use_fails_its_ticket(start: Start) -> None:
