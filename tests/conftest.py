@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
@@ -51,6 +52,57 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return known, runs.isdisjoint(getattr(item, "fixturenames", ()))
 
     items.sort(key=place)
+
+
+# ------------------------------------------------------------------------------- where the time goes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--processor-time",
+        action="store_true",
+        help="list the files and tests that took most processor time, with that of their child processes",
+    )
+
+
+def _processor_s() -> float:
+    """Processor time of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
+_BEGUN = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    item.stash[_BEGUN] = _processor_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "teardown":
+        report.user_properties.append(("processor_s", _processor_s() - item.stash[_BEGUN]))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--processor-time"):
+        return
+    files, tests = Counter[str](), Counter[str]()
+    for report in terminalreporter.getreports(""):
+        for name, value in report.user_properties:
+            if name == "processor_s":
+                files[report.nodeid.partition("::")[0]] += value
+                tests[report.nodeid] += value
+    terminalreporter.section(f"{sum(files.values()):.0f} s of processor time")
+    for seconds in (files, tests):
+        for name, value in seconds.most_common(40):
+            terminalreporter.write_line(f"{value:8.1f} s  {name}")
+
+
+# --------------------------------------------------------------------------------------- the bus
 
 
 @pytest.fixture
