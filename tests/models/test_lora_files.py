@@ -132,7 +132,7 @@ def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: TinyModel
     assert "transformer.h.0.attn.c_attn.weight" in trained(engine_of(tmp_path / "model", "merged", "c_attn"))
 
 
-@pytest.mark.parametrize("weights", ["file", "bus"])
+@pytest.mark.parametrize("weights", ["file", pytest.param("bus", marks=pytest.mark.slow)])
 def test_a_run_sends_the_adapter_alone(
     start: Start, tiny_models: TinyModels, tmp_path: Path, weights: str
 ) -> None:

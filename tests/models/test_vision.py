@@ -385,6 +385,7 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
     engine.stop()
 
 
+@pytest.mark.slow
 def test_a_rank_without_images_goes_along(vision_models: Models, tmp_path: Path) -> None:
     model = vision_models("llava")
     ranks = [subprocess.Popen([sys.executable, __file__, model, tmp_path, str(rank)]) for rank in range(2)]

@@ -21,6 +21,7 @@ def chaos(folder: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_kills_at_random_moments_lose_and_double_nothing(tmp_path: Path) -> None:
     figures = chaos(tmp_path / "chaos", "--kills=8", "--seed=1", "--only=mock")
