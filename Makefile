@@ -4,6 +4,7 @@
 # make lint         ruff, pyright (strict), import rules, spelling
 # make format       what ruff can mend
 # make test-slow   the tests that take a minute or more
+# make test-all    both, in one go
 # make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
@@ -31,7 +32,7 @@ ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart test test-slow test-chaos test-integration coverage lint format bench clean
+.PHONY: quickstart test test-slow test-all test-chaos test-integration coverage lint format bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -40,7 +41,10 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m slow --timeout=1200 $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m slow $(ARGS)
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "not integration and not chaos" $(ARGS)
 
 test-chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m chaos --timeout=3600 $(ARGS)
@@ -49,7 +53,7 @@ test-integration: $(VENV)/installed
 test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLLM_PYTHON),,$(ENGINES)/vllm/installed)
 	SGLANG_PYTHON=$(or $(SGLANG_PYTHON),$(CURDIR)/$(ENGINES)/sglang/bin/python) \
 	VLLM_PYTHON=$(or $(VLLM_PYTHON),$(CURDIR)/$(ENGINES)/vllm/bin/python) \
-	$(BIN)/python -m pytest -q -m integration --timeout=600 $(ARGS)
+	$(BIN)/python -m pytest -q -m integration --timeout=900 $(ARGS)
 
 coverage: $(VENV)/installed
 	rm -rf build/coverage

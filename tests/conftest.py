@@ -43,7 +43,11 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files whose tests take longest, so that no process of pytest is left alone with one."""
+    """Give slow tests 20 minutes. Begin with the files whose tests take longest, so that no process of pytest
+    is left alone with one."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))
     runs = {"start", "module_start"}
 
     def place(item: pytest.Item) -> tuple[int, bool]:
