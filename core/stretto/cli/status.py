@@ -7,12 +7,9 @@ from pathlib import Path
 
 from stretto.bus.guard import is_locked
 from stretto.errors import ConfigError, printable
-from stretto.records.status import STATUS, read_status
+from stretto.records.status import STATUS, read_status, standstill
 
 __all__ = ["status_lines"]
-
-_OLD_S = 15.0
-"""A living kernel writes its status every 2 s. After this many seconds without, it hangs or is stopped."""
 
 
 def status_lines(folder: Path) -> list[str]:
@@ -33,8 +30,8 @@ def status_lines(folder: Path) -> list[str]:
         return [*lines, f"no kernel owns the run; this was its state {age_s:.0f} s ago"]
     if not lock.read_text().startswith(f"pid {status.pid},"):
         return [*lines, f"this was the state of a former kernel, {age_s:.0f} s ago; another one is starting"]
-    if age_s > _OLD_S:
-        lines.append(f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago")
+    if remark := standstill(status):
+        lines.append(remark)
     if not status.connected:
         lines.append("the kernel has no connection to nats-server")
     if status.metrics_url:

@@ -22,13 +22,11 @@ from stretto.bus.server import VIEWER, Bootstrap, login_of
 from stretto.errors import ConfigError, leaves, printable
 from stretto.kernel.view import View, final_lines, terminal
 from stretto.records.run import RunRecord
-from stretto.records.status import Status, decode_status
+from stretto.records.status import LATE_S, Status, decode_status, standstill
 
 __all__ = ["watch_bus", "watch_folder"]
 
 _LOOK_S = 0.5
-_OLD_S = 15.0
-"""A living kernel tells its status every 2 s. After this many seconds without, it hangs or is gone."""
 
 
 def watch_folder(folder: Path) -> int:
@@ -41,11 +39,9 @@ def watch_folder(folder: Path) -> int:
 
     def source() -> Status | None:
         status = run.status
-        age_s = time.time() - status.written if status else 0.0
-        if status is None or age_s < _OLD_S or run.state != "running":
+        if status is None or run.state != "running" or not (remark := standstill(status)):
             return status
-        now = f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago"
-        return msgspec.structs.replace(status, now=now)
+        return msgspec.structs.replace(status, now=remark)
 
     async def until_the_end() -> None:
         while run.state == "running":
@@ -116,7 +112,7 @@ class _Listener:
     def status(self) -> Status | None:
         """Return the newest status, with a remark if there is no news."""
         silent_s = time.monotonic() - self._heard
-        remark = f"no news from the run for {silent_s:.0f} s" if silent_s > _OLD_S else self._fault
+        remark = f"no news from the run for {silent_s:.0f} s" if silent_s > LATE_S else self._fault
         if self._newest is None or not remark:
             return self._newest
         return msgspec.structs.replace(self._newest, now=remark)

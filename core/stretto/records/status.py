@@ -6,6 +6,7 @@ since when.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ import msgspec
 from stretto.errors import ConfigError
 
 __all__ = [
+    "LATE_S",
     "STATUS",
     "AdviceStatus",
     "EvaluationProgress",
@@ -24,9 +26,13 @@ __all__ = [
     "WorkerStatus",
     "decode_status",
     "read_status",
+    "standstill",
 ]
 
 STATUS = "status.json"
+LATE_S = 15.0
+"""A living kernel writes and sends its status every 2 s. After this many seconds without one, it hangs, is
+stopped or is gone."""
 
 State = Literal["running", "completed", "interrupted", "failed", "repeated"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -165,3 +171,15 @@ def read_status(folder: Path) -> Status | None:
         return None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file} is not the status of a run: {error}") from error
+
+
+def standstill(status: Status) -> str:
+    """Return the sentence that a kernel stands still, if its status is too old; else an empty text.
+
+    Args:
+        status: what a kernel that still owns its run wrote last.
+    """
+    age_s = time.time() - status.written
+    if age_s <= LATE_S:
+        return ""
+    return f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago"

@@ -10,6 +10,7 @@ import msgspec
 
 from stretto.errors import ConfigError
 from stretto.records.run import RunRecord
+from stretto.records.status import standstill
 
 __all__ = ["Keys", "overview"]
 
@@ -59,6 +60,7 @@ def overview(record: RunRecord, keys: Keys) -> dict[str, Any]:
         "evaluations": record.evaluations,
         "not_trained": _not_trained(steps),
         "status": None if status is None else msgspec.to_builtins(status),
+        "standstill": standstill(status) if status is not None and record.state == "running" else "",
         "summary": summary,
         "fault": fault,
     }

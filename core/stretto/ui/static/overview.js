@@ -43,12 +43,12 @@ export async function overviewTab({ id, name, facts }) {
   };
 }
 
-function drawNotes(element, { summary, status, state, fault }) {
+function drawNotes(element, { summary, status, standstill, state, fault }) {
   const notes = fault ? [["bad", fault]] : [];
   if (summary?.reason) notes.push(["bad", summary.reason]);
   if (state === "stopped") notes.push(["bad", "No kernel owns this run, and it has not ended. `stretto resume` goes on with it."]);
   if (state === "running" && status && !status.connected) notes.push(["bad", "The kernel has no connection to nats-server."]);
-  if (state === "running" && status && Date.now() / 1000 - status.written > 15) notes.push(["bad", `The kernel stands still: it wrote its status ${ago(status.written)}.`]);
+  if (standstill) notes.push(["bad", standstill]);
   for (const problem of summary?.problems ?? []) notes.push(["", problem]);
   fill(element, notes.map(([kind, text]) => h("p", { class: `note ${kind}` }, printable(text))));
 }
