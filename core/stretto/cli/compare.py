@@ -18,8 +18,9 @@ from rich.table import Table
 
 from stretto.cli.plot import ACCURACY, labels_of
 from stretto.errors import printable
-from stretto.records.accuracy import Estimate, estimate, estimate_difference, estimate_share, row_scores
+from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
 from stretto.records.answers import read_answers
+from stretto.records.intervals import Estimate
 from stretto.records.run import RunRecord
 from stretto.records.values import dotted_values
 

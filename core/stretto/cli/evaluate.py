@@ -28,7 +28,8 @@ from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
 from stretto.errors import ConfigError, offer
 from stretto.kernel.checkpoint import damage_of, newest_intact
-from stretto.records.accuracy import Estimate, estimate
+from stretto.records.accuracy import estimate
+from stretto.records.intervals import Estimate
 from stretto.workers.answers import KeptAnswer
 
 __all__ = [

@@ -13,8 +13,7 @@ from stretto.bus.server import write_private
 from stretto.cli.compare import RunFigures, run_figures
 from stretto.cli.sweep import ManifestRun
 from stretto.errors import printable
-from stretto.records.accuracy import Estimate
-from stretto.records.intervals import Moments, mean_of
+from stretto.records.intervals import Estimate, Moments, mean_of
 from stretto.records.run import RunRecord
 
 __all__ = ["SweepReport", "report_of", "report_tables", "write_report"]

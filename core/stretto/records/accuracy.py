@@ -11,30 +11,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
-import msgspec
-
 from stretto.records.answers import AnswerLine
+from stretto.records.intervals import Estimate, Z
 
-__all__ = ["Estimate", "estimate", "estimate_difference", "estimate_share", "row_scores"]
-
-_Z = 1.959964
-"""97.5 % quantile of the normal distribution."""
-
-
-class Estimate(msgspec.Struct, frozen=True):
-    """A mean, over rows where nothing else is said."""
-
-    mean: float
-    ci95: float | None
-    """Half the width of the mean's 95 % interval; None for a single value."""
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4f}" + ("" if self.ci95 is None else f" ± {self.ci95:.4f}")
+__all__ = ["estimate", "estimate_difference", "estimate_share", "row_scores"]
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of the rows' values with its interval, mean ± 1.96 s / √R."""
-    ci95 = _Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    ci95 = Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return Estimate(fmean(values), ci95)
 
 
@@ -43,7 +28,7 @@ def estimate_share(share: float, count: int) -> Estimate:
     approximation of the binomial distribution. A mean outside 0 to 1 is no share and has no interval."""
     if count < 2 or not 0 <= share <= 1:
         return Estimate(share, None)
-    return Estimate(share, _Z * math.sqrt(share * (1 - share) / count))
+    return Estimate(share, Z * math.sqrt(share * (1 - share) / count))
 
 
 def row_scores(answers: Iterable[AnswerLine]) -> dict[int, float]:

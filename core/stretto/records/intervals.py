@@ -1,4 +1,4 @@
-"""Means and their 95 % intervals, from figures that are counted one after the other.
+"""Means with 95 % intervals, from figures that are counted one after the other.
 
 The intervals are Student's: mean ± t s / √n. The interval of a difference is Welch's, which does not expect
 the two standard deviations to be equal (Welch 1947, doi 10.1093/biomet/34.1-2.28). Both expect the values to
@@ -12,14 +12,23 @@ from collections.abc import Iterable
 
 import msgspec
 
-from stretto.records.accuracy import Estimate
+__all__ = ["Estimate", "Moments", "Z", "difference_of", "mean_of", "t_quantile"]
 
-__all__ = ["Moments", "difference_of", "mean_of", "t_quantile"]
-
-_Z = 1.959964
+Z = 1.959964
 """97.5 % quantile of the normal distribution."""
 _FEW_DEGREES = {1: 12.7062, 2: 4.3027}
 """97.5 % quantiles of Student's distribution for which the expansion is not exact enough."""
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean with its interval."""
+
+    mean: float
+    ci95: float | None
+    """Half the width of the 95 % interval; None for a single value."""
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" + ("" if self.ci95 is None else f" ± {self.ci95:.4f}")
 
 
 class Moments(msgspec.Struct):
@@ -80,9 +89,9 @@ def t_quantile(degrees: float) -> float:
     if degrees < 3:
         return _FEW_DEGREES[max(1, int(degrees))]
     terms = (
-        (_Z**3 + _Z) / 4,
-        (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96,
-        (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384,
-        (79 * _Z**9 + 776 * _Z**7 + 1482 * _Z**5 - 1920 * _Z**3 - 945 * _Z) / 92160,
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
+        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
     )
-    return _Z + math.fsum(term / degrees**power for power, term in enumerate(terms, 1))
+    return Z + math.fsum(term / degrees**power for power, term in enumerate(terms, 1))
