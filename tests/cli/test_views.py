@@ -26,7 +26,7 @@ from stretto.cli.plot import draw_file, draw_text, panels_of
 from stretto.cli.report import report_html
 from stretto.cli.runs import runs_below
 from stretto.errors import ConfigError
-from stretto.records.curves import smooth, thin
+from stretto.records.curves import smooth, thin_points
 from stretto.records.run import RunRecord
 from stretto.records.samples import SampleFilter, SampleStore
 from stretto.records.status import STATUS
@@ -85,10 +85,10 @@ def test_curves_are_smoothed_and_thinned_without_losing_a_peak() -> None:
     points = [(float(x), 0.0) for x in range(10_000)]
     points[4321] = (4321.0, 9.0)
     points[77] = (77.0, -9.0)
-    thinned = thin(points, 400)
+    thinned = thin_points(points, 400)
     assert len(thinned) <= 400
     assert {points[0], points[77], points[4321], points[-1]} <= set(thinned)
-    assert thin(points[:5], 400) == points[:5]
+    assert thin_points(points[:5], 400) == points[:5]
 
 
 def test_a_plot_has_the_figures_of_metrics_jsonl(runs: list[RunRecord], tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stretto.ui.curves import curve, decimate, smooth
+from stretto.records.curves import thin
+from stretto.ui.curves import curve, smooth
 
 
 def test_smoothing_is_a_mean_that_forgets() -> None:
@@ -21,7 +22,7 @@ def test_no_spike_is_lost_when_points_are_left_out() -> None:
     xs, ys = np.arange(10_000.0), np.zeros(10_000)
     ys[[1234, 5678]] = 9, -9
 
-    shown_x, shown_y = decimate(xs, ys, 200)
+    shown_x, shown_y = thin(xs, ys, 200)
 
     assert len(shown_x) <= 200
     assert (shown_x[0], shown_x[-1]) == (0, 9999)
@@ -32,7 +33,7 @@ def test_no_spike_is_lost_when_points_are_left_out() -> None:
 def test_few_points_are_all_kept() -> None:
     xs = np.arange(5.0)
 
-    shown, _ = decimate(xs, xs**2, 5)
+    shown, _ = thin(xs, xs**2, 5)
 
     assert shown.tolist() == xs.tolist()
 
@@ -40,7 +41,7 @@ def test_few_points_are_all_kept() -> None:
 def test_points_far_apart_leave_no_part_without_its_values() -> None:
     xs = np.array([0.0, 1, 2, 1e6, 1e6 + 1, 1e6 + 2])
 
-    shown, _ = decimate(xs, np.array([0.0, 5, 0, 0, 5, 0]), 6)
+    shown, _ = thin(xs, np.array([0.0, 5, 0, 0, 5, 0]), 6)
 
     assert shown.tolist() == xs.tolist()
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from stretto.errors import ConfigError, offer, printable
-from stretto.records.curves import Points, smooth, thin
+from stretto.records.curves import Points, smooth, thin_points
 from stretto.records.run import RunRecord
 
 __all__ = ["Panel", "RunCurve", "draw_file", "draw_text", "labels_of", "panels_of"]
@@ -133,7 +133,7 @@ def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
         colour = _TERMINAL_COLOURS[curve.run % len(_TERMINAL_COLOURS)] if coloured else None
         for points, symbol in ((curve.line, letter), (curve.points, "●")):
             if points:
-                xs, ys = zip(*thin(points, width if symbol == "●" else _MOST_POINTS), strict=True)
+                xs, ys = zip(*thin_points(points, width if symbol == "●" else _MOST_POINTS), strict=True)
                 signal = figure.signal(list(xs), list(ys), marker=plotext.marker(symbol, pixel=colour))
                 signal.lines(points is curve.line)
                 figure.draw(signal)
@@ -193,7 +193,9 @@ def _draw_panel(panel: Panel, axis: Any) -> None:
     for curve in panel.curves:
         colour = _COLOURS[curve.run % len(_COLOURS)]
         if curve.line:
-            axis.plot(*zip(*thin(curve.line, _MOST_POINTS), strict=True), color=colour, label=curve.label)
+            axis.plot(
+                *zip(*thin_points(curve.line, _MOST_POINTS), strict=True), color=colour, label=curve.label
+            )
         if curve.points:
             label = f"{curve.label}: held-out accuracy"
             axis.plot(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 from stretto.errors import printable
-from stretto.records.curves import Points, thin
+from stretto.records.curves import Points, thin_points
 
 __all__ = ["Bar", "bar_chart", "lane_chart", "line_chart"]
 
@@ -68,7 +68,7 @@ def line_chart(curves: Sequence[tuple[int, str, Points, Points]]) -> str:
     up = _scale([y for _, y in every], _HEIGHT - _BOTTOM, _TOP)
     parts = [_frame(across, up)]
     for number, label, line, points in curves:
-        shown = thin(line, _MOST_POINTS)
+        shown = thin_points(line, _MOST_POINTS)
         if shown:
             pairs = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in shown)
             parts.append(

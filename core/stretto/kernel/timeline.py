@@ -31,6 +31,7 @@ from stretto.records.timeline import (
     TicketRetired,
     TicketTaken,
     WorkerChanged,
+    newest_event,
 )
 
 __all__ = ["Timeline"]
@@ -183,10 +184,6 @@ def _cut_broken_line(path: Path) -> float:
     if not path.exists():
         return 0.0
     with path.open("r+b") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 2**20))
-        tail = file.read()
-        kept = tail[: tail.rfind(b"\n") + 1]
-        file.truncate(size - len(tail) + len(kept))
-    last = kept[:-1].rpartition(b"\n")[2]
-    return float(last.split(b",", 2)[1]) if last else 0.0
+        newest, end = newest_event(file)
+        file.truncate(end)
+    return newest

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 
-__all__ = ["Points", "smooth", "thin"]
+import numpy as np
+from numpy.typing import NDArray
 
+__all__ = ["Numbers", "Points", "smooth", "thin", "thin_points"]
+
+Numbers = NDArray[np.float64]
 Points = Sequence[tuple[float, float]]
 """(x, y) with ascending x."""
 
@@ -22,17 +25,22 @@ def smooth(points: Points, count: int) -> list[tuple[float, float]]:
     return means
 
 
-def thin(points: Points, most: int) -> list[tuple[float, float]]:
-    """Return at most `most` points that draw nearly the same line: of each stretch of x, the first, lowest,
-    highest and last point. No peak is lost."""
-    if len(points) <= most or not points:
-        return list(points)
-    stretches = max(1, most // 4)
-    bounds = [len(points) * number // stretches for number in range(stretches + 1)]
-    kept: list[tuple[float, float]] = []
-    for start, end in pairwise(bounds):
-        indices = range(start, end)
-        low = min(indices, key=lambda index: points[index][1])
-        high = max(indices, key=lambda index: points[index][1])
-        kept.extend(points[index] for index in sorted({start, low, high, end - 1}))
-    return kept
+def thin(xs: Numbers, ys: Numbers, most: int) -> tuple[Numbers, Numbers]:
+    """Return at most `most` of the points, which draw nearly the same line: the smallest and the largest
+    value of equal parts of the x-axis, and the first and the last point. No peak is lost. `xs` ascends."""
+    if len(xs) <= most:
+        return xs, ys
+    parts = max(1, (most - 2) // 2)
+    bounds = np.searchsorted(xs, np.linspace(xs[0], xs[-1], parts + 1)[1:-1])
+    kept = {0, len(xs) - 1}
+    for first, last in zip([0, *bounds], [*bounds, len(xs)], strict=True):
+        if last > first:
+            kept |= {first + int(ys[first:last].argmin()), first + int(ys[first:last].argmax())}
+    chosen = np.array(sorted(kept))
+    return xs[chosen], ys[chosen]
+
+
+def thin_points(points: Points, most: int) -> list[tuple[float, float]]:
+    """Return at most `most` of the points, as `thin` chooses them."""
+    xs, ys = thin(*np.array(points, np.float64).reshape(-1, 2).T, most)
+    return list(zip(xs.tolist(), ys.tolist(), strict=True))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import msgspec
 
 from stretto.errors import ConfigError
 
-__all__ = ["METRICS", "MetricsReader", "is_evaluation", "parse_line"]
+__all__ = ["METRICS", "MetricsReader", "is_evaluation", "is_figure", "parse_line"]
 
 METRICS = "metrics.jsonl"
 
@@ -36,6 +37,11 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
     return "evaluation/samples" in line
 
 
+def is_figure(value: Any) -> TypeGuard[float]:
+    """Whether a value of a line is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 class MetricsReader:
     """Reads the metrics in a run's folder while a kernel may append to them or cut them.
 
@@ -51,6 +57,8 @@ class MetricsReader:
         """The lines of steps, in the file's order."""
         self.evaluations: list[dict[str, Any]] = []
         """The lines of evaluations, in the file's order."""
+        self.figures: dict[str, None] = {}
+        """The keys that have a finite number in some line, in the order in which they first came."""
         self._inode = 0
         self._offset = 0
         self._tail = b""
@@ -87,5 +95,8 @@ class MetricsReader:
                 self._forget()
                 raise ConfigError(fault)
             (self.evaluations if is_evaluation(line) else self.steps).append(line)
+            for key, value in line.items():
+                if key not in self.figures and is_figure(value):
+                    self.figures[key] = None
         self._offset += len(whole)
         self._tail = (self._tail + whole)[-_TAIL_BYTES:]

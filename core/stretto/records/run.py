@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import yaml
 
 from stretto.bus.guard import is_locked
 from stretto.errors import ConfigError
-from stretto.records.metrics import METRICS, MetricsReader
+from stretto.records.metrics import METRICS, MetricsReader, is_figure
 from stretto.records.status import STATUS, Status, read_status
 
 __all__ = ["RunRecord", "State", "find_runs", "is_run"]
@@ -110,14 +109,12 @@ class RunRecord:
         """Return (step, value) of each line in which a figure is a finite number. Keys that begin with
         `evaluation/` are those of evaluations."""
         lines = self.evaluations if key.startswith("evaluation/") else self.steps
-        return [(line["step"], float(value)) for line in lines if _is_figure(value := line.get(key))]
+        return [(line["step"], float(value)) for line in lines if is_figure(value := line.get(key))]
 
     def figures(self) -> list[str]:
         """Return the keys that `series` knows, in the order of their first line. Lines of one run differ in
         their keys."""
-        lines = (*self.steps, *self.evaluations)
-        known = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(value))
-        return [key for key in known if key != "step"]
+        return [key for key in self._metrics.figures if key != "step"]
 
     @cached_property
     def _metrics(self) -> MetricsReader:
@@ -150,8 +147,3 @@ def _run_folders(folder: Path) -> Iterator[Path]:
             below.clear()  # a run has no runs inside
             yield Path(path)
         below[:] = sorted(name for name in below if not name.startswith("."))
-
-
-def _is_figure(value: Any) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -157,6 +157,10 @@ class SampleStore:
         rows = [] if last is None else self.find(SampleFilter(ticket=last), order="-sequence", limit=1)
         return rows[0] if rows else None
 
+    def staleness(self) -> dict[int, int]:
+        """Return staleness -> number of trained trajectories, the lowest first."""
+        return self._read_index(None).staleness()
+
     def retirement(self, number: int) -> tuple[str, str] | None:
         """Return the account in which a training ticket ended without being trained, and the reason."""
         retired = self._kinds["retired"]
@@ -413,6 +417,11 @@ class _Index:
             raise ConfigError(f"samples cannot be ordered by {order!r}; expected one of {', '.join(ORDERS)}")
         values = self._values(name)[found]
         return found[np.lexsort((found, -values if order.startswith("-") else values))]  # NaN is last
+
+    def staleness(self) -> dict[int, int]:
+        """Return staleness -> number of trained trajectories, the lowest first."""
+        values, counts = np.unique(self._staleness[~np.isnan(self._staleness)], return_counts=True)
+        return dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True))
 
     def judgement(self, row: int, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return what became of a row."""

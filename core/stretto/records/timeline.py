@@ -30,12 +30,15 @@ __all__ = [
     "TicketRetired",
     "TicketTaken",
     "WorkerChanged",
+    "newest_event",
     "read_timeline",
 ]
 
 FILE = "timeline.jsonl"
 _BLOCK = 4096
 """Bytes. The search for a time ends with a part of the file this long, which is then read line by line."""
+_LONGEST_LINE = 2**20
+"""Bytes. The line of a step has the number of each of its tickets."""
 
 Purpose = Literal["train", "eval"]
 
@@ -219,6 +222,22 @@ def read_timeline(folder: Path, since: float | None = None, until: float | None 
                 yield event
 
 
+def newest_event(file: BinaryIO) -> tuple[float, int]:
+    """Return the time of the last whole line of an open timeline, 0 if there is none, and the place of that
+    line's end in bytes."""
+    size = file.seek(0, 2)
+    start = file.seek(max(0, size - _LONGEST_LINE))
+    lines, end, _ = file.read().rpartition(b"\n")
+    if not end:
+        return 0.0, start
+    return _time_of(lines.rpartition(b"\n")[2]), start + len(lines) + 1
+
+
+def _time_of(line: bytes) -> float:
+    """Return the time of an event without decoding it."""
+    return float(line.split(b",", 2)[1])
+
+
 def _bisect(file: BinaryIO, since: float) -> int:
     """Return the beginning of a line such that all earlier lines are earlier than `since`."""
     low, high = 0, file.seek(0, 2)
@@ -227,7 +246,7 @@ def _bisect(file: BinaryIO, since: float) -> int:
         file.seek(middle)
         file.readline()
         start, line = file.tell(), file.readline()
-        if start < high and line.endswith(b"\n") and float(line.split(b",", 2)[1]) < since:
+        if start < high and line.endswith(b"\n") and _time_of(line) < since:
             low = start
         else:
             high = middle

@@ -29,6 +29,7 @@ from stretto.records.timeline import (
     TicketRetired,
     TicketTaken,
     WorkerChanged,
+    newest_event,
     read_timeline,
 )
 
@@ -137,10 +138,7 @@ def _bounds(folder: Path) -> tuple[float, float] | None:
     if first is None:
         return None
     with (folder / FILE).open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 2**20))
-        lines = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-    return first.time, float(lines.split(b",", 2)[1])
+        return first.time, newest_event(file)[0]
 
 
 def _newest_steps(folder: Path, ended: float, begun: float) -> float:

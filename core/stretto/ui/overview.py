@@ -12,32 +12,12 @@ from stretto.errors import ConfigError
 from stretto.records.run import RunRecord
 from stretto.records.status import standstill
 
-__all__ = ["Keys", "overview"]
+__all__ = ["overview"]
 
 _MOST_CAUSES = 12
 
 
-class Keys:
-    """The keys of the curves of one run. Only new lines are read."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, Any] | None = None
-        self._lines = 0
-        self._keys: dict[str, None] = {}
-
-    def of(self, lines: Sequence[dict[str, Any]]) -> list[str]:
-        """Return the keys whose values are numbers, in the order of the lines."""
-        if self._lines > len(lines) or (lines and lines[0] is not self._first):
-            self._lines, self._keys = 0, {}
-        for line in lines[self._lines :]:
-            for key, value in line.items():
-                if key not in self._keys and type(value) in (int, float) and key not in ("step", "time_s"):
-                    self._keys[key] = None
-        self._first, self._lines = lines[0] if lines else None, len(lines)
-        return list(self._keys)
-
-
-def overview(record: RunRecord, keys: Keys) -> dict[str, Any]:
+def overview(record: RunRecord) -> dict[str, Any]:
     """Return the content of the view as JSON values. A status that cannot be read, such as that of another
     version of stretto, is a fault to show, and no reason to hide the run."""
     steps, summary, fault = record.steps, record.summary, ""
@@ -55,7 +35,7 @@ def overview(record: RunRecord, keys: Keys) -> dict[str, Any]:
         "total": record.document.get("steps", 0),
         "started": record.started,
         "wall_s": summary["wall_s"] if summary else last.get("time_s"),
-        "keys": keys.of(steps),
+        "keys": [key for key in record.figures() if key != "time_s" and not key.startswith("evaluation/")],
         "last": last,
         "evaluations": record.evaluations,
         "not_trained": _not_trained(steps),

@@ -12,7 +12,6 @@ from typing import Any
 
 from stretto.errors import ConfigError
 from stretto.records.run import RunRecord, find_runs, is_run
-from stretto.ui.overview import Keys
 from stretto.ui.samples import Samples
 
 __all__ = ["ListedRun", "Runs"]
@@ -33,7 +32,6 @@ class ListedRun:
         self.path = str(folder.relative_to(root))
         """The run's folder as seen from the folder of the page; `.` if they are the same."""
         self.id = hashlib.sha256(self.path.encode()).hexdigest()[:12]
-        self.keys = Keys()
         self.samples = Samples(folder)
         self._record: RunRecord | None = None
         self._row: dict[str, Any] = {}
@@ -72,7 +70,7 @@ class ListedRun:
         """Free the memory of the record."""
         with self._lock:
             self._record = None
-        self.keys, self.samples = Keys(), Samples(self.folder)
+        self.samples = Samples(self.folder)
 
     def _stamp(self) -> object:
         files = [self.folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]

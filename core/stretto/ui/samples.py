@@ -19,7 +19,6 @@ _MOST_ROWS = 200
 """Most rows of one answer."""
 _PREVIEW = 240
 """Characters of a text in the list."""
-_MOST_STALENESS = 64
 
 
 class Samples:
@@ -69,16 +68,8 @@ class Samples:
 
     def staleness(self) -> list[tuple[int, int]]:
         """Return (staleness, number of trained trajectories), by staleness."""
-        counts: list[tuple[int, int]] = []
         with self._lock:
-            left = self._store.count(SampleFilter(outcome="trained", purpose="train"))
-            for staleness in range(_MOST_STALENESS):
-                if left <= 0:
-                    break
-                fits = SampleFilter(outcome="trained", purpose="train", staleness=(staleness, staleness))
-                counts.append((staleness, self._store.count(fits)))
-                left -= counts[-1][1]
-        return counts
+            return list(self._store.staleness().items())
 
 
 def filter_of(query: Mapping[str, str]) -> SampleFilter:

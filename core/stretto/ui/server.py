@@ -65,7 +65,7 @@ class _Page:
         """The first view of a run."""
         del query
         with run.read() as record:
-            return {"id": run.id, "path": run.path, **overview(record, run.keys)}
+            return {"id": run.id, "path": run.path, **overview(record)}
 
     def series(self, run: ListedRun, query: Query) -> Any:
         """Curves in a window. Versions of evaluations are their steps."""
