@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import time
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from kernel_setup import make_setup
 from statuses import make_status
-from stretto.assembly.compose import compose
 from stretto.kernel.curve import Curve
-from stretto.kernel.setup import RunSetup
 from stretto.kernel.view import drawing, sparkline
 from stretto.records.status import (
     AdviceStatus,
@@ -148,18 +146,7 @@ def test_a_curve_of_any_length_has_at_most_64_points() -> None:
 
 
 def test_the_status_of_a_kernel_is_small_and_complete(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    document = {
-        "name": "small",
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "training": "mock",
-        "inference": "mock",
-        "reward": "exact",
-        "dataset": {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")},
-        "steps": 2000,
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(document))
-    setup = RunSetup(compose(tmp_path / "run.yaml"), tmp_path, resumed=None)
+    setup = make_setup(tmp_path, name="small", steps=2000)
     for curve in setup.report.curves.values():
         for number in range(2000):
             curve.add(number / 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import time
@@ -16,7 +15,7 @@ import anyio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from stretto.assembly.compose import compose
+from kernel_setup import make_setup
 from stretto.bus.client import Bus
 from stretto.bus.messages import Evaluation, Wait
 from stretto.config import MetricsConfig
@@ -40,19 +39,8 @@ class QuietBus:
 
 @pytest.fixture
 def setup(tmp_path: Path) -> RunSetup:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    document = {
-        "name": "test",
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "training": "mock",
-        "inference": "mock",
-        "reward": "exact",
-        "dataset": {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")},
-        "queue": {"batch_size": 2, "max_staleness": 3, "max_divergence": 0.1},
-        "steps": 9,
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(document))
-    return RunSetup(compose(tmp_path / "run.yaml"), tmp_path, resumed=None)
+    queue = {"batch_size": 2, "max_staleness": 3, "max_divergence": 0.1}
+    return make_setup(tmp_path, queue=queue, steps=9)
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -16,7 +15,7 @@ import msgspec
 import pytest
 import structlog
 
-from stretto.assembly.compose import compose
+from kernel_setup import make_setup
 from stretto.assembly.logs import log_to
 from stretto.bus.messages import GroupFailed
 from stretto.children.reward import Task, try_to_score
@@ -33,20 +32,9 @@ SHOWN = "no [/INST] \\x1b]0;x\\x07 \\x9b2J [link=file:///etc] :smile: \\ud800"
 
 def set_up(tmp_path: Path) -> RunSetup:
     """A run whose reward always raises."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "mine.py").write_text(f"def score(prompt, completion):\n    raise ValueError({SAID!r})\n")
-    document = {
-        "name": "test",
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "training": "mock",
-        "inference": "mock",
-        "reward": {"use": "function", "function": f"{tmp_path}/mine.py:score"},
-        "dataset": {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")},
-        "queue": {"batch_size": 2, "max_failures": 2},
-        "steps": 2,
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(document))
-    return RunSetup(compose(tmp_path / "run.yaml"), tmp_path, resumed=None)
+    reward = {"use": "function", "function": f"{tmp_path}/mine.py:score"}
+    return make_setup(tmp_path, reward=reward, queue={"batch_size": 2, "max_failures": 2}, steps=2)
 
 
 @contextmanager

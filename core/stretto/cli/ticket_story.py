@@ -12,6 +12,7 @@ import msgspec
 from stretto.bus.messages import GroupDone, GroupFailed, JournalBatch, RetiredTickets
 from stretto.cli.audit_store import StoreCopy, open_copy
 from stretto.errors import ConfigError, printable
+from stretto.records.run import RunRecord
 from stretto.records.samples import SampleStore
 
 __all__ = ["TicketStory", "ticket_story"]
@@ -31,13 +32,11 @@ def ticket_story(folder: Path, ticket: int) -> TicketStory:
     """Collect what journal, log and samples say of a training ticket of a run that has ended.
 
     Raises:
-        ConfigError: if the run does not know the ticket.
+        ConfigError: if the folder holds no run, or if the run does not know the ticket.
         RunError: if a kernel owns the run, or if it has no store of its own.
         BusError: if the copy of the run's store cannot be read.
     """
-    if not (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-    return anyio.run(_tell, folder.absolute(), ticket)
+    return anyio.run(_tell, RunRecord(folder).folder, ticket)
 
 
 async def _tell(folder: Path, ticket: int) -> TicketStory:
@@ -96,7 +95,7 @@ class _Facts:
             rows = kept.get(attempt, [])
             if attempt in self._outcomes:
                 sequence, outcome = self._outcomes[attempt]
-                yield f"attempt {attempt}: {_told(outcome)} (message {sequence} of the log)"
+                yield f"attempt {attempt}: {_outcome_text(outcome)} (message {sequence} of the log)"
             elif rows:
                 first = rows[0]
                 who = f"{first['outcome']}, at {first['worker']} in {first['seconds']:.2f} s"
@@ -142,7 +141,7 @@ class _Facts:
                     yield f"{id}: the journal trained it in step {version + 1}, its samples say {step}"
 
 
-def _told(outcome: GroupDone | GroupFailed) -> str:
+def _outcome_text(outcome: GroupDone | GroupFailed) -> str:
     if isinstance(outcome, GroupDone):
         return f"{len(outcome.members)} trajectories by {outcome.worker} in {outcome.seconds:.2f} s"
     return f"{'left out' if outcome.filtered else 'failed'} at {outcome.worker}: {printable(outcome.reason)}"

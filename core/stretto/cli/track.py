@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 from stretto.assembly.compose import compose
-from stretto.bus.guard import is_locked
 from stretto.children.tracker import command
 from stretto.errors import ConfigError
+from stretto.records.run import RunRecord
 
 __all__ = ["track_run"]
 
@@ -20,13 +20,11 @@ def track_run(folder: Path) -> list[str]:
     Raises:
         ConfigError: if the folder holds no run, if the run has no trackers, or if it goes on.
     """
-    file = folder / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-    trackers = compose(file).config.trackers
+    record = RunRecord(folder)
+    trackers = compose(folder / "config.yaml").config.trackers
     if not trackers:
         raise ConfigError(f"the run in {folder} has no trackers")
-    if is_locked(folder / "bus" / "kernel.lock"):
+    if record.state == "running":
         raise ConfigError(f"the run in {folder} goes on, and its trackers follow it; wait for its end")
     names = [section.folder_name for section in trackers]
     return [name for name in names if subprocess.run(command("send", folder, name), check=False).returncode]

@@ -8,7 +8,7 @@ import anyio
 import structlog
 from anyio.abc import TaskStatus
 
-from stretto.kernel.report import Status
+from stretto.records.status import State
 
 __all__ = ["Ending"]
 
@@ -19,12 +19,12 @@ class Ending:
     """The end of one kernel. Only the first status and its reason count."""
 
     def __init__(self) -> None:
-        self.status: Status = "running"
+        self.status: State = "running"
         self.reason = ""
         self.over = anyio.Event()
         """Set when the run has ended. The kernel then dismisses the workers."""
         self.drain_requested = anyio.Event()
-        self.drain_status: Status = "running"
+        self.drain_status: State = "running"
         """Status of the run after the drain. `drain_reason` is the reason of that status."""
         self.drain_reason = ""
         self.hurried = False
@@ -33,13 +33,13 @@ class Ending:
         """If the kernel only repeats the journal: number of the values with which the journal continues. None
         if the journal records no later change, or none that still applies."""
 
-    def end(self, status: Status, reason: str) -> None:
+    def end(self, status: State, reason: str) -> None:
         """End the run at once."""
         if self.status == "running":
             self.status, self.reason = status, reason
         self.over.set()
 
-    def drain(self, status: Status, reason: str) -> None:
+    def drain(self, status: State, reason: str) -> None:
         """Ask the kernel to finish the step under way, write a checkpoint, and end the run."""
         if not self.drain_requested.is_set():
             self.drain_status, self.drain_reason = status, reason

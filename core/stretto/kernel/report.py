@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import pstdev
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 import structlog
@@ -26,8 +26,9 @@ from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
 from stretto.kernel.variants import Account, VariantAccount, figures_of
 from stretto.records.metrics import is_evaluation
+from stretto.records.status import State
 
-__all__ = ["Report", "Status"]
+__all__ = ["Report"]
 
 log = structlog.get_logger()
 
@@ -44,8 +45,6 @@ _RECENT = 20
 """Number of newest steps from which the view computes the remaining time and the bottleneck."""
 _MOST_CAUSES = 8
 """Maximum number of causes that a line names for tickets that were not trained."""
-
-Status = Literal["running", "completed", "interrupted", "failed", "repeated"]
 
 
 class Report:
@@ -386,7 +385,7 @@ class Report:
             return f"training: it works {share:.0%} of the time"
         return f"{part}: training waits for it {1 - share:.0%} of the time"
 
-    def finish(self, status: Status, reason: str) -> dict[str, Any]:
+    def finish(self, status: State, reason: str) -> dict[str, Any]:
         """Write the summary and return it. If it cannot be written, log the error."""
         summary = self._summary(status, reason)
         self._write_summary(summary)
@@ -406,7 +405,7 @@ class Report:
         except OSError as error:
             log.error("summary not written", error=str(error))
 
-    def _summary(self, status: Status, reason: str) -> dict[str, Any]:
+    def _summary(self, status: State, reason: str) -> dict[str, Any]:
         scheduler, fleet = self._scheduler, self._fleet
         return {
             "run": self._run,

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from stretto.bus.messages import Evaluation, GroupDone, Purpose, Ticket, TicketStarted
+from stretto.kernel.scheduler import Account
 from stretto.records.timeline import (
     FILE,
     CallSpan,
@@ -127,7 +128,7 @@ class Timeline:
         purpose: Purpose,
         ticket: int,
         attempt: int,
-        account: Literal["filtered", "expired", "failed"],
+        account: Account,
         reason: str,
     ) -> None:
         """A ticket will not be trained, or a row of an evaluation has no result."""

@@ -23,7 +23,7 @@ _FAN = 8
 _SMALL = 2**18
 """Bytes below which a segment belongs to the lowest tier. Each higher tier is `_FAN` times larger."""
 _LARGEST = 2**29
-"""SegmentWriter of this many bytes are not merged any more."""
+"""Segments of this many bytes are not merged any more."""
 _TIDY = 2**26
 """At the end of a run, segments of up to this many bytes together become one."""
 _PARTS = 4
