@@ -34,7 +34,7 @@ def overview(record: RunRecord) -> dict[str, Any]:
         "step": last.get("step", 0),
         "total": record.document.get("steps", 0),
         "started": record.started,
-        "wall_s": summary["wall_s"] if summary else last.get("time_s"),
+        "wall_s": record.wall_s,
         "keys": [key for key in record.figures() if key != "time_s" and not key.startswith("evaluation/")],
         "last": last,
         "evaluations": record.evaluations,

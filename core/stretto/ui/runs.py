@@ -128,7 +128,7 @@ class Runs:
 
 
 def _row(record: RunRecord) -> dict[str, Any]:
-    document, steps, evaluations = record.document, record.steps, record.evaluations
+    document, steps = record.document, record.steps
     last = steps[-1] if steps else {}
     rewards = [value for _, value in record.series("reward")]
     accuracies = [value for _, value in record.series("evaluation/accuracy")]
@@ -144,7 +144,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
         "best": max(accuracies, default=None),
         "algorithm": _use(document.get("algorithm")),
         "model": model if isinstance(model, str) else None,
-        "wall_s": max((line["time_s"] for line in (last, *evaluations[-1:]) if line), default=None),
+        "wall_s": record.wall_s,
         "started": record.started,
         "changed": _changed(record.folder),
     }

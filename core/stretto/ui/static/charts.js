@@ -249,7 +249,8 @@ function nearest(values, index) {
 
 function span(low, high) {
   if (low === null || high === null) return [0, 1];
-  if (low === high) { const half = Math.abs(low) * 0.1 || 0.5; return [low - half, high + half]; }
+  if (low === 0 && high === 0) return [0, 1];
+  if (low === high) { const half = Math.abs(low) * 0.1; return [low - half, high + half]; }
   const edge = (high - low) * 0.06;
   return [low >= 0 && low < edge * 2 ? Math.min(0, low) : low - edge, high + edge];
 }

@@ -15,7 +15,7 @@ export async function compareView(query) {
 
   function drawFigures() {
     const rows = [
-      ["state", (facts) => facts.state], ["steps", (facts) => `${number(facts.step)} of ${number(facts.total)}`], ["time", (facts) => duration(facts.wall_s)],
+      ["state", (facts) => facts.state], ["steps", (facts) => `${number(facts.step)} of ${number(facts.total)}`], ["duration", (facts) => duration(facts.wall_s)],
       ["reward", (facts) => number(facts.last.reward)], ["held out", (facts) => number(accuracies(facts).at(-1))],
       ["best", (facts) => number(accuracies(facts).length ? Math.max(...accuracies(facts)) : null)],
       ["staleness", (facts) => number(facts.last.staleness)], ["tokens/s", (facts) => number(facts.last.step_tokens_per_s)],
@@ -40,7 +40,7 @@ export async function compareView(query) {
   drawFigures();
   await show(query.get("tab") ?? "curves");
   return {
-    element: h("div", {}, h("div", { class: "head" }, h("h1", {}, "Comparison"), h("a", { class: "muted", href: `#/?runs=${ids.join(",")}` }, "change the selection")), h("div", { style: { height: "12px" } }), figures, nav, place),
+    element: h("div", {}, h("div", { class: "head" }, h("h1", {}, "Comparison"), h("a", { class: "muted", href: `#/?runs=${ids.join(",")}` }, "change the selection")), h("div", { style: { height: "12px" } }), figures, h("p", { class: "faint" }, "Reward, staleness and tokens/s are those of the newest step."), nav, place),
     title: "Comparison", path: [`${runs.length} runs`],
     live: () => all.some((facts) => facts.state === "running"),
     accepts(parts, parameters) {

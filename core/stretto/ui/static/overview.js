@@ -18,7 +18,7 @@ export async function overviewTab({ id, name, facts }) {
     ["Reward", ["reward"]], ["Held-out accuracy", ["evaluation/accuracy"], facts().evaluations.length],
     ["Loss", ["loss"]], ["Entropy", ["entropy"]], ["Gradient norm", ["grad_norm"]], ["Staleness", ["staleness", "staleness_max"], has("staleness"), ["mean", "max"]],
   ].filter(([, [key], there]) => there ?? has(key));
-  const element = h("div", {}, notes, tiles, h("div", { style: { height: "12px" } }), advice,
+  const element = h("div", {}, notes, tiles, h("p", { class: "faint" }, "Figures of the newest step."), advice,
     h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map(([title, wanted, , labels]) => board.add(title, wanted, { labels }))),
     smoothing > 0 && h("p", { class: "faint" }, `The lines are smoothed (${smoothing}); the faint lines behind them are not.`),
     h("div", { class: "grid" }, ledger, staleness, workers, engines));
@@ -69,8 +69,8 @@ function drawTiles(element, { last, evaluations, status, state, keys }) {
   fill(element, rows.filter(([, , , there]) => there).map(([label, value, sub]) => h("div", { class: "tile", "data-tile": label }, h("div", { class: "label" }, label), h("div", { class: "value" }, value), h("div", { class: "sub" }, sub))));
   if (state !== "running" || !status) return;
   const { evaluating, bottleneck, now, generate_tokens_per_s } = status;
-  const lines = [bottleneck ? `waits most for ${bottleneck}` : now, evaluating && `evaluating version ${evaluating.version}: ${number(evaluating.rows)} of ${number(evaluating.of)} rows`, generate_tokens_per_s ? `generating ${number(Math.round(generate_tokens_per_s))} tokens/s` : ""];
-  element.append(h("div", { class: "tile", "data-tile": "Now" }, h("div", { class: "label" }, "Now"), lines.filter(Boolean).map((line) => h("div", { class: "sub" }, printable(line)))));
+  const lines = [bottleneck ? `the bottleneck is ${bottleneck}` : now, evaluating && `evaluating version ${evaluating.version}: ${number(evaluating.rows)} of ${number(evaluating.of)} rows`, generate_tokens_per_s ? `generating ${number(Math.round(generate_tokens_per_s))} tokens/s` : ""];
+  element.append(h("div", { class: "tile wide", "data-tile": "Now" }, h("div", { class: "label" }, "Now"), lines.filter(Boolean).map((line) => h("div", { class: "sub" }, printable(line)))));
 }
 
 function drawAdvice(element, { summary, status }) {

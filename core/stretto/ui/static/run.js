@@ -11,6 +11,7 @@ const TABS = { overview: ["Overview", overviewTab], curves: ["Curves", curvesTab
 
 export async function runView(id, tab, query) {
   let facts = await get(`runs/${id}`);
+  const name = ["", ".", facts.name].includes(facts.path) ? facts.name : `${facts.name} (${facts.path})`;
   const head = h("div"), nav = h("nav", { class: "tabs", "aria-label": "Views of the run" }), place = h("div");
   const bar = h("div"), progress = h("div", { class: "progress", role: "progressbar", "aria-label": "Steps" }, bar);
   let current = null, shown = "";
@@ -41,7 +42,7 @@ export async function runView(id, tab, query) {
   await show(tab in TABS ? tab : "overview", query);
   head.className = "head";
   return {
-    element: h("div", {}, head, progress, nav, place), title: facts.name, path: [printable(facts.name)],
+    element: h("div", {}, head, progress, nav, place), title: name, path: [printable(name)],
     live: () => facts.state === "running",
     shown() { current.shown?.(); },
     accepts(parts, parameters) {

@@ -5,7 +5,7 @@ import { spark } from "./charts.js";
 
 const COLUMNS = [
   ["name", "run"], ["state", "state"], ["step", "step", "number"], ["reward", "reward", "number"], ["curve", "", ""], ["accuracy", "held out", "number"],
-  ["best", "best", "number"], ["algorithm", "algorithm"], ["model", "model"], ["wall_s", "time", "number"], ["changed", "changed", "number"],
+  ["best", "best", "number"], ["algorithm", "algorithm"], ["model", "model"], ["wall_s", "duration", "number"], ["changed", "changed", "number"],
 ];
 
 export async function runsView(query) {

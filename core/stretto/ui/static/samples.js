@@ -3,7 +3,7 @@ import { choice, debounce, duration, fill, h, number, printable } from "./dom.js
 import { get } from "./api.js";
 
 const PAGE = 50;
-const RANGES = [["step", "trained at step"], ["reward", "reward"], ["length", "length in tokens"], ["staleness", "staleness"]];
+const RANGES = [["step", "trained at step"], ["reward", "reward"], ["length", "tokens with the prompt"], ["staleness", "staleness"]];
 const OUTCOMES = ["trained", "filtered", "expired", "failed", "evaluated", "pending"];
 const ORDERS = [["-sequence", "newest first"], ["sequence", "oldest first"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-length", "longest"], ["length", "shortest"], ["-staleness", "most stale"], ["-seconds", "slowest"]];
 const MOST_TOKENS = 6000;
@@ -38,6 +38,8 @@ const groupLink = (id, row) => link(id, { ticket: row.ticket, purpose: row.purpo
 // ------------------------------------------------------------------------------------------------- list
 
 async function listView(id, facts, query) {
+  // The newest samples of a run are those of its last evaluation; a run that samples opens with its training.
+  if (!query.size && facts().keys.includes("reward")) query = new URLSearchParams({ purpose: "train" });
   let offset = Number(query.get("offset") ?? 0), asked = null;
   const inputs = {};
   const input = (name, attributes) => (inputs[name] = h("input", { type: "number", step: "any", value: query.get(name) ?? "", "aria-label": attributes.label, ...attributes, id: `f-${name}`, oninput: soon }));
@@ -57,13 +59,14 @@ async function listView(id, facts, query) {
     h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => { location.hash = link(id, {}); } }, "Clear")));
   for (const name of ["outcome", "purpose", "order"]) inputs[name].value = query.get(name) ?? (name === "order" ? "-sequence" : "");
   const element = h("div", {}, h("details", { class: "fold", open: innerWidth > 600 }, h("summary", {}, "Filters and order"), form), note,
-    h("div", { class: "panel scroll" }, h("table", { id: "samples" }, h("thead", {}, h("tr", {}, ["sample", "outcome", "step", "reward", "length", "stale", "stop", "seconds", "prompt", "answer"].map((each, index) => h("th", { class: index > 1 && index < 8 && each !== "stop" ? "number" : "", scope: "col" }, each)))), body)),
+    h("div", { class: "panel scroll" }, h("table", { id: "samples" }, h("thead", {}, h("tr", {}, ["sample", "outcome", "step", "reward", "tokens", "stale", "stop", "seconds", "prompt", "answer"].map((each, index) => h("th", { class: index > 1 && index < 8 && each !== "stop" ? "number" : "", scope: "col" }, each)))), body)),
     h("div", { class: "tools", style: { "margin-top": "12px" } }, before, after, count));
 
   const conditions = () => Object.fromEntries(Object.entries(inputs).map(([name, each]) => [name, each.value]).filter(([name, value]) => value && !(name === "order" && value === "-sequence")));
+  const address = () => ({ purpose: "", ...conditions(), ...(offset ? { offset } : {}) });
   function apply() { offset = 0; remember(); load(); }
   function move(by) { offset = Math.max(0, offset + by); remember(); load(); }
-  function remember() { history.replaceState(null, "", link(id, { ...conditions(), ...(offset ? { offset } : {}) })); }
+  function remember() { history.replaceState(null, "", link(id, address())); }
 
   async function load() {
     asked?.abort();
@@ -112,7 +115,7 @@ async function groupView(id, facts, query) {
   const rows = await get(`runs/${id}/group`, { ticket, purpose });
   const neighbour = (step) => link(id, { ticket: ticket + step, purpose, group: 1 });
   const nav = h("div", { class: "tools" }, h("h2", {}, `Ticket ${number(ticket)}`), rows.length > 0 && h("span", { class: `pill ${rows[0].outcome}` }, rows[0].outcome),
-    h("span", { class: "grow" }), h("a", { class: "button", href: neighbour(-1) }, "← Previous"), h("a", { class: "button", href: neighbour(1) }, "Next →"), h("a", { class: "button", href: link(id, {}) }, "All samples"));
+    h("span", { class: "grow" }), h("a", { class: "button", href: neighbour(-1) }, "← Previous"), h("a", { class: "button", href: neighbour(1) }, "Next →"), h("a", { class: "button", href: link(id, {}) }, "List of samples"));
   const key = (event) => {
     if (event.key === "[" && ticket > 0) location.hash = neighbour(-1);
     else if (event.key === "]") location.hash = neighbour(1);
@@ -189,15 +192,16 @@ function tokenFacts(row, at) {
 }
 
 function context(row, purpose) {
-  const expected = row.dataset_row && Object.entries(row.dataset_row).map(([key, value]) => [h("dt", {}, printable(key)), h("dd", { class: "mono" }, printable(typeof value === "string" ? value : JSON.stringify(value)))]);
+  const columns = Object.entries(row.dataset_row ?? {}).filter(([key, value]) => !(key === "prompt" && row.prompt_text?.includes(value)));
+  const expected = columns.map(([key, value]) => [h("dt", {}, printable(key)), h("dd", { class: "mono" }, printable(typeof value === "string" ? value : JSON.stringify(value)))]);
   return h("div", { class: "grid" },
     h("section", { class: "panel w8" }, h("h2", {}, "Prompt"), h("div", { class: "text tall", id: "prompt" }, printable(row.prompt_text ?? "not kept"))),
-    h("section", { class: "panel w4" }, h("h2", {}, `Row ${number(row.row)} of the ${purpose === "eval" ? "held-out rows" : "dataset"}`), expected ? h("dl", { class: "facts", id: "row" }, expected) : h("p", { class: "muted" }, "The row was not kept.")));
+    h("section", { class: "panel w4" }, h("h2", {}, `Row ${number(row.row)} of the ${purpose === "eval" ? "held-out rows" : "dataset"}`), row.dataset_row ? h("dl", { class: "facts", id: "row" }, expected) : h("p", { class: "muted" }, "The row was not kept.")));
 }
 
 function sampleHead(row) {
   const parts = Object.entries(row.metrics ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  const facts = [["length", number(row.length)], ["stop", row.finish], ["staleness", row.staleness], ["versions", row.oldest === row.newest ? row.oldest : `${row.oldest} to ${row.newest}`], ["step", row.step],
+  const facts = [["tokens", row.length ? `${number(row.sampled)} of ${number(row.length)} sampled` : null], ["stop", row.finish], ["staleness", row.staleness], ["versions", row.oldest === row.newest ? row.oldest : `${row.oldest} to ${row.newest}`], ["step", row.step],
     ["worker", row.worker], ["engine", row.engine], ["took", row.seconds === null ? null : duration(row.seconds)], ["generation", row.generate_s === null ? null : duration(row.generate_s)], ["scoring", row.score_s === null ? null : duration(row.score_s)]];
   return [h("h2", { class: "sample" }, row.id, h("span", { class: `pill ${row.outcome}` }, row.outcome), h("span", { class: "grow" }), row.reward !== null && `reward ${number(row.reward)}`),
     h("div", { class: "facts-line" }, facts.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([label, value]) => h("span", {}, `${label} `, h("b", { "data-fact": label }, printable(value)))), parts && h("span", {}, printable(parts))),
