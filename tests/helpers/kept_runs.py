@@ -35,6 +35,7 @@ def keep_run(
     _keep_timeline(folder, steps)
     summary: dict[str, Any] = {
         "status": "completed",
+        "wall_s": steps * 2.0 + 1,
         "staleness": {"0": 10, "1": 30, "2": 60},
         "ledger": _ledger(steps),
         "reasons": {f"failed: reward raised {HOSTILE}": 2},

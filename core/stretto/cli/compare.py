@@ -17,7 +17,7 @@ import msgspec
 from rich.table import Table
 
 from stretto.cli.plot import ACCURACY, labels_of
-from stretto.errors import printable
+from stretto.cli.tables import add_row, figure_table
 from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
 from stretto.records.answers import read_answers
 from stretto.records.intervals import Estimate
@@ -43,6 +43,9 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     by_row: bool
     """Whether the interval is over rows. Otherwise the answers count as independent."""
 
+    def __str__(self) -> str:
+        return f"{self.accuracy} (version {self.version})"
+
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one run."""
@@ -59,7 +62,8 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None
     tokens_per_s: float | None
     """Trained tokens a second."""
-    wall_s: float
+    wall_s: float | None
+    """The run's duration (see `RunRecord.wall_s`)."""
     last: Evaluated | None
     """The last evaluation."""
     best: Evaluated | None
@@ -147,7 +151,7 @@ def run_figures(run: RunRecord, label: str) -> RunFigures:
         staleness=_recent(run, "staleness"),
         step_s=_recent(run, "step_s"),
         tokens_per_s=_recent(run, "step_tokens_per_s"),
-        wall_s=last.get("time_s", 0.0),
+        wall_s=run.wall_s,
         last=_evaluated(run, evaluated[-1]) if evaluated else None,
         best=_evaluated(run, best) if best else None,
         trained=ledger.get("trained", 0),
@@ -258,76 +262,65 @@ def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
     runs = comparison.runs
     tables = [("figures (of steps: means of the last 10)", _figures_table(runs))]
     if comparison.differences:
-        table = _table("key", *(run.label for run in runs))
+        table = figure_table("key", *(run.label for run in runs))
         for key, values in comparison.differences.items():
-            _row(table, key, *("-" if value is None else value for value in values))
+            add_row(table, key, *("-" if value is None else value for value in values))
         tables.append(("values that differ", table))
     for key, curve in comparison.curves.items():
-        table = _table("step", *(run.label for run in runs))
+        table = figure_table("step", *(run.label for run in runs))
         for step, values in curve:
-            _row(table, str(step), *(f"{value:.4g}" for value in values))
+            add_row(table, str(step), *(f"{value:.4g}" for value in values))
         tables.append((f"{key} at equal steps (means of 10)", table))
     if comparison.accuracies:
-        table = _table("version", *(run.label for run in runs))
+        table = figure_table("version", *(run.label for run in runs))
         for version, values in comparison.accuracies:
-            _row(table, str(version), *("-" if value is None else f"{value:.4f}" for value in values))
+            add_row(table, str(version), *("-" if value is None else f"{value:.4f}" for value in values))
         tables.append(("held-out accuracy", table))
     if comparison.paired:
-        table = _table("run", "minus", "version", "rows", "difference, paired by row")
+        table = figure_table("run", "minus", "version", "rows", "difference, paired by row")
         for each in comparison.paired:
-            _row(table, each.run, each.minus, str(each.version), str(each.rows), _signed(each.difference))
+            add_row(table, each.run, each.minus, str(each.version), str(each.rows), _signed(each.difference))
         tables.append(("differences of accuracy", table))
     for group in comparison.groups:
-        table = _table("figure", "mean over runs", "standard deviation")
+        table = figure_table("figure", "mean over runs", "standard deviation")
         for name, mean, spread in (
             ("last accuracy", group.accuracy, group.accuracy_sd),
             ("reward", group.reward, group.reward_sd),
         ):
             if mean is not None:
-                _row(table, name, f"{mean:.4f}", "-" if spread is None else f"{spread:.4f}")
+                add_row(table, name, f"{mean:.4f}", "-" if spread is None else f"{spread:.4f}")
         tables.append((f"{len(group.runs)} runs that differ in their seed: {', '.join(group.runs)}", table))
     return tables
 
 
 def _figures_table(runs: Sequence[RunFigures]) -> Table:
-    table = _table("figure", *(run.label for run in runs))
+    table = figure_table("figure", *(run.label for run in runs))
     rows: list[tuple[str, list[str]]] = [
         ("state", [run.state for run in runs]),
         ("seed", [str(run.seed) for run in runs]),
         ("steps", [str(run.steps) for run in runs]),
         ("reward", [_number(run.reward) for run in runs]),
-        ("last accuracy", [_evaluated_text(run.last) for run in runs]),
-        ("best accuracy", [_evaluated_text(run.best) for run in runs]),
+        ("last accuracy", [_text(run.last) for run in runs]),
+        ("best accuracy", [_text(run.best) for run in runs]),
         ("length", [_number(run.length) for run in runs]),
         ("staleness", [_number(run.staleness) for run in runs]),
         ("seconds a step", [_number(run.step_s) for run in runs]),
         ("trained tokens/s", [_number(run.tokens_per_s) for run in runs]),
-        ("seconds up to the last step", [f"{run.wall_s:.0f}" for run in runs]),
+        ("duration in seconds", [_text(run.wall_s and round(run.wall_s)) for run in runs]),
         ("tickets trained", [str(run.trained) for run in runs]),
         ("tickets not trained", [str(run.not_trained) for run in runs]),
     ]
     for name, values in rows:
-        _row(table, name, *values)
+        add_row(table, name, *values)
     return table
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(printable(column), overflow="fold", justify="left" if number == 0 else "right")
-    return table
-
-
-def _row(table: Table, *cells: str) -> None:
-    table.add_row(*map(printable, cells))
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _evaluated_text(evaluated: Evaluated | None) -> str:
-    return "-" if evaluated is None else f"{evaluated.accuracy} (version {evaluated.version})"
 
 
 def _signed(difference: Estimate) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.cli.compare import Comparison, RunFigures, compare_runs
+from stretto.cli.compare import Comparison, compare_runs
 from stretto.cli.html import safe
 from stretto.cli.plot import ACCURACY, labels_of
 from stretto.cli.report_samples import samples_html
@@ -50,6 +50,8 @@ _STEPS_IN_TIMELINE = 12
 _MARGIN_S = 60.0
 """The last evaluation and the end of a run follow its last step."""
 _MOST_BARS = 4000
+_LANES = ("step", "evaluation", "call", "swap", "ticket")
+"""Kinds of lanes in the order of the page's timeline. Lanes of one kind are in the order of their names."""
 _STYLE = Path(__file__).with_name("report.css")
 
 
@@ -125,11 +127,11 @@ def _summary(comparison: Comparison) -> str:
         row("seed", (str(run.seed) for run in runs)),
         row("steps", (str(run.steps) for run in runs)),
         row("reward, last 10 steps", (_number(run.reward) for run in runs)),
-        row("last held-out accuracy", (_evaluated(run, best=False) for run in runs)),
-        row("best held-out accuracy", (_evaluated(run, best=True) for run in runs)),
+        row("last held-out accuracy", (_text(run.last) for run in runs)),
+        row("best held-out accuracy", (_text(run.best) for run in runs)),
         row("seconds a step", (_number(run.step_s) for run in runs)),
         row("trained tokens a second", (_number(run.tokens_per_s) for run in runs)),
-        row("seconds up to the last step", (f"{run.wall_s:.0f}" for run in runs)),
+        row("duration in seconds", (_text(run.wall_s and round(run.wall_s)) for run in runs)),
         row("folder", (run.folder for run in runs)),
     ]
     groups = "".join(
@@ -219,6 +221,7 @@ def _timeline(run: RunRecord) -> str:
                 continue
         if bar.start < end and bar.end > start:
             lanes.setdefault(printable(lane), []).append(bar)
+    lanes = dict(sorted(lanes.items(), key=lambda lane: (_LANES.index(lane[1][0].kind), lane[0])))
     if sum(map(len, lanes.values())) > _MOST_BARS:
         lanes = {name: bars[:: 1 + len(bars) * len(lanes) // _MOST_BARS] for name, bars in lanes.items()}
     shown = f"steps {steps[0].version} to {steps[-1].version}, {end - start:.1f} s"
@@ -292,13 +295,12 @@ def _configuration(run: RunRecord) -> str:
 # ----------------------------------------------------------------------------------------- helpers
 
 
+def _text(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
-
-
-def _evaluated(run: RunFigures, *, best: bool) -> str:
-    evaluated = run.best if best else run.last
-    return "–" if evaluated is None else f"{evaluated.accuracy} (version {evaluated.version})"
 
 
 _OF_EACH_RUN = {

@@ -136,7 +136,9 @@ def lane_chart(lanes: Mapping[str, Sequence[Bar]], start: float, end: float) -> 
 def _scale(values: Sequence[float], start: float, end: float) -> _Scale:
     """Return a scale that shows all values. Values beyond the range of floats would have no difference."""
     low, high = max(min(values), -1e300), min(max(values), 1e300)
-    margin = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
+    if low == high == 0:
+        return _Scale(0.0, 1.0, start, end)
+    margin = 0.04 * (high - low) or abs(high) * 0.1
     return _Scale(low - margin, high + margin, start, end)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from stretto.bus.server import write_private
 from stretto.cli.compare import RunFigures, run_figures
 from stretto.cli.sweep import ManifestRun
-from stretto.errors import printable
+from stretto.cli.tables import add_row, figure_table
 from stretto.records.intervals import Estimate, Moments, mean_of
 from stretto.records.run import RunRecord
 
@@ -20,7 +20,7 @@ __all__ = ["SweepReport", "report_of", "report_tables", "write_report"]
 
 _FIGURES = ("accuracy", "best", "reward", "seconds")
 """Held-out accuracy of the last evaluation, highest held-out accuracy, mean reward of the last 10 steps,
-seconds."""
+duration of the run in seconds."""
 
 
 class SweptRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,11 +138,12 @@ def report_tables(report: SweepReport) -> Iterable[tuple[str, Table]]:
 
 
 def _combinations(report: SweepReport) -> Table:
-    table = _table("combination", "runs", "accuracy", "sd", "best accuracy", "reward", "sd", "seconds")
+    table = figure_table("combination", "runs", "accuracy", "sd", "best accuracy", "reward", "sd", "seconds")
     for each in report.combinations:
         accuracy, best, reward, seconds = (each.figures.get(name) for name in _FIGURES)
-        table.add_row(
-            printable(each.combination or "all"),
+        add_row(
+            table,
+            each.combination or "all",
             f"{each.completed}/{each.runs}",
             _mean(accuracy),
             _sd(accuracy),
@@ -155,19 +156,12 @@ def _combinations(report: SweepReport) -> Table:
 
 
 def _runs(report: SweepReport) -> Table:
-    table = _table("run", "state", "step", "accuracy", "best accuracy", "reward", "seconds")
+    table = figure_table("run", "state", "step", "accuracy", "best accuracy", "reward", "seconds")
     for run in report.runs:
         state, step = ("waiting", 0) if run.figures is None else (run.figures.state, run.figures.steps)
         *figures, seconds = run.shown.values()
         cells = (*map(_number, figures), "-" if seconds is None else f"{seconds:.0f}")
-        table.add_row(printable(run.name), state, str(step), *cells)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, overflow="fold", justify="left" if number == 0 else "right")
+        add_row(table, run.name, state, str(step), *cells)
     return table
 
 

@@ -42,5 +42,6 @@ def thin(xs: Numbers, ys: Numbers, most: int) -> tuple[Numbers, Numbers]:
 
 def thin_points(points: Points, most: int) -> list[tuple[float, float]]:
     """Return at most `most` of the points, as `thin` chooses them."""
-    xs, ys = thin(*np.array(points, np.float64).reshape(-1, 2).T, most)
+    every_x, every_y = np.array(points, np.float64).reshape(-1, 2).T
+    xs, ys = thin(every_x, every_y, most)
     return list(zip(xs.tolist(), ys.tolist(), strict=True))

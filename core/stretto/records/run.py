@@ -105,6 +105,15 @@ class RunRecord:
         first = self.folder / "config-1.yaml"  # the first values, if a resume has changed them
         return (first if first.exists() else self.folder / _CONFIG).stat().st_mtime
 
+    @property
+    def wall_s(self) -> float | None:
+        """The run's duration: the seconds in which a kernel owned it, up to its end, or up to its newest line
+        of metrics if it has not ended. None before the first line."""
+        if self.summary is not None:
+            return self.summary["wall_s"]
+        newest = (*self.steps[-1:], *self.evaluations[-1:])
+        return max((line["time_s"] for line in newest if "time_s" in line), default=None)
+
     def series(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of each line in which a figure is a finite number. Keys that begin with
         `evaluation/` are those of evaluations."""

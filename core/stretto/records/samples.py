@@ -18,6 +18,7 @@ import numpy as np
 
 from stretto.errors import ConfigError
 from stretto.records.sample_files import FOLDER, SegmentKind, SegmentName, Table, schema_of, segments_in
+from stretto.records.timeline import Purpose
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +30,7 @@ __all__ = [
     "TOKEN_COLUMNS",
     "Bounds",
     "SampleFilter",
+    "SampleOutcome",
     "SampleStore",
 ]
 
@@ -74,7 +76,7 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which rows to find: those that fit every given condition."""
 
     ticket: int | None = None
-    purpose: Literal["train", "eval"] | None = None
+    purpose: Purpose | None = None
     step: Bounds = (None, None)
     """The train step, numbered as in `metrics.jsonl`; for an evaluation, the version."""
     reward: Bounds = (None, None)
@@ -144,7 +146,7 @@ class SampleStore:
             return len(found)
         return sum(1 for _ in self._containing(index, found, filter.text))
 
-    def ticket(self, number: int, purpose: Literal["train", "eval"] = "train") -> list[dict[str, Any]]:
+    def ticket(self, number: int, purpose: Purpose = "train") -> list[dict[str, Any]]:
         """Return all rows of one ticket, with texts and tokens: of every attempt, in the order of the log."""
         return self.find(SampleFilter(ticket=number, purpose=purpose), limit=None, tokens=True)
 
@@ -169,7 +171,7 @@ class SampleStore:
         rows = [row for row in table.to_pylist() if row["ticket"] == number]
         return (rows[-1]["outcome"], rows[-1]["reason"]) if rows else None
 
-    def digests(self, number: int, purpose: Literal["train", "eval"] = "train") -> dict[int, tuple[str, str]]:
+    def digests(self, number: int, purpose: Purpose = "train") -> dict[int, tuple[str, str]]:
         """Return, for each finished attempt of a ticket, the digest that its rollout worker computed, and the
         digest of what is on disk."""
         from stretto.records.kept_sample import KeptSample, digest_of  # it imports the bus, which is slow

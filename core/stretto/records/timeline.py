@@ -23,6 +23,7 @@ __all__ = [
     "Event",
     "KernelEnded",
     "KernelStarted",
+    "Purpose",
     "StepSpan",
     "SwapSpan",
     "TicketDone",

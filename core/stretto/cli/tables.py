@@ -1,0 +1,22 @@
+"""Tables of figures in the terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from stretto.errors import printable
+
+__all__ = ["add_row", "figure_table"]
+
+
+def figure_table(*columns: str) -> Table:
+    """Return a table without rows: the first column has names, and the others have figures."""
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(printable(column), overflow="fold", justify="left" if number == 0 else "right")
+    return table
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row, with control characters as escapes."""
+    table.add_row(*map(printable, cells))
