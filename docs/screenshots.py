@@ -185,7 +185,7 @@ def terminal(driver: Chrome, base: str) -> None:
     status = msgspec.convert(live["status"], Status)
     status = msgspec.structs.replace(status, folder="runs/quickstart", written=time.time())
     console.print(Text("$ stretto watch runs/quickstart", style="bold"))
-    console.print(drawing(status, stopped=False, keys=True, sample=live["sample"]))
+    console.print(drawing(status, stopped=False, keys=True, quits=True, sample=live["sample"]))
     console.print(Text("\n$ stretto runs runs", style="bold"))
     console.print(Text(stretto("runs", "runs").rstrip()))
     console.print(Text("\n$ stretto plot runs/quickstart runs/higher-rate --key reward", style="bold"))

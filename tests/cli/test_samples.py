@@ -99,7 +99,10 @@ def test_samples_as_json_lines_and_parquet(run: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--step", "a:b"], "--step 'a:b': expected A:B"),
-        (["--outcome", "great"], "Invalid enum value 'great'"),
+        (["--outcome", "great"], "--outcome 'great'; accepted: trained, filtered, expired"),
+        (["--outcome", "traned"], "did you mean 'trained'?"),
+        (["--purpose", "both"], "--purpose 'both'; accepted: train, eval"),
+        (["--tokens"], "--tokens goes with --format jsonl"),
         (["--format", "xml"], "expected text, jsonl or parquet"),
         (["--format", "parquet"], "needs --output FILE"),
         (["--order", "colour"], "cannot be ordered by 'colour'"),
@@ -109,6 +112,14 @@ def test_what_cannot_be_asked(run: Path, arguments: list[str], message: str) -> 
     result = ask(str(run), *arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+def test_no_sample_fits_a_step_that_has_none(run: Path) -> None:
+    assert ask(str(run), "--step", "99").stderr == (
+        "no sample fits; samples of training are kept from step 4 to 4\n"
+    )
+    assert ask(str(run), "--step", "99", "--purpose", "eval").stderr == "no sample fits\n"
+    assert ask(str(run), "--text", "nowhere").stderr == "no sample fits\n"
 
 
 def test_a_folder_without_samples(tmp_path: Path) -> None:

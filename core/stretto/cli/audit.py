@@ -32,8 +32,9 @@ from stretto.cli.audit_records import (
     read_log,
 )
 from stretto.cli.audit_store import open_copy
-from stretto.errors import ConfigError, RunError
+from stretto.errors import RunError
 from stretto.kernel.changes import values_file
+from stretto.records.run import RunRecord
 
 __all__ = ["AuditReport", "Check", "audit_run"]
 
@@ -51,6 +52,8 @@ class Check(msgspec.Struct, kw_only=True):
     unchecked: str = ""
     """What it could not compare, and why."""
     violations: list[str]
+    empty: bool
+    """Whether there was nothing to compare, so that a check without violations says nothing."""
 
 
 class AuditReport(msgspec.Struct, kw_only=True):
@@ -74,10 +77,7 @@ def audit_run(folder: Path) -> AuditReport:
         RunError: if a kernel owns the run, or if a file of the run cannot be read.
         BusError: if the copy of the run's store cannot be read.
     """
-    folder = folder.absolute()
-    if not (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-    return anyio.run(_audit, folder)
+    return anyio.run(_audit, RunRecord(folder).folder)
 
 
 async def _audit(folder: Path) -> AuditReport:
@@ -184,6 +184,7 @@ class _Checker:
                 *self._journal.rewritten,
                 *self._journal.unordered,
             ],
+            empty=not self._batches,
         )
 
     def _check_doubled(self) -> Check:
@@ -215,6 +216,7 @@ class _Checker:
                 ),
                 *faults,
             ],
+            empty=not self._batches,
         )
 
     def _check_batches(self) -> Check:
@@ -234,6 +236,7 @@ class _Checker:
             checked=f"{present} steps, batch_size {_listed(sorted(sizes))}",
             unchecked=self._before_journal,
             violations=violations,
+            empty=not self._batches,
         )
 
     @property
@@ -271,6 +274,7 @@ class _Checker:
             checked=f"{len(accounts)} ledgers at versions {_ranges(account.version for account in accounts)}",
             unchecked=self._before_journal,
             violations=violations,
+            empty=not accounts,
         )
 
     def _accounts(self) -> Iterator[_Account]:
@@ -364,6 +368,7 @@ class _Checker:
             if purged
             else "",
             violations=violations,
+            empty=not checked,
         )
 
     def _check_log(self) -> Check:
@@ -392,6 +397,7 @@ class _Checker:
             + (f"; {ignored} malformed messages are no part of a batch" if ignored else ""),
             unchecked=_purged(self._sampled_versions() - checked),
             violations=violations,
+            empty=not checked,
         )
 
     def _rows(self) -> Iterator[tuple[int, RowRef]]:
@@ -454,6 +460,7 @@ class _Checker:
             f"{several} recorded more than once; the kernels repeated {repeated} steps to the same digest"
             + (f" and {differed} to another one" if differed else ""),
             violations=violations,
+            empty=not records,
         )
 
     def _digests_of_step(self, version: int) -> list[str]:
@@ -487,6 +494,7 @@ class _Checker:
             if missing and self._completed_at is None
             else "",
             violations=violations,
+            empty=not steps,
         )
 
     def _check_evaluations(self) -> Check:
@@ -525,6 +533,7 @@ class _Checker:
             checked=f"versions {_ranges(versions)}; samples of versions {_ranges(recomputed)}",
             unchecked=f"samples of versions {_ranges(rest)}: purged, or of several kernels" if rest else "",
             violations=violations,
+            empty=not results,
         )
 
     def _evaluation_line_faults(self, results: Collection[Evaluation]) -> Iterator[str]:

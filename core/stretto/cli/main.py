@@ -512,7 +512,9 @@ def samples(
     ] = None,
     step: Annotated[str | None, typer.Option(metavar="A:B", help="Steps in which they were trained.")] = None,
     reward: Annotated[str | None, typer.Option(metavar="A:B", help="Lowest and highest reward.")] = None,
-    length: Annotated[str | None, typer.Option(metavar="A:B", help="Number of tokens.")] = None,
+    length: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Number of tokens with the prompt.")
+    ] = None,
     staleness: Annotated[str | None, typer.Option(metavar="A:B", help="Staleness at the train step.")] = None,
     finish: Annotated[str | None, typer.Option(help="Why sampling ended: stop or length.")] = None,
     text: Annotated[str | None, typer.Option(help="A text in the prompt or in the answer.")] = None,
@@ -545,6 +547,7 @@ def samples(
         print_groups,
         print_samples,
         sample_filter,
+        why_none,
         write_lines,
         write_parquet,
     )
@@ -553,6 +556,8 @@ def samples(
         raise ConfigError(f"--format {format!r}: expected text, jsonl or parquet")
     if format == "parquet" and output is None:
         raise ConfigError("--format parquet needs --output FILE")
+    if tokens and format == "text":
+        raise ConfigError("--tokens goes with --format jsonl or --format parquet")
     wanted = sample_filter(
         ticket=ticket,
         step=bounds_of(step, "--step"),
@@ -566,7 +571,7 @@ def samples(
         worker=worker,
     )
     store = open_samples(folder)
-    rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens and format != "text")
+    rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens)
     if format == "parquet":
         assert output is not None
         write_parquet(rows, output)
@@ -581,7 +586,7 @@ def samples(
         else:
             print_samples(rows, console)
     if not rows:
-        typer.echo("no sample fits", err=True)
+        typer.echo(why_none(store, wanted), err=True)
 
 
 @app.command(cls=_WithOverrides)
@@ -715,7 +720,8 @@ def _show_audit(report: AuditReport) -> None:
     for column in ("check", "result", "checked", "not checked"):
         table.add_column(column, overflow="fold")
     for check in report.checks:
-        result = f"{len(check.violations)} violations" if check.violations else "ok"
+        fine = "nothing to check" if check.empty else "ok"
+        result = f"{len(check.violations)} violations" if check.violations else fine
         table.add_row(*map(printable, (check.name, result, check.checked, check.unchecked)))
     _print_table(table)
     for check in report.checks:

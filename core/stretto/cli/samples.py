@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stretto.errors import ConfigError, printable
+from stretto.errors import ConfigError, offer, printable
 from stretto.records.sample_files import FOLDER
-from stretto.records.samples import Bounds, SampleFilter, SampleStore
+from stretto.records.samples import Bounds, SampleFilter, SampleOutcome, SampleStore
+from stretto.records.timeline import Purpose
 
 __all__ = [
     "bounds_of",
@@ -26,12 +26,15 @@ __all__ = [
     "print_samples",
     "sample_filter",
     "sections_of_one",
+    "why_none",
     "write_lines",
     "write_parquet",
 ]
 
 Row = dict[str, Any]
 
+_WORDS = {"outcome": get_args(SampleOutcome), "purpose": get_args(Purpose)}
+"""Option -> the words that it accepts."""
 _PARQUET_ROWS = 1000
 _MOST_COLUMNS = 4
 """Samples of a group that stand side by side."""
@@ -73,10 +76,25 @@ def sample_filter(**conditions: Any) -> SampleFilter:
     Raises:
         ConfigError: if a word is none that a condition accepts.
     """
-    try:
-        return msgspec.convert(conditions, SampleFilter)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"samples: {error}") from error
+    for name, accepted in _WORDS.items():
+        if (word := conditions[name]) not in (None, *accepted):
+            raise ConfigError(f"--{name} {word!r}{offer(word, accepted, 'accepted')}")
+    return SampleFilter(**conditions)
+
+
+def why_none(store: SampleStore, wanted: SampleFilter) -> str:
+    """Return the sentence that no sample fits; if steps were asked for, with those that have samples."""
+    purpose: Purpose = wanted.purpose or "train"
+    kind, what = ("evaluations", "version") if purpose == "eval" else ("training", "step")
+    steps = [
+        row["step"]
+        for order in ("step", "-step")
+        for row in store.find(SampleFilter(purpose=purpose), order=order, limit=1, texts=False)
+        if row["step"] is not None
+    ]
+    if wanted.step == (None, None) or not steps:
+        return "no sample fits"
+    return f"no sample fits; samples of {kind} are kept from {what} {steps[0]} to {steps[-1]}"
 
 
 def write_lines(rows: Iterable[Row], write: Callable[[str], object]) -> None:

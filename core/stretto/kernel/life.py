@@ -139,6 +139,7 @@ def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
 def _live(setup: RunSetup, accept_dataset: bool = False) -> tuple[dict[str, Any], int | None]:
     """Run one kernel, and return its summary and `Ending.next_values`."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
+    log.info("run", folder=str(setup.folder))
     setup.check_datasets(accept=accept_dataset)
     config = setup.config
     with tracing.traced(config.tracing, "kernel", setup.run, config.name, setup.folder):

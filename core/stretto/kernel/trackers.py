@@ -49,6 +49,7 @@ class Trackers:
         """Start all processes. Lines after the checkpoint, and the summary of a former kernel, must be gone
         by now."""
         for each in self._processes:
+            log.info("tracker starts", tracker=each.section.folder_name)
             each.thread.start()
 
     async def finish(self, *, hurried: bool) -> None:

@@ -101,15 +101,19 @@ class View:
                 raise
         if self._status is None:
             return Text("waiting for the first status of the run")
-        return drawing(self._status, stopped=self._stopped, keys=self._keyboard.works, sample=self._sample)
+        keys = self._keyboard.works
+        return drawing(self._status, stopped=self._stopped, keys=keys, quits=self._quits, sample=self._sample)
 
 
-def drawing(status: Status, *, stopped: bool, keys: bool = False, sample: str | None = None) -> Group:
+def drawing(
+    status: Status, *, stopped: bool, keys: bool = False, quits: bool = False, sample: str | None = None
+) -> Group:
     """Return what the view shows of a state, which may come from a foreign process.
 
     Args:
         stopped: whether the run has ended, so that what it does now does not count.
         keys: whether the user can press keys.
+        quits: whether the key `q` ends the view.
         sample: text of a sample to show.
     """
     table = Table.grid(padding=(0, 2))
@@ -119,7 +123,7 @@ def drawing(status: Status, *, stopped: bool, keys: bool = False, sample: str | 
     if sample is not None and not stopped:
         rows.append(("sample", sample))
     if keys and not stopped:
-        rows.append(("keys", "s: a sample, and away again"))
+        rows.append(("keys", "s: a sample, and away again" + ("   q: end the view" if quits else "")))
     for label, text in rows:
         # Text of models and rewards is no markup.
         table.add_row(label, Text(printable(text[:_MOST_CHARACTERS])))
