@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from selenium.webdriver import Chrome
-from selenium.webdriver.common.by import By
 
 from stretto.cli.plot import draw_text, panels_of
 from stretto.kernel.view import drawing
@@ -34,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from browser import open_browser  # noqa: E402
+from pages import Page, served  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 HOME = Path(tempfile.gettempdir()) / "stretto-screenshots"
@@ -45,7 +44,6 @@ STEPS, LIVE_AT = 80, 48
 SIZE = (1280, 860)
 """Width and greatest height of a picture, in pixels."""
 _MARGIN = 24
-_WAIT_S = 60.0
 
 _WITHOUT_HOME = """
 document.documentElement.style.scrollbarGutter = "auto";
@@ -72,13 +70,11 @@ def main(names: list[str]) -> None:
         open_browser(Path(folder) / "profile", width=SIZE[0], height=SIZE[1]) as driver,
     ):
         driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
-        driver.get(address)
-        until(lambda: "token" not in driver.current_url)
-        base = address.partition("?")[0]
+        page = Page(driver, address, RUNS)
         for name, (picture, (width, height)) in PICTURES.items():
             if not names or name in names:
                 resize(driver, width, height)
-                picture(driver, base)
+                picture(page)
                 driver.execute_script(_WITHOUT_HOME, str(HOME))
                 resize(driver, width, min(height, int(driver.execute_script(_CONTENT_BOTTOM)) + _MARGIN))
                 driver.save_screenshot(str(IMAGES / f"{name}.png"))
@@ -119,67 +115,48 @@ def stretto(*arguments: str) -> str:
     return subprocess.run(command, cwd=HOME, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-@contextmanager
-def served(folder: Path) -> Generator[str]:
-    """Serve the page; yield its address with the token."""
-    command = [sys.executable, "-m", "stretto", "ui", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout
-        try:
-            yield server.stdout.readline().strip()
-        finally:
-            server.terminate()
-
-
 # ------------------------------------------------------------------------------------------ pictures
 
 
-def overview(driver: Chrome, base: str) -> None:
+def overview(page: Page) -> None:
     """The first view of a run."""
-    show(driver, base, "overview", ".chart canvas", "[data-staleness]")
-    until(lambda: len(driver.find_elements(By.CSS_SELECTOR, ".chart canvas")) > 5)
+    show(page, "overview", ".chart canvas", "[data-staleness]")
+    page.until(lambda: len(page.all(".chart canvas")) > 5)
 
 
-def samples(driver: Chrome, base: str) -> None:
+def samples(page: Page) -> None:
     """A group whose samples differ in their rewards, with tokens coloured by their logprob."""
-    show(driver, base, "samples?step_from=20&step_to=20&purpose=train", "#samples tbody tr.link")
-    ticket = driver.execute_script(
+    show(page, "samples?step_from=20&step_to=20&purpose=train", "#samples tbody tr.link")
+    ticket = page.driver.execute_script(
         "const rows = [...document.querySelectorAll('#samples tbody tr')].map((row) =>"
         " [row.dataset.id.split('/')[0], row.cells[3].textContent]);"
         "return rows.find(([one, reward]) => rows.some(([other, its]) => one === other && reward !== its))[0]"
     )
-    show(driver, base, f"samples?ticket={ticket}&group=1", "[data-value=logprob]")
-    driver.find_element(By.CSS_SELECTOR, "[data-value=logprob]").click()
-    until(lambda: driver.find_elements(By.CSS_SELECTOR, "#legend .ramp"))  # drawn when all tokens are
+    show(page, f"samples?ticket={ticket}&group=1", "[data-value=logprob]")
+    page.one("[data-value=logprob]").click()
+    page.one("#legend .ramp")  # drawn when all tokens are
 
 
-def timeline(driver: Chrome, base: str) -> None:
+def timeline(page: Page) -> None:
     """Generation and training over the newest steps."""
-    show(driver, base, "timeline", "#waits .bars")
+    show(page, "timeline", "#waits .bars")
 
 
-def comparison(driver: Chrome, base: str) -> None:
+def comparison(page: Page) -> None:
     """Two runs over each other."""
-    runs = driver.execute_script(
-        "return fetch('/api/runs').then((answer) => answer.json())"
-        ".then(({ runs }) => runs.map((run) => run.id))"
-    )
-    driver.get("about:blank")
-    driver.get(f"{base}#/compare?runs={','.join(runs)}")
-    until(lambda: len(driver.find_elements(By.CSS_SELECTOR, ".chart canvas")) > 4)
+    page.open(f"compare?runs={','.join(page.run(name) for name in RATES)}")
+    page.until(lambda: len(page.all(".chart canvas")) > 4)
 
 
-def report(driver: Chrome, base: str) -> None:
+def report(page: Page) -> None:
     """The beginning of a report."""
-    del base
     file = HOME / "report.html"
     stretto("report", *(f"runs/{name}" for name in RATES), "--out", str(file))
-    driver.get(file.as_uri())
+    page.driver.get(file.as_uri())
 
 
-def terminal(driver: Chrome, base: str) -> None:
+def terminal(page: Page) -> None:
     """The live view, and what commands print."""
-    del base
     console = Console(record=True, width=116, file=io.StringIO(), force_terminal=True)
     live: dict[str, Any] = json.loads(LIVE.read_text())
     status = msgspec.convert(live["status"], Status)
@@ -193,11 +170,11 @@ def terminal(driver: Chrome, base: str) -> None:
     console.print(Text.from_ansi(draw_text(panels, 100, coloured=True)))
     file = HOME / "terminal.html"
     file.write_text(console.export_html(theme=MONOKAI, inline_styles=True))
-    driver.get(file.as_uri())
-    driver.execute_script("document.body.style.margin = '0'; document.body.style.padding = '20px'")
+    page.driver.get(file.as_uri())
+    page.driver.execute_script("document.body.style.margin = '0'; document.body.style.padding = '20px'")
 
 
-PICTURES: dict[str, tuple[Callable[[Chrome, str], None], tuple[int, int]]] = {
+PICTURES: dict[str, tuple[Callable[[Page], None], tuple[int, int]]] = {
     "page": (overview, (1280, 955)),
     "page-samples": (samples, SIZE),
     "page-timeline": (timeline, SIZE),
@@ -208,31 +185,17 @@ PICTURES: dict[str, tuple[Callable[[Chrome, str], None], tuple[int, int]]] = {
 """Name -> what opens it, and its width and greatest height in pixels."""
 
 
-def show(driver: Chrome, base: str, place: str, *selectors: str) -> None:
+def show(page: Page, place: str, *selectors: str) -> None:
     """Open a view of the first run, and wait until it has what the selectors name."""
-    run = driver.execute_script(
-        "return fetch('/api/runs').then((answer) => answer.json())"
-        ".then(({ runs }) => runs.find((run) => run.name === 'quickstart').id)"
-    )
-    driver.get("about:blank")
-    driver.get(f"{base}#/run/{run}/{place}")
+    page.open(f"run/{page.run('quickstart')}/{place}")
     for selector in selectors:
-        until(lambda selector=selector: driver.find_elements(By.CSS_SELECTOR, selector))
+        page.one(selector)
 
 
 def resize(driver: Chrome, width: int, height: int) -> None:
     """Give the browser's view a size in pixels."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + _WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the page does not show what the picture needs")
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":
