@@ -158,17 +158,11 @@ def _charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
 
 
 def _evaluations(comparison: Comparison) -> str:
-    versions = {run.label: run for run in comparison.runs}
     if not any(run.last for run in comparison.runs):
         return ""
-    heads = "".join(f'<th class="n">{safe(label)}</th>' for label in versions)
-    rows = "".join(
-        f"<tr><td>{version}</td>"
-        + "".join(f'<td class="n">{_number(value)}</td>' for value in values)
-        + "</tr>"
-        for version, values in comparison.accuracies
-    )
-    table = f'<div class="wide"><table><tr><th>version</th>{heads}</tr>{rows}</table></div>'
+    labels = [run.label for run in comparison.runs]
+    rows = ((str(version), *map(_number, values)) for version, values in comparison.accuracies)
+    table = _table(("version", *labels), rows, "n")
     paired = "".join(
         f"<p>{safe(each.run)} minus {safe(each.minus)} at version {each.version}, paired by {each.rows} "
         f"rows: {safe(str(each.difference))}</p>"
@@ -275,14 +269,9 @@ def _advice(run: RunRecord) -> str:
 def _differences(comparison: Comparison, labels: Sequence[str]) -> str:
     if not comparison.differences:
         return ""
-    heads = "".join(f"<th>{safe(label)}</th>" for label in labels)
-    rows = "".join(
-        f"<tr><td>{safe(key)}</td>"
-        + "".join(f"<td>{'–' if value is None else safe(value)}</td>" for value in values)
-        + "</tr>"
-        for key, values in comparison.differences.items()
+    return _table(
+        ("key", *labels), ((key, *map(_text, values)) for key, values in comparison.differences.items())
     )
-    return f'<div class="wide"><table><tr><th>key</th>{heads}</tr>{rows}</table></div>'
 
 
 def _configuration(run: RunRecord) -> str:
@@ -293,6 +282,22 @@ def _configuration(run: RunRecord) -> str:
 
 
 # ----------------------------------------------------------------------------------------- helpers
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Return a table.
+
+    Args:
+        kind: class of all columns but the first.
+    """
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        first, *others = map(safe, cells)
+        begin = f'<{tag} class="{kind}">' if kind else f"<{tag}>"
+        return f"<tr><{tag}>{first}</{tag}>{''.join(f'{begin}{each}</{tag}>' for each in others)}</tr>"
+
+    body = "".join(row("td", cells) for cells in rows)
+    return f'<div class="wide"><table>{row("th", heads)}{body}</table></div>'
 
 
 def _text(value: object) -> str:

@@ -10,7 +10,7 @@ from stretto.cli.html import safe
 from stretto.cli.samples import common_sections, fate_of, figures_of, sections_of_one
 from stretto.records.answers import read_answers
 from stretto.records.run import RunRecord
-from stretto.records.samples import SampleFilter, SampleStore
+from stretto.records.samples import SampleFilter, SampleOutcome, SampleStore
 
 __all__ = ["samples_html"]
 
@@ -47,27 +47,34 @@ def _kept(store: SampleStore) -> str:
 
 def _trained(store: SampleStore) -> Iterator[tuple[str, str]]:
     """Yield titles and HTML of trained samples."""
-    newest = store.find(SampleFilter(outcome="trained"), order="-step", limit=1, texts=False)
-    if not newest:
+    last = _newest_step(store, "trained")
+    if last is None:
         return
-    last: int = newest[0]["step"]
     yield f"Groups trained in step {last}", "".join(_group(rows) for rows in _groups(store, last))
     first = max(1, last - _STEPS + 1)
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
-    recent = SampleFilter(outcome="trained", step=(first, last))
-    yield f"Best samples of {steps}", _cards(_extreme(store, recent, "-reward"))
-    yield f"Worst samples of {steps}", _cards(_extreme(store, recent, "reward"))
+    yield from _best_and_worst(
+        store, SampleFilter(outcome="trained", step=(first, last)), f"samples of {steps}"
+    )
 
 
 def _evaluated(store: SampleStore) -> Iterator[tuple[str, str]]:
     """Yield titles and HTML of held-out answers."""
-    newest = store.find(SampleFilter(outcome="evaluated"), order="-step", limit=1, texts=False)
-    if not newest:
-        return
-    version: int = newest[0]["step"]
-    answers = SampleFilter(outcome="evaluated", step=(version, version))
-    yield f"Best held-out answers of version {version}", _cards(_extreme(store, answers, "-reward"))
-    yield f"Worst held-out answers of version {version}", _cards(_extreme(store, answers, "reward"))
+    version = _newest_step(store, "evaluated")
+    if version is not None:
+        answers = SampleFilter(outcome="evaluated", step=(version, version))
+        yield from _best_and_worst(store, answers, f"held-out answers of version {version}")
+
+
+def _newest_step(store: SampleStore, outcome: SampleOutcome) -> int | None:
+    """Return the newest step, or version, with samples of an outcome."""
+    newest = store.find(SampleFilter(outcome=outcome), order="-step", limit=1, texts=False)
+    return newest[0]["step"] if newest else None
+
+
+def _best_and_worst(store: SampleStore, filter: SampleFilter, what: str) -> Iterator[tuple[str, str]]:
+    for word, order in (("Best", "-reward"), ("Worst", "reward")):
+        yield f"{word} {what}", _cards(_extreme(store, filter, order))
 
 
 def _groups(store: SampleStore, step: int) -> list[list[Row]]:
