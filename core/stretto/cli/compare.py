@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from stretto.cli.plot import ACCURACY, labels_of
+from stretto.cli.plot import labels_of
 from stretto.cli.tables import add_row, figure_table
 from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
 from stretto.records.answers import read_answers
 from stretto.records.intervals import Estimate
+from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.run import RunRecord
 from stretto.records.values import dotted_values
 
@@ -28,7 +29,6 @@ __all__ = ["Comparison", "RunFigures", "compare_runs", "comparison_tables", "run
 
 _LAST = 10
 """Number of newest steps over which the figures of steps are means."""
-_PAIRED_KEYS = ("reward", "loss", "entropy", "grad_norm")
 _MOST_STEPS = 10
 """Number of equal steps at which curves are compared."""
 _NO_DIFFERENCE = ("out",)
@@ -120,7 +120,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> Comparison:
     return Comparison(
         runs=figures,
         differences=_differences([run.document for run in runs]),
-        curves={key: curve for key in _PAIRED_KEYS if (curve := _curve(runs, key))},
+        curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
         accuracies=_accuracies(runs),
         paired=list(_paired(runs, figures)),
         groups=_groups(runs, figures),

@@ -15,12 +15,11 @@ from typing import Any
 
 from stretto.errors import ConfigError, offer, printable
 from stretto.records.curves import Points, smooth, thin_points
+from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.run import RunRecord
 
 __all__ = ["Panel", "RunCurve", "draw_file", "draw_text", "labels_of", "panels_of"]
 
-ACCURACY = "evaluation/accuracy"
-_DEFAULT = ("reward", "loss", "entropy", "grad_norm")
 _SUFFIXES = (".png", ".svg")
 _MOST_POINTS = 4000
 _LINES_HIGH = 16
@@ -83,7 +82,7 @@ def panels_of(runs: Sequence[RunRecord], keys: Sequence[str], window: int) -> li
         if key not in known:
             raise ConfigError(f"no run has the key {key!r}{offer(key, known, 'keys')}")
     if not keys:
-        shown = [key for key in _DEFAULT if key in known]
+        shown = [key for key in MAIN_FIGURES if key in known]
         keys = shown if "reward" in shown or ACCURACY not in known else [ACCURACY, *shown]
     if not keys:
         raise ConfigError(f"no figures yet in {', '.join(str(run.folder) for run in runs)}")

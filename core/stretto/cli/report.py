@@ -15,10 +15,11 @@ from typing import Any
 
 from stretto.cli.compare import Comparison, compare_runs
 from stretto.cli.html import safe
-from stretto.cli.plot import ACCURACY, labels_of
+from stretto.cli.plot import labels_of
 from stretto.cli.report_samples import samples_html
 from stretto.cli.svg import Bar, bar_chart, lane_chart, line_chart
 from stretto.errors import ConfigError, printable
+from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 from stretto.records.timeline import FILE as TIMELINE
 from stretto.records.timeline import (

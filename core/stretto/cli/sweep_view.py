@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from stretto.errors import printable
+from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord
 
 __all__ = ["SweepView"]
@@ -102,7 +103,7 @@ class SweepView:
         record.refresh()
         steps, evaluations = record.steps, record.evaluations
         last = steps[-1] if steps else {}
-        accuracy = evaluations[-1]["evaluation/accuracy"] if evaluations else None
+        accuracy = evaluations[-1][ACCURACY] if evaluations else None
         reward, seconds = last.get("reward"), last.get("time_s")
         return [
             name,

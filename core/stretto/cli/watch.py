@@ -21,6 +21,7 @@ from stretto.bus.messages import RunStatus, Subjects
 from stretto.bus.server import VIEWER, Bootstrap, login_of
 from stretto.errors import ConfigError, leaves, printable
 from stretto.kernel.view import View, final_lines, terminal
+from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.run import RunRecord
 from stretto.records.status import LATE_S, Status, decode_status, standstill
 
@@ -159,7 +160,7 @@ async def _print_steps(source: Callable[[], Status | None]) -> None:
             shown = status.version
             figures = "".join(
                 f"   {key} {status.newest[key]:g}"
-                for key in ("reward", "loss", "entropy", "grad_norm")
+                for key in MAIN_FIGURES
                 if status.newest.get(key) is not None
             )
             print(printable(f"step {status.version} of {status.steps}{figures}   {status.now}"), flush=True)

@@ -25,7 +25,7 @@ from stretto.kernel.metrics_file import MetricsFile
 from stretto.kernel.scheduler import Scheduler, StartBatch
 from stretto.kernel.trainers import StepResult
 from stretto.kernel.variants import Account, VariantAccount, figures_of
-from stretto.records.metrics import is_evaluation
+from stretto.records.metrics import MAIN_FIGURES, is_evaluation
 from stretto.records.status import State
 
 __all__ = ["Report"]
@@ -39,8 +39,6 @@ _SHOWN = (
     *("step_s", "train_s", "step_tokens_per_s"),
 )
 
-_CURVES = ("reward", "loss", "entropy", "grad_norm")
-"""The figures that the live view draws as curves."""
 _RECENT = 20
 """Number of newest steps from which the view computes the remaining time and the bottleneck."""
 _MOST_CAUSES = 8
@@ -72,7 +70,7 @@ class Report:
         self._began = time.monotonic()
         self._metrics = MetricsFile(folder)
         self.adviser = adviser
-        self.curves = {name: Curve() for name in _CURVES}
+        self.curves = {name: Curve() for name in MAIN_FIGURES}
         """The figures of all steps so far, by name."""
         self.begun = resumed is None
         """Whether the kernel has begun to change the run's files. Up to then a resume can be refused without

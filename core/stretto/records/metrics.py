@@ -12,9 +12,13 @@ import msgspec
 
 from stretto.errors import ConfigError
 
-__all__ = ["METRICS", "MetricsReader", "is_evaluation", "is_figure", "parse_line"]
+__all__ = ["ACCURACY", "MAIN_FIGURES", "METRICS", "MetricsReader", "is_evaluation", "is_figure", "parse_line"]
 
 METRICS = "metrics.jsonl"
+ACCURACY = "evaluation/accuracy"
+"""Key of the accuracy in the line of an evaluation; null if no row had a result."""
+MAIN_FIGURES = ("reward", "loss", "entropy", "grad_norm")
+"""Keys of the figures that plots, comparisons and the live view show of every run that has them."""
 
 _decode = msgspec.json.Decoder().decode
 _TAIL_BYTES = 256

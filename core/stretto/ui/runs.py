@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import ConfigError
+from stretto.records.metrics import ACCURACY
 from stretto.records.run import RunRecord, find_runs, is_run
 from stretto.ui.samples import Samples
 
@@ -131,7 +132,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
     document, steps = record.document, record.steps
     last = steps[-1] if steps else {}
     rewards = [value for _, value in record.series("reward")]
-    accuracies = [value for _, value in record.series("evaluation/accuracy")]
+    accuracies = [value for _, value in record.series(ACCURACY)]
     model = document.get("model")
     return {
         "name": record.name,
