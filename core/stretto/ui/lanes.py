@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -124,8 +124,8 @@ def lanes(folder: Path, start: float | None, end: float | None, width: int) -> L
     found.append(Lane("steps", "steps", _merge(_within(steps, start, end), pixel)))
     if evaluations := [_evaluation(each) for each in events if isinstance(each, EvaluationSpan)]:
         found.append(Lane("evaluation", "evaluations", _merge(_within(evaluations, start, end), pixel)))
-    found += _by_name(events, CallSpan, start, end, pixel)
-    found += _by_name(events, SwapSpan, start, end, pixel)
+    found += _by_name("calls", _calls(events), start, end, pixel)
+    found += _by_name("swaps", _swaps(events), start, end, pixel)
     open_until = ended if end + margin >= ended else None
     found += _tickets(events, start, end, width, open_until)
     marks = [mark for event in events if (mark := _mark(event)) and start <= mark.time <= end]
@@ -193,22 +193,35 @@ def _evaluation(event: EvaluationSpan) -> LaneSpan:
     return LaneSpan(event.start, event.time, "evaluation", text)
 
 
-def _by_name(
-    events: Iterable[Event], kind: type[CallSpan] | type[SwapSpan], start: float, end: float, pixel: float
-) -> list[Lane]:
-    """Return a lane for each worker group with its calls, or for each inference worker with its swaps."""
-    named: defaultdict[str, list[LaneSpan]] = defaultdict(list)
+def _calls(events: Iterable[Event]) -> Iterator[tuple[str, LaneSpan]]:
+    """Yield the calls, each with its worker group."""
     for event in events:
-        if isinstance(event, CallSpan) and kind is CallSpan:
+        if isinstance(event, CallSpan):
             text = f"{event.call} at version {event.version}: {event.seconds:.3f} s of work"
-            named[event.group].append(LaneSpan(event.start, event.time, "call", text))
-        elif isinstance(event, SwapSpan) and kind is SwapSpan:
+            yield event.group, LaneSpan(event.start, event.time, "call", text)
+
+
+def _swaps(events: Iterable[Event]) -> Iterator[tuple[str, LaneSpan]]:
+    """Yield the swaps, each with its inference worker."""
+    for event in events:
+        if isinstance(event, SwapSpan):
             text = f"swap to version {event.version}: paused {event.pause_s:.4f} s"
-            named[event.worker].append(LaneSpan(event.start, event.time, "swap", text))
-    lane_kind = "calls" if kind is CallSpan else "swaps"
+            yield event.worker, LaneSpan(event.start, event.time, "swap", text)
+
+
+def _by_name(
+    kind: Literal["calls", "swaps"],
+    spans: Iterable[tuple[str, LaneSpan]],
+    start: float,
+    end: float,
+    pixel: float,
+) -> list[Lane]:
+    """Return a lane for each name."""
+    named: defaultdict[str, list[LaneSpan]] = defaultdict(list)
+    for name, span in spans:
+        named[name].append(span)
     return [
-        Lane(name, lane_kind, _merge(_within(spans, start, end), pixel))
-        for name, spans in sorted(named.items())
+        Lane(name, kind, _merge(_within(spans, start, end), pixel)) for name, spans in sorted(named.items())
     ]
 
 

@@ -8,7 +8,7 @@ const SLOTS = 8;
 export class Board {
   /**
    * @param {{id: string, name: string}[]} runs
-   * @param {{x?: string, smoothing?: number, fixed?: boolean}} settings
+   * @param {{x?: string, smoothing?: number}} settings
    */
   constructor(runs, settings = {}) {
     this.runs = runs;
@@ -100,7 +100,7 @@ class Chart {
     this.plot = h("div", { class: "plot", tabindex: "0", role: "img", "aria-label": title, onkeydown: (event) => this.#key(event) });
     this.data = h("div", { class: "data", hidden: true, tabindex: "0" });
     this.toggle = h("button", { type: "button", class: "plain small", "aria-pressed": "false", title: "Show the figures as a table", onclick: () => this.#flip() }, "table");
-    this.element = h("section", { class: `panel chart ${options.class ?? ""}`, "data-key": keys[0] },
+    this.element = h("section", { class: "panel chart", "data-key": keys[0] },
       h("header", {}, h("h2", { title }, title), this.at, h("span", { class: "grow" }), this.toggle), this.values, this.plot, this.data);
     this.element.chart = this;
   }
@@ -116,7 +116,7 @@ class Chart {
         if (!curve || !curve.x.length) return;
         const slot = (this.keys.length > 1 && answers.length === 1 ? place : index) % SLOTS;
         const name = [answers.length > 1 ? this.board.runs[index].name : "", this.keys.length > 1 ? (this.options.labels?.[place] ?? key) : ""].filter(Boolean).join(" · ");
-        this.lines.push({ key, slot, name, curve, points: key.startsWith("evaluation/"), versions: curve.versions });
+        this.lines.push({ key, slot, name, curve, points: key.startsWith("evaluation/") });
       });
     });
     this.rebuild();
