@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -204,11 +205,14 @@ def test_clean_books_are_clean_and_what_was_purged_is_named(tmp_path: Path) -> N
 def test_the_command_prints_a_table_or_one_object(tmp_path: Path) -> None:
     books = Books()
     books.summary["ledger"]["issued"] += 1
+    books.purge_below = 1000  # all groups
     folder = books.write(tmp_path / "run")
     command = [sys.executable, "-m", "stretto", "audit", str(folder)]
     table = subprocess.run(command, capture_output=True, text=True)
     assert table.returncode == 1, table.stderr
     assert "no ticket lost: summary.json: issued 11 tickets, and accounts for 10" in table.stdout
+    assert re.search(r"rows in the log +nothing to check", table.stdout)
+    assert re.search(r"metrics.jsonl +ok", table.stdout)
     assert f"violations: 1 tickets lost, 0 trained twice, in {folder}" in table.stdout
     found = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert found.returncode == 1

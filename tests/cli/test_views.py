@@ -25,6 +25,7 @@ from stretto.cli.main import app
 from stretto.cli.plot import draw_file, draw_text, panels_of
 from stretto.cli.report import report_html
 from stretto.cli.runs import runs_below
+from stretto.cli.svg import line_chart
 from stretto.errors import ConfigError
 from stretto.records.curves import smooth, thin_points
 from stretto.records.run import RunRecord
@@ -203,6 +204,19 @@ def test_a_report_escapes_everything_and_asks_for_nothing(runs: list[RunRecord])
     assert html.count("&lt;script&gt;") > 20
     assert "\\x1b]0;x\\x07" in html
     assert "default-src 'none'; style-src 'sha256-" in html
+
+
+def test_the_axis_of_a_curve_over_zeros_begins_at_zero() -> None:
+    labels = re.findall(r'text-anchor="end">([^<]+)<', line_chart([(0, "one", [(1, 0.0), (2, 0.0)], [])]))
+    assert labels[0] == "0"
+    assert labels[-1] == "1"
+
+
+def test_the_lanes_of_a_report_have_the_order_of_the_page(runs: list[RunRecord]) -> None:
+    [lanes] = re.findall(r'card wide lanes">(.*?)</svg>', report_html(runs[:1]))
+    names = [name for name in re.findall(r'text-anchor="end">([^<]+)<', lanes) if name]
+    assert names[0] == "steps"
+    assert [name.partition("-")[0] for name in names[1:]] == ["training", "inference", "rollout"]
 
 
 def test_a_report_shows_kept_samples(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_the_view_follows_the_folder_until_the_run_ends(run: Path) -> None:
     with watching(str(run)) as terminal:
         terminal.until_it_shows("step 60/200")
         terminal.until_it_shows("rollout-0 waits for verifier-0")
+        terminal.until_it_shows("q: end the view")
         assert not terminal.is_as_before, "keys are read one at a time, without echo"
         (run / STATUS).write_bytes(msgspec.json.encode(make_status(version=61)))
         terminal.until_it_shows("step 61/200")

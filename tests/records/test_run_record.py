@@ -101,6 +101,19 @@ def test_state_follows_the_lock_and_then_the_summary(tmp_path: Path) -> None:
     assert run.state == "interrupted"
 
 
+def test_the_duration_is_that_of_the_newest_line_until_the_run_has_ended(tmp_path: Path) -> None:
+    run = RunRecord(make_run(tmp_path / "run"))
+    assert run.wall_s is None
+    file = MetricsFile(run.folder)
+    file.append(step(1, time_s=2.5))
+    file.append({**evaluation(1, 0.5), "time_s": 4.0})
+    run.refresh()
+    assert run.wall_s == 4.0
+    (run.folder / "summary.json").write_text('{"status": "completed", "wall_s": 4.5}')
+    run.refresh()
+    assert run.wall_s == 4.5
+
+
 def test_runs_are_found_below_a_folder_and_not_inside_a_run(tmp_path: Path) -> None:
     for name in ("b/2", "b/1", "a", "a/inside", ".hidden/run"):
         make_run(tmp_path / name)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.records.timeline import FILE, Event, KernelStarted, TicketTaken, read_timeline
+from stretto.records.timeline import FILE, Event, KernelStarted, TicketTaken, newest_event, read_timeline
 
 EVENTS: list[Event] = [
     KernelStarted(1000.0, lease_epoch=1, version=0),
@@ -61,6 +61,14 @@ def test_a_last_line_that_is_not_whole_does_not_count(
 ) -> None:
     (tmp_path / FILE).write_bytes((folder / FILE).read_bytes() + b'["taken",2001.25,"tra')
     assert list(read_timeline(tmp_path, since)) == list(read_timeline(folder, since))
+
+
+def test_the_newest_event_is_that_of_the_last_whole_line(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / FILE).read_bytes()
+    for text, expected in ((whole, (EVENTS[-1].time, len(whole))), (b"", (0.0, 0))):
+        (tmp_path / FILE).write_bytes(text + b'["taken",2001.25,"tra')
+        with (tmp_path / FILE).open("rb") as file:
+            assert newest_event(file) == expected
 
 
 def test_another_line_that_is_no_event_is_named(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_filters(kept: Kept) -> None:
     assert found(step=(4, 5)) == ["1/1/0", "2/1/0"]
     assert found(reward=(0.3, None)) == ["3/1/0", "4/1/0", "5/1/0"]
     assert found(staleness=(2, 2)) == ["0/1/0", "1/1/0", "2/1/0", "3/1/0"]
+    assert store.staleness() == {2: 8}
     assert found(outcome="filtered") == ["4/1/0"]
     assert found(outcome="pending") == ["5/1/0"]
     assert found(outcome="failed") == ["6/1"]
