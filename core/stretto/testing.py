@@ -207,6 +207,23 @@ class Reference:
         logits = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
         return _log_softmax(logits / (temperature or 1.0))[np.arange(len(answer)), list(answer)]
 
+    def many_logprobs(
+        self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> Iterator[NDArray[np.float64]]:
+        """Yield the `logprobs` of each (prompt, answer), in one forward for all texts of the same length."""
+        import torch
+
+        by_length: dict[int, list[list[int]]] = {}
+        for prompt, answer in texts:
+            by_length.setdefault(len(prompt) + len(answer), []).append([*prompt, *answer])
+        logits = {
+            length: iter(self._model(torch.tensor(rows)).logits.double().numpy())
+            for length, rows in by_length.items()
+        }
+        for prompt, answer in texts:
+            own = next(logits[len(prompt) + len(answer)])[len(prompt) - 1 : -1]
+            yield _log_softmax(own)[np.arange(len(answer)), list(answer)]
+
     def last_over(self, older: Reference, tokens: Sequence[int], kept: int) -> float:
         """Return the logprob of the last token under these weights, with the KV cache of the first `kept`
         tokens from older weights; 1 <= kept < L - 1."""
@@ -1053,42 +1070,83 @@ def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 _GROUP, _BATCH, _LENGTH, _STALENESS = 2, 4, 200, 2
 
 
+@dataclass(frozen=True)
+class _Kill:
+    """A moment in which processes of inference-0 were killed."""
+
+    under_way: set[str]
+    """Ids of the prompts that had no answers yet."""
+    version: int
+    """Number of train steps so far."""
+    time: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class _Attacked:
+    """A run that has ended, after processes of inference-0 were killed in mid-answer."""
+
+    run: _Run
+    model: Path
+    kills: dict[str, _Kill]
+    """By victim."""
+    summary: dict[str, Any]
+    left: list[int]
+    """Ids of processes that outlive the run."""
+
+
 class RunConformance:
-    """Tests of two replicas of an engine in a training run in which one of them is killed."""
+    """Tests of two replicas of an engine in a training run. The run kills the worker of one replica and, once
+    that answers again, its server, if the engine has servers."""
 
     engine: ClassVar[EngineUnderTest]
 
-    @pytest.mark.parametrize("victim", ["worker", "server"])
-    def test_a_replica_killed_in_mid_answer_loses_and_doubles_no_token(
-        self, tmp_path: Path, victim: str
-    ) -> None:
-        """Another replica continues its answers, and it serves no request before it has the current weights.
-        Every token of the run has the logprob that the trainer's checkpoint of its version computes."""
-        if victim == "server" and not self.engine.servers:
-            pytest.skip(f"{self.engine.use} runs the model in its worker")
-        model = make_tiny_model(tmp_path / "model", layers=4)
-        with _Run.started(self.engine, model, tmp_path) as run:
-            run.until(lambda: run.version() >= _STALENESS + 2 and len(run.under_way()) >= _BATCH)
-            under_way, version, killed = run.under_way(), run.version(), time.time()
-            worker = run.process("inference-0")
-            for process in [worker] if victim == "worker" else _descendants(worker):
-                os.kill(process, signal.SIGKILL)
-            run.until(lambda: len(run.answered_by("inference-0", since=killed)) >= _BATCH)
-            run.until(lambda: under_way <= {r["id"] for r in run.records() if "answers" in r})
+    @pytest.fixture(scope="class")
+    @classmethod
+    def attacked(cls, tmp_path_factory: pytest.TempPathFactory) -> _Attacked:
+        """The run after its end."""
+        folder = tmp_path_factory.mktemp("attacked")
+        model = make_tiny_model(folder / "model", layers=4)
+        kills: dict[str, _Kill] = {}
+        with _Run.started(cls.engine, model, folder) as run:
+            run.until(lambda: run.version() >= _STALENESS + 2)
+            for victim in ("worker", "server") if cls.engine.servers else ("worker",):
+                run.until(lambda: len(run.under_way()) >= _BATCH)
+                kills[victim] = kill = _Kill(run.under_way(), run.version(), time.time())
+                worker = run.process("inference-0")
+                for process in [worker] if victim == "worker" else _descendants(worker):
+                    os.kill(process, signal.SIGKILL)
+                run.until(lambda kill=kill: len(run.answered_by("inference-0", since=kill.time)) >= _BATCH)
+                run.until(lambda kill=kill: kill.under_way <= run.answered())
             processes = _descendants(run.process_id)
             summary = run.interrupt()
             left = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+        return _Attacked(run, model, kills, summary, left)
 
-        assert not left, f"processes outlive the run: {left}"
-        ledger = summary["ledger"]
+    @pytest.mark.parametrize("victim", ["worker", "server"])
+    def test_a_replica_killed_in_mid_answer_loses_and_doubles_no_token(
+        self, attacked: _Attacked, victim: str
+    ) -> None:
+        """Another replica continues its answers, and it serves no request before it has the current
+        weights."""
+        if victim == "server" and not self.engine.servers:
+            pytest.skip(f"{self.engine.use} runs the model in its worker")
+        run, kill = attacked.run, attacked.kills[victim]
+        assert not attacked.left, f"processes outlive the run: {attacked.left}"
+        ledger = attacked.summary["ledger"]
         assert ledger["failed"] == ledger["expired"] == ledger["filtered"] == 0
-        assert ledger["trained"] == _BATCH * summary["version"]
+        assert ledger["trained"] == _BATCH * attacked.summary["version"]
         answered = [record["id"] for record in run.records() if "answers" in record]
         assert len(answered) == len(set(answered)) >= ledger["trained"]
-        for record in run.answered_by("inference-0", since=killed):
+        for record in run.answered_by("inference-0", since=kill.time):
             oldest = min(min(answer["versions"]) for answer in record["answers"])
-            assert oldest >= version - _STALENESS
-        run.assert_own_logprobs(model, self.engine.tolerance)
+            assert oldest >= kill.version - _STALENESS
+
+    def test_every_token_of_a_run_with_kills_has_the_logprob_of_its_version(
+        self, attacked: _Attacked
+    ) -> None:
+        """It is the one that the trainer's checkpoint of the version computes."""
+        attacked.run.assert_own_logprobs(attacked.model, self.engine.tolerance)
 
 
 class _Run:
@@ -1173,10 +1231,13 @@ class _Run:
         `answers`."""
         return _json_lines(self._folder / "answers.jsonl")
 
+    def answered(self) -> set[str]:
+        """Return the ids of prompts that have answers."""
+        return {each["id"] for each in self.records() if "answers" in each}
+
     def under_way(self) -> set[str]:
         """Return the ids of prompts that have no answers yet."""
-        records = self.records()
-        return {each["id"] for each in records} - {each["id"] for each in records if "answers" in each}
+        return {each["id"] for each in self.records()} - self.answered()
 
     def answered_by(self, worker: str, since: float) -> list[dict[str, Any]]:
         """Return the records of prompts asked after `since` that have an answer which this worker
@@ -1205,9 +1266,9 @@ class _Run:
         for version, having in sorted(by_version.items()):
             checkpoint = self._folder / "checkpoints" / f"step-{version:06d}" / "model"
             reference = Reference(checkpoint if version else model)
-            for record, answer in having:
+            texts = [(record["prompt"], answer["tokens"]) for record, answer in having]
+            for (record, answer), forward in zip(having, reference.many_logprobs(texts), strict=True):
                 own = np.array(answer["versions"]) == version
-                forward = reference.logprobs(record["prompt"], answer["tokens"])
                 off = np.abs(forward - answer["logprobs"])[own].max()
                 assert off <= tolerance, f"version {version}, prompt {record['id']}: off by {off:.2g}"
 
