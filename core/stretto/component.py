@@ -142,6 +142,9 @@ class Component(Generic[ConfigT]):
     `stretto check` calls it for rows of the dataset, in a separate process that has not made the reward."""
     requires: Mapping[str, str] = field(default_factory=dict[str, str])
     """Modules that the factory imports, each with the package to install: `{"torch": "stretto[torch]"}`."""
+    imports: Callable[[ConfigT, RunConfig], Iterable[str]] | None = None
+    """Names modules that take long to import and that the factory, or the object that it makes, imports. A
+    process from which workers are forked imports them first, so they must start no thread and use no GPU."""
     needs_model: bool = True
     """Whether an engine needs the run's `model`. Used for the kinds training and inference only."""
     reads_images: bool = False

@@ -6,10 +6,12 @@ the name of its role, and a user can also start a worker by hand.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from signal import Signals
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
@@ -17,12 +19,16 @@ from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Proble
 
 __all__ = [
     "ROLES",
+    "ForkingLauncher",
+    "Forks",
     "Handle",
     "Job",
     "Launcher",
     "LauncherConfig",
     "Resources",
     "Role",
+    "StartedProcess",
+    "process_environment",
     "thread_variables",
     "visible_gpus",
 ]
@@ -70,6 +76,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources
     log: str
     """Path of the file for the stdout and stderr of the process."""
+    imports: tuple[str, ...] = ()
+    """Modules that the process will import. A process that is forked has them already."""
 
 
 class Handle(Protocol):
@@ -119,6 +127,63 @@ class Launcher(Protocol):
             LaunchError: if a job cannot be started; the launcher first stops the jobs that it started before.
         """
         ...
+
+
+class StartedProcess(Protocol):
+    """A process on this machine."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also the id of its session."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait until it has ended and return its exit status; negative for a signal."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        ...
+
+    def send_signal(self, signal: Signals) -> None:
+        """Send a signal."""
+        ...
+
+
+class Forks(Protocol):
+    """The kernel's fork server: a process on the kernel's machine that has imported what workers need, and
+    from which they are forked in a few milliseconds."""
+
+    def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Whether it can start a command: the command is `python -m MODULE ...`, and the environment is that
+        of `process_environment` for one thread and no GPU. Libraries read their part of the environment when
+        they are loaded, so other processes have to load them by themselves."""
+        ...
+
+    async def fork(
+        self, command: Sequence[str], log_file: Path, imports: Sequence[str]
+    ) -> StartedProcess | None:
+        """Start a command in its own session, when the modules `imports` are imported. Return None if that
+        has failed, which is in the kernel's log; the caller then starts the command itself.
+
+        Raises:
+            OSError: if the log cannot be opened.
+        """
+        ...
+
+
+@runtime_checkable
+class ForkingLauncher(Protocol):
+    """A launcher that can use the kernel's fork server."""
+
+    def use_forks(self, forks: Forks) -> None:
+        """Use a fork server for workers on the kernel's machine. Called once, before `launch`."""
+        ...
+
+
+def process_environment(resources: Resources, gpus: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a worker on this machine: that of this process, with the worker's limits."""
+    return {**os.environ, **thread_variables(resources), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def thread_variables(resources: Resources) -> dict[str, str]:

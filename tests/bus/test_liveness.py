@@ -198,7 +198,7 @@ async def test_no_worker_counts_as_silent_while_the_bus_is_out(
     monkeypatch.setattr(fleet, "_SILENT_S", 2.0)
     lost: list[str] = []
     out = True
-    workers = Fleet(launcher=None, bootstraps=tmp_path, logs=tmp_path, max_restarts=0)  # pyright: ignore[reportArgumentType]
+    workers = Fleet(launcher=None, bootstraps=tmp_path, logs=tmp_path, imports={}, max_restarts=0)  # pyright: ignore[reportArgumentType]
     workers.hears = lambda: not out
     workers.on_lost = lambda member, how, final: lost.append(f"{member.worker} {how}")
     _join(workers, tmp_path)
@@ -275,7 +275,7 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         launcher = LocalLauncher(config, config)
         [handle] = await launcher.launch([job])
         await until(lambda: handle.tail(1) == "up")
-        workers = Fleet(launcher, tmp_path, tmp_path, max_restarts=0)
+        workers = Fleet(launcher, tmp_path, tmp_path, {}, max_restarts=0)
         workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
         lost: list[str] = []
         workers.on_lost = lambda member, how, final: lost.append(how)

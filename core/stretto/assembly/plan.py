@@ -19,6 +19,7 @@ __all__ = [
     "Worker",
     "context_of",
     "graph",
+    "imports_of",
     "placement",
     "resources_of",
     "run_folder",
@@ -77,6 +78,16 @@ def workers(config: RunConfig, placement: Placement) -> list[Worker]:
         for role, count in counts.items()
         for name in (f"{role}-{index}" for index in range(count))
     ]
+
+
+def imports_of(composed: Composed, placement: Placement, worker: Worker) -> tuple[str, ...]:
+    """Return the modules that take long to import and that a worker's process imports."""
+    if worker.role == "trainer":
+        path = placement.groups[group_of_worker(worker.id)[0]].path
+    else:
+        path = str(worker.role)
+    named = composed.components[path].imports if path in composed.components else None
+    return () if named is None else tuple(named(composed.section(path), composed.config))
 
 
 def context_of(config: RunConfig, *, run: str = "", folder: str = "", worker: str = "kernel") -> Context:

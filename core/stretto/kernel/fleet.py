@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,12 +68,14 @@ class Fleet:
         launcher: Launcher,
         bootstraps: Path,
         logs: Path,
+        imports: Mapping[str, tuple[str, ...]],
         *,
         max_restarts: int,
     ) -> None:
         self._launcher = launcher
         self._bootstraps = bootstraps
         self._logs = logs
+        self._imports = imports
         self._max_restarts = max_restarts
         self._handles: dict[str, Handle] = {}
         self._ended_busy: dict[Role, float] = {}
@@ -107,10 +109,10 @@ class Fleet:
         """
         jobs = [self._job(worker) for worker in workers]
         async with self._launching:
+            self.starting |= {job.worker: "starting" for job in jobs}  # some may be ready before all run
             for job, handle in zip(jobs, await self._launcher.launch(jobs), strict=True):
                 expect_contract(handle, Handle, f"the handle of {job.worker}")
                 self._handles[job.worker] = handle
-                self.starting[job.worker] = "starting"
                 tasks.start_soon(self._look_after, job, handle)
 
     async def stop(self, grace_s: float) -> None:
@@ -176,6 +178,7 @@ class Fleet:
             env=thread_variables(worker.resources),
             resources=worker.resources,
             log=str(self._logs / f"{worker.id}.out"),
+            imports=self._imports[worker.id],
         )
 
     # ------------------------------------------------------------------------------- membership

@@ -173,6 +173,9 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
             raise error from raised
         ending.end("failed", setup.composed.explain(error, setup.logs / "kernel.jsonl"))
         log.error("run failed", exc_info=error)
+    finally:
+        if setup.forks is not None:
+            setup.forks.close()
     if ending.status == "repeated" and not setup.report.begun:  # there was nothing to repeat
         return {"status": ending.status}, ending.next_values
     reason = ending.reason

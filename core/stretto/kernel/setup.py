@@ -13,7 +13,7 @@ from stretto.algorithm import Algorithm
 from stretto.assembly.compose import Composed
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement
-from stretto.assembly.plan import context_of, workers
+from stretto.assembly.plan import context_of, imports_of, workers
 from stretto.assembly.variants import variants_of
 from stretto.bus.messages import Subjects
 from stretto.bus.server import run_id
@@ -23,10 +23,12 @@ from stretto.kernel.advice import Adviser
 from stretto.kernel.changes import fingerprint_changes
 from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.fleet import Fleet
+from stretto.kernel.forks import ForkServer
 from stretto.kernel.report import Report
 from stretto.kernel.scheduler import Scheduler, SchedulerSettings
 from stretto.kernel.status import StatusBoard
 from stretto.kernel.trackers import Trackers
+from stretto.launcher import ForkingLauncher, Launcher
 from stretto.weights import WeightsTransport
 
 __all__ = ["RunSetup"]
@@ -70,6 +72,8 @@ class RunSetup:
         self.context = context_of(config, run=self.run, folder=str(folder))
         self.logs = folder / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
+        launcher: Launcher = composed.make("launcher", self.context)
+        self.forks = ForkServer.start(self.logs) if isinstance(launcher, ForkingLauncher) else None
         self.datasets: dict[str, Dataset] = {
             path: composed.make(path, self.context)
             for path in ("dataset", "evaluation.dataset")
@@ -80,12 +84,18 @@ class RunSetup:
         self.placement = Placement(config, self.graph)
         every = workers(config, self.placement)
         self.workers = every if goes_on else [each for each in every if each.role == "trainer"]
+        imports = {worker.id: imports_of(composed, self.placement, worker) for worker in self.workers}
+        if self.forks is not None and isinstance(launcher, ForkingLauncher):
+            forked = [worker.id for worker in self.workers if self.forks.suits(worker.resources)]
+            self.forks.prepare([module for worker in forked for module in imports[worker]])
+            launcher.use_forks(self.forks)
         self.transport: WeightsTransport = composed.make("weights", self.context)
         self.scheduler = Scheduler(_settings(composed, self.datasets, self.graph), algorithm.keep)
         self.fleet = Fleet(
-            composed.make("launcher", self.context),
+            launcher,
             folder / "bus",
             self.logs,
+            imports,
             max_restarts=config.launcher.max_restarts,
         )
         self.report = Report(

@@ -15,6 +15,7 @@ __all__ = [
     "fetch_config",
     "folder_of_model",
     "known_config",
+    "modelling_imports",
     "shapes_in",
     "tensors_of_model",
     "text_config",
@@ -62,6 +63,14 @@ def text_config(model: str | None) -> Mapping[str, Any]:
     """Return the text model's part of the config that `known_config` finds."""
     known = known_config(model)
     return known.get("text_config") or known
+
+
+def modelling_imports(model: str | None) -> tuple[str, ...]:
+    """Return the modules that take long to import and that an engine needs to load a model with transformers,
+    without its own code if this machine does not have the model's `config.json`."""
+    kind = str(known_config(model).get("model_type", "")).replace("-", "_")
+    code = (f"transformers.models.{kind}.modeling_{kind}",) if kind.isidentifier() else ()
+    return ("torch", "transformers", *code)
 
 
 def folder_of_model(model: str | None) -> str | None:

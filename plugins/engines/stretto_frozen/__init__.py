@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import Component, Context, Problem, TrainingConfig, hookimpl
+from stretto.models.files import modelling_imports
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -52,4 +53,5 @@ def stretto_training() -> Iterator[Component[FrozenConfig]]:
         "trains nothing: publishes the model unchanged, for runs that only evaluate",
         check=check,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
+        imports=lambda config, run: modelling_imports(run.model),
     )

@@ -69,6 +69,7 @@ def stretto_training() -> Iterator[Component[MockTrainingConfig]]:
         MockTrainingConfig,
         "trains nothing, at a configured speed",
         requires={"torch": "stretto[torch]"},
+        imports=lambda config, run: ("torch",),
         needs_model=False,
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stretto.component import Component, Context, PositiveInt, Problem
 from stretto.engine import TrainingEngine
 from stretto.hooks import hookimpl
-from stretto.models.files import known_config, text_config
+from stretto.models.files import known_config, modelling_imports, text_config
 from stretto.models.vision import is_vision_language
 from stretto.training.config import GroupTrainingConfig, check_training
 
@@ -73,4 +73,5 @@ def stretto_training() -> Iterable[Component[PipelineTrainingConfig]]:
         summary="several processes, each with a part of the layers: 1F1B, combined with data parallel",
         check=_check,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
+        imports=lambda config, run: modelling_imports(run.model),
     )

@@ -18,6 +18,7 @@ from stretto.component import (
 from stretto.engine import InferenceConfig, InferenceEngine, TrainingEngine
 from stretto.errors import PluginError
 from stretto.hooks import hookimpl
+from stretto.models.files import modelling_imports
 from stretto.training.config import ModelTrainingConfig, check_training
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
         summary="samples in process with PyTorch: continuous batching, exact versions, bit-reproducible",
         check=_check_inference,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
+        imports=lambda config, run: (*modelling_imports(run.model), "stretto_torch.inference"),
     )
 
 
@@ -130,4 +132,5 @@ def stretto_training() -> Iterable[Component[TorchTrainingConfig]]:
         summary="one process with the whole model: packed micro-batches, AdamW, float32 or bfloat16",
         check=_check_training,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
+        imports=lambda config, run: (*modelling_imports(run.model), "stretto_torch.training"),
     )

@@ -11,11 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import anyio
-from anyio.abc import Process
 
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
 from stretto.errors import LaunchError
-from stretto.launcher import Job, thread_variables, visible_gpus
+from stretto.launcher import Forks, Job, StartedProcess, process_environment, visible_gpus
 
 __all__ = ["LocalHandle", "LocalLauncher", "place"]
 
@@ -23,7 +22,7 @@ __all__ = ["LocalHandle", "LocalLauncher", "place"]
 class LocalHandle:
     """One process in its own session, so that signals from the terminal do not reach it."""
 
-    def __init__(self, job: Job, process: Process) -> None:
+    def __init__(self, job: Job, process: StartedProcess) -> None:
         self._job = job
         self._process = process
 
@@ -76,6 +75,11 @@ class LocalLauncher:
     def __init__(self, config: LauncherConfig, context: Context) -> None:
         del config, context
         self._gpus: dict[str, list[str]] = {}
+        self._forks: Forks | None = None
+
+    def use_forks(self, forks: Forks) -> None:
+        """Use a fork server for the workers that need no GPU."""
+        self._forks = forks
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
         """Compare the GPUs and memory that the jobs need with those of this machine."""
@@ -97,29 +101,39 @@ class LocalLauncher:
         fresh = [job for job in jobs if job.worker not in self._gpus]
         if fresh:
             self._gpus |= place(fresh, visible_gpus(os.environ))
-        handles: list[LocalHandle] = []
-        for job in jobs:
-            try:
-                handles.append(LocalHandle(job, await self._start(job)))
-            except OSError as error:
-                for handle in handles:
-                    await handle.stop(0)
-                raise LaunchError(f"{job.worker} cannot be started: {error}", worker=job.worker) from error
-        return handles
+        handles: dict[str, LocalHandle] = {}
+        errors: list[LaunchError] = []
 
-    async def _start(self, job: Job) -> Process:
+        async def start(job: Job) -> None:
+            try:
+                handles[job.worker] = LocalHandle(job, await self._start(job))
+            except OSError as error:
+                failure = LaunchError(f"{job.worker} cannot be started: {error}", worker=job.worker)
+                failure.__cause__ = error
+                errors.append(failure)
+
+        async with anyio.create_task_group() as tasks:
+            for job in jobs:
+                tasks.start_soon(start, job)
+        if errors:
+            for handle in handles.values():
+                await handle.stop(0)
+            raise errors[0]
+        return [handles[job.worker] for job in jobs]
+
+    async def _start(self, job: Job) -> StartedProcess:
+        env = {**process_environment(job.resources, self._gpus[job.worker]), **job.env}
+        if self._forks is not None and self._forks.can_fork(job.command, env):
+            process = await self._forks.fork(job.command, Path(job.log), job.imports)
+            if process is not None:
+                return process
         with Path(job.log).open("ab") as log:
             return await anyio.open_process(
                 job.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    **thread_variables(job.resources),
-                    **job.env,
-                    "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[job.worker]),
-                },
+                env=env,
                 start_new_session=True,
             )
 

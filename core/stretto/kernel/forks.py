@@ -1,0 +1,222 @@
+"""The kernel's side of the fork server: processes that need not import everything again.
+
+A process of a run spends most of its start on imports: half a second of processor time without torch, several
+seconds with it. The fork server (`stretto.kernel.fork_server`) imports once and forks the processes from
+itself. What libraries read from the environment when they are loaded is the same for all of them, so only a
+process with exactly the server's environment is forked; all others are started as usual.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from signal import Signals, pidfd_send_signal
+
+import anyio
+import structlog
+
+from stretto.launcher import Resources, process_environment
+
+__all__ = ["ForkServer", "ForkedProcess"]
+
+log = structlog.get_logger()
+
+_PACKET = 2**16
+_MODULES = ("stretto.workers.worker",)
+"""Modules that all workers need. The sample writer's are not here: pyarrow starts a thread."""
+_ANSWER_S = 120.0
+"""The server answers within this many seconds, imports from a cold disk included; otherwise it hangs."""
+_UNKNOWN_STATUS = 255
+"""Exit status of a process that ended after the fork server: only the server could ask for it."""
+
+
+class ForkedProcess:
+    """A process that the fork server has started. It lives on if the server ends."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        self.pid = pid
+        self._descriptor = descriptor
+        self._status: int | None = None
+        self._ended = anyio.Event()
+
+    async def wait(self) -> int:
+        """Wait for the end, and return the exit status, negative for a signal. May be called more than
+        once."""
+        await self._ended.wait()
+        assert self._status is not None
+        return self._status
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+        return self._status
+
+    def send_signal(self, signal: Signals) -> None:
+        """Send a signal. Do nothing if the process has ended."""
+        if self._status is None:
+            with suppress(ProcessLookupError):
+                pidfd_send_signal(self._descriptor, signal)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(Signals.SIGTERM)
+
+    def end(self, status: int) -> None:
+        """Note that the process has ended. The fork server's client calls this."""
+        if self._status is None:
+            self._status = status
+            os.close(self._descriptor)
+            self._ended.set()
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Notice the end without the server, which has ended."""
+        descriptor = self._descriptor
+
+        def note() -> None:
+            loop.remove_reader(descriptor)
+            self.end(_UNKNOWN_STATUS)
+
+        if self._status is None:
+            loop.add_reader(descriptor, note)
+
+
+class ForkServer:
+    """A running fork server, until `close`.
+
+    Args:
+        output: file for what the imports write.
+        modules: modules that all processes need.
+    """
+
+    def __init__(self, output: Path, modules: Sequence[str] = _MODULES) -> None:
+        self._env = process_environment(Resources(), ())
+        self._output = output
+        self._ids = count()
+        self._answers: dict[int, asyncio.Future[ForkedProcess]] = {}
+        self._processes: dict[int, ForkedProcess] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open = True
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "stretto.kernel.fork_server", str(output), str(theirs.fileno())]
+        with theirs, output.open("ab") as file:
+            self._server = subprocess.Popen(
+                [*command, *modules],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @classmethod
+    def start(cls, logs: Path) -> ForkServer | None:
+        """Start the server of a run, whose logs are in the folder `logs`. Return None on a system that does
+        not have what it needs: Linux with pidfds."""
+        return cls(logs / "forks.out") if sys.platform == "linux" and hasattr(os, "pidfd_open") else None
+
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Have the server import modules now, for processes that are forked later."""
+        with suppress(OSError):  # it has ended, which `fork` finds and logs
+            self._socket.send(json.dumps({"import": list(modules)}).encode())
+
+    def suits(self, resources: Resources) -> bool:
+        """Whether processes with these resources have the server's environment."""
+        return not resources.gpus and process_environment(resources, ()) == self._env
+
+    def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Whether the server can start a command: the server runs, the command is `python -m MODULE`, and the
+        environment is the server's."""
+        return self._open and [*command[:2]] == [sys.executable, "-m"] and env == self._env
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._server.pid
+
+    async def fork(
+        self, command: Sequence[str], log_file: Path, imports: Sequence[str]
+    ) -> ForkedProcess | None:
+        """Start `python -m MODULE ARGUMENT ...` in its own session. Return None, with a line in the log, if
+        the server has ended or refuses; then it starts no process any more.
+
+        Args:
+            log_file: file to which stdout and stderr are appended.
+            imports: modules that the server imports first.
+
+        Raises:
+            OSError: if the log file cannot be opened.
+        """
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket, self._read)
+        id = next(self._ids)
+        answer = self._answers[id] = self._loop.create_future()
+        request = {"fork": id, "module": command[2], "arguments": command[3:], "needs": list(imports)}
+        try:
+            with log_file.open("ab") as output, anyio.fail_after(_ANSWER_S):
+                socket.send_fds(self._socket, [json.dumps(request).encode()], [output.fileno()])
+                return await answer
+        except (ConnectionError, TimeoutError, ForkRefused) as error:
+            why = str(error) or type(error).__name__
+            log.warning("no process is forked any more", why=why, output=str(self._output))
+            self._open = False
+            return None
+        finally:
+            del self._answers[id]
+
+    def close(self) -> None:
+        """End the server. Processes that are left live on."""
+        self._lose_server()
+        self._socket.close()
+        self._server.kill()
+        self._server.wait()
+
+    def _read(self) -> None:
+        """Take in one answer of the server."""
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET, 1)
+        except ConnectionError:
+            packet, descriptors = b"", []
+        if not packet:
+            self._lose_server()
+            return
+        answer = json.loads(packet)
+        if "status" in answer:
+            self._processes.pop(answer["pid"]).end(answer["status"])
+        elif (waiting := self._answers.get(answer["id"])) is None or waiting.done():
+            self._end_late(answer, descriptors)
+        elif "error" in answer:
+            waiting.set_exception(ForkRefused(answer["error"]))
+        else:
+            process = ForkedProcess(answer["pid"], descriptors[0])
+            self._processes[process.pid] = process
+            waiting.set_result(process)
+
+    def _end_late(self, answer: Mapping[str, int], descriptors: list[int]) -> None:
+        """Kill a process for which nobody waits any more."""
+        if "pid" in answer:
+            process = self._processes[answer["pid"]] = ForkedProcess(answer["pid"], descriptors[0])
+            process.send_signal(Signals.SIGKILL)
+
+    def _lose_server(self) -> None:
+        """The server has ended: watch its processes without it, and start no process any more."""
+        self._open = False
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket)
+            for process in self._processes.values():
+                process.watch(self._loop)
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionResetError("the fork server has ended"))
+
+
+class ForkRefused(Exception):
+    """The fork server does not fork; the text says why."""

@@ -1,0 +1,136 @@
+"""The fork server: what its processes have for themselves, and what happens when it cannot fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from stretto import Context, LauncherConfig
+from stretto.kernel.forks import ForkServer
+from stretto.launcher import Job, Resources, process_environment
+from stretto_local import LocalLauncher
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
+
+SHOW = """\
+import json, os, random, sys, numpy
+numbers = [random.random(), float(numpy.random.random())]
+print(json.dumps([sys.argv, os.getsid(0), os.getppid(), sys.stdin.read(), numbers]), flush=True)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def folder_with_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules in `tmp_path`, which processes find."""
+    (tmp_path / "show.py").write_text(SHOW)
+    (tmp_path / "waits.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture
+async def forks(folder_with_modules: None, tmp_path: Path) -> AsyncIterator[ForkServer]:
+    """A server whose processes find these modules."""
+    del folder_with_modules
+    server = ForkServer(tmp_path / "forks.out", ["numpy.random"])
+    yield server
+    server.close()
+    assert not psutil.pid_exists(server.pid)
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
+
+
+async def test_a_forked_process_is_like_one_that_was_started(forks: ForkServer, tmp_path: Path) -> None:
+    logs = [tmp_path / f"{number}.out" for number in range(2)]
+    for log in logs:
+        process = await forks.fork(command("show", "a", "b"), log, [])
+        assert process is not None
+        assert await process.wait() == 3  # the exit status
+        shown = json.loads(log.read_text())
+        assert shown[0][1:] == ["a", "b"]
+        assert shown[1] == process.pid  # its own session
+        assert shown[2] == forks.pid
+        assert shown[3] == ""
+    first, second = (json.loads(log.read_text())[4] for log in logs)
+    assert first[0] != second[0]  # no random state is shared
+    assert first[1] != second[1]
+
+
+async def test_processes_survive_the_server_and_their_end_is_noticed(
+    forks: ForkServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "w.out"
+    process = await forks.fork(command("waits", str(tmp_path)), log, [])
+    assert process is not None
+    with anyio.fail_after(30):
+        while not log.read_text():
+            await anyio.sleep(0.01)
+    assert psutil.Process(process.pid).cmdline()[1:4] == ["-m", "waits", str(tmp_path)]
+    os.kill(forks.pid, signal.SIGKILL)
+    assert await forks.fork(command("show"), tmp_path / "s.out", []) is None
+    assert not forks.can_fork(command("show"), process_environment(Resources(), ()))
+    assert process.poll() is None
+    process.terminate()
+    with anyio.fail_after(30):
+        assert await process.wait() == 255  # only the server knew
+
+
+async def test_the_server_refuses_to_fork_once_a_module_has_started_a_thread(
+    forks: ForkServer, tmp_path: Path
+) -> None:
+    assert await forks.fork(command("show"), tmp_path / "s.out", ["threaded"]) is None
+    assert not forks.can_fork(command("show"), process_environment(Resources(), ()))
+
+
+async def test_the_local_launcher_forks_only_workers_with_the_servers_environment(
+    folder_with_modules: None, tmp_path: Path
+) -> None:
+    del folder_with_modules
+    forks = ForkServer(tmp_path / "now.out", [])  # pytest changes the environment for each phase of a test
+    launcher = LocalLauncher(LauncherConfig(), Context(run="run", name="run", seed=0))
+    launcher.use_forks(forks)
+    jobs = [
+        Job(
+            worker=f"rollout-{threads}",
+            role="rollout",
+            command=tuple(command("waits")),
+            env={},
+            resources=Resources(threads=threads),
+            log=str(tmp_path / f"{threads}.out"),
+        )
+        for threads in (1, 2)
+    ]
+    handles = await launcher.launch(jobs)
+    parents = [psutil.Process(int(handle.place.removeprefix("pid "))).ppid() for handle in handles]
+    assert parents == [forks.pid, os.getpid()]
+    for handle in handles:
+        await handle.stop(20)
+        assert await handle.wait() == -signal.SIGTERM
+    forks.close()
+
+
+async def test_a_process_has_what_it_needs_imported_before_it_starts(
+    forks: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "needed.py").write_text("import os\nprint('imported in', os.getpid(), flush=True)\n")
+    (tmp_path / "uses.py").write_text("import needed\n")
+    process = await forks.fork(command("uses"), tmp_path / "u.out", ["needed", "absent_module"])
+    assert process is not None
+    assert await process.wait() == 0
+    assert (tmp_path / "u.out").read_text() == ""
+    output = (tmp_path / "forks.out").read_text()
+    assert f"imported in {forks.pid}" in output
+    assert "No module named 'absent_module'" in output
