@@ -34,7 +34,7 @@ _PACKET = 2**16
 
 
 @dataclass
-class _Order:
+class _ForkOrder:
     """A process to fork."""
 
     id: int
@@ -45,16 +45,18 @@ class _Order:
     """File descriptor for stdout and stderr."""
 
 
-class _Server:
+class _ForkLoop:
+    """Imports, forks, and tells the kernel which processes have ended."""
+
     def __init__(self, connection: socket.socket, modules: list[str]) -> None:
         self._socket = connection
         self._to_import = modules
-        self._orders: list[_Order] = []
+        self._orders: list[_ForkOrder] = []
         self._wakeup, self._wakes = socket.socketpair()
         for end in (self._wakeup, self._wakes):
             end.setblocking(False)
 
-    def run(self) -> _Order | None:
+    def run(self) -> _ForkOrder | None:
         """Serve until the kernel is gone, and return None. In each forked process, return its order."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -87,12 +89,12 @@ class _Server:
         request = json.loads(packet)
         if "fork" in request:
             id, module, arguments = request["fork"], request["module"], request["arguments"]
-            self._orders.append(_Order(id, module, arguments, request["needs"], descriptors[0]))
+            self._orders.append(_ForkOrder(id, module, arguments, request["needs"], descriptors[0]))
         modules = request.get("import", request.get("needs", []))
         self._to_import += [each for each in modules if each not in (*self._to_import, *sys.modules)]
         return True
 
-    def _fork(self, order: _Order) -> int:
+    def _fork(self, order: _ForkOrder) -> int:
         """Fork a process and tell the kernel. Return 0 in the process, and otherwise its pid, or -1 if this
         process must not be forked: of its threads, the new one would have only one, and all their locks."""
         threads = len([*Path("/proc/self/task").iterdir()])
@@ -146,7 +148,7 @@ def _import(module: str) -> None:
     gc.freeze()  # a collection in a forked process would copy every page that it looks at
 
 
-def _run(order: _Order) -> None:
+def _run(order: _ForkOrder) -> None:
     """Be the process that was ordered."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (order.output, 1), (order.output, 2)):
@@ -179,7 +181,7 @@ def main() -> None:
     """Body of the server, and of the processes forked from it."""
     gc.disable()  # imports make hundreds of thousands of objects that stay
     connection = socket.socket(fileno=int(sys.argv[2]))
-    order = _Server(connection, sys.argv[3:]).run()
+    order = _ForkLoop(connection, sys.argv[3:]).run()
     if order is None:
         os._exit(0)  # it has nothing to clean up, and an ordinary end with torch takes a while
     _run(order)

@@ -68,6 +68,10 @@ class ForkedProcess:
         """Send SIGTERM."""
         self.send_signal(Signals.SIGTERM)
 
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(Signals.SIGKILL)
+
     def end(self, status: int) -> None:
         """Note that the process has ended. The fork server's client calls this."""
         if self._status is None:
@@ -102,7 +106,8 @@ class ForkServer:
         self._answers: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._processes: dict[int, ForkedProcess] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open = True
+        self.is_open = True
+        """Whether the server can still fork."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "stretto.kernel.fork_server", str(output), str(theirs.fileno())]
         with theirs, output.open("ab") as file:
@@ -134,7 +139,7 @@ class ForkServer:
     def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
         """Whether the server can start a command: the server runs, the command is `python -m MODULE`, and the
         environment is the server's."""
-        return self._open and [*command[:2]] == [sys.executable, "-m"] and env == self._env
+        return self.is_open and [*command[:2]] == [sys.executable, "-m"] and env == self._env
 
     @property
     def pid(self) -> int:
@@ -167,7 +172,7 @@ class ForkServer:
         except (ConnectionError, TimeoutError, ForkRefused) as error:
             why = str(error) or type(error).__name__
             log.warning("no process is forked any more", why=why, output=str(self._output))
-            self._open = False
+            self.is_open = False
             return None
         finally:
             del self._answers[id]
@@ -204,11 +209,11 @@ class ForkServer:
         """Kill a process for which nobody waits any more."""
         if "pid" in answer:
             process = self._processes[answer["pid"]] = ForkedProcess(answer["pid"], descriptors[0])
-            process.send_signal(Signals.SIGKILL)
+            process.kill()
 
     def _lose_server(self) -> None:
         """The server has ended: watch its processes without it, and start no process any more."""
-        self._open = False
+        self.is_open = False
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
             for process in self._processes.values():

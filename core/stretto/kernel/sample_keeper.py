@@ -15,6 +15,7 @@ import structlog
 from stretto.bus.client import Bus
 from stretto.bus.messages import Follow, Following, Kept, RetiredTickets
 from stretto.errors import BusError
+from stretto.kernel.forks import ForkedProcess
 from stretto.kernel.scheduler import Account
 from stretto.kernel.setup import RunSetup
 
@@ -48,7 +49,7 @@ class SampleKeeper:
         """Whether the run keeps samples."""
         self._kept_below = 0
         """The samples of log messages below this sequence number are on disk."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._followed = anyio.Event()
         """Set when a writer has begun to read the log."""
         self._retired: list[tuple[int, str, str]] = []
@@ -104,7 +105,8 @@ class SampleKeeper:
         if self._process.poll() is None:
             log.warning("the sample writer was stopped before it had written everything")
             self._process.kill()
-            self._process.wait()
+            while self._process.poll() is None:
+                await anyio.sleep(0.02)
 
     # ------------------------------------------------------------------------------------ private
 
@@ -113,7 +115,7 @@ class SampleKeeper:
         while True:
             starts += 1
             began = anyio.current_time()
-            self._process = self._start()
+            self._process = await self._start()
             while (status := self._process.poll()) is None:
                 await anyio.sleep(_POLL_S)
             if self._stopping:
@@ -127,7 +129,7 @@ class SampleKeeper:
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    async def _start(self) -> subprocess.Popen[bytes] | ForkedProcess:
         config = self._setup.config
         last, staleness = config.samples.last or 0, config.queue.max_staleness
         command = [
@@ -138,7 +140,12 @@ class SampleKeeper:
             str(last),
             str(staleness),
         ]
-        with (self._setup.logs / "samples.out").open("ab") as output:
+        output_file, forks = self._setup.logs / "samples.out", self._setup.forks
+        if forks is not None and forks.is_open:
+            process = await forks.fork(command, output_file, ())
+            if process is not None:
+                return process
+        with output_file.open("ab") as output:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
