@@ -32,6 +32,7 @@ dataset: {use: jsonl, path: rows.jsonl}
 evaluation: {dataset: {use: jsonl, path: rows.jsonl}, rows: 4}
 queue: {batch_size: 2}
 bus: {grace_s: 3}
+samples: {keep: none}
 steps: 3
 """
 
@@ -115,7 +116,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     folder, values = run_file.parent / "sweep", "queue.max_staleness=0,1"
     with (run_file.parent / "first.txt").open("w") as output:
         first = subprocess.Popen(
-            command(run_file, values, "steps=200", "--jobs", "1"), stdout=output, stderr=output
+            command(run_file, values, "steps=100", "--jobs", "1"), stdout=output, stderr=output
         )
     metrics = folder / "max_staleness-0" / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -129,12 +130,12 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     assert not (folder / "max_staleness-1").exists()
     assert "the same command again goes on" in (run_file.parent / "first.txt").read_text()
 
-    text = swept(run_file, values, "steps=200", "--jobs", "2")
-    assert "max_staleness-0: completed, step 200/200, reward 0.500, accuracy 0.500" in text
+    text = swept(run_file, values, "steps=100", "--jobs", "2")
+    assert "max_staleness-0: completed, step 100/100, reward 0.500, accuracy 0.500" in text
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*/summary.json")}
     assert len(kept) == 2
 
-    text = swept(run_file, "queue.max_staleness=1,2", "steps=200")  # one run more
+    text = swept(run_file, "queue.max_staleness=1,2", "steps=100")  # one run more
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert "max_staleness-1: started" not in text
     report = json.loads((folder / "sweep.json").read_text())
@@ -142,7 +143,7 @@ def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     for run in report["runs"]:
         summary = json.loads((folder / run["name"] / "summary.json").read_text())
         figures = run["figures"]
-        assert (figures["state"], figures["steps"], figures["reward"]) == ("completed", 200, 0.5)
+        assert (figures["state"], figures["steps"], figures["reward"]) == ("completed", 100, 0.5)
         assert figures["last"]["accuracy"]["mean"] == summary["evaluation"][-1]["accuracy"] == 0.5
 
 
