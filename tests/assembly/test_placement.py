@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stretto.algorithm import AlgorithmConfig, Loss, Model, forward, function, generate, score, train
 from stretto.assembly.dataflow import graph_of
-from stretto.assembly.placement import Placement, group_of_worker, split_rows
+from stretto.assembly.placement import Placement, group_of_worker, split_groups, split_rows
 from stretto.config import Groups, ModelConfig, RunConfig
 from stretto.dataset import DatasetConfig
 from stretto.engine import TrainingConfig
@@ -80,9 +80,27 @@ def test_rows_are_with_the_rank_that_computed_them(placed: Placement) -> None:
     lengths = [50, 10, 10, 30, 20]
     assert split_rows(lengths, 2) == [[0, 1], [2, 3, 4]]
     zero, two = "trainer-critics-0", "trainer-critics-2"
-    assert placed.owners("values", lengths) == [zero, zero, two, two, two]
-    assert placed.owners("advantages", lengths) == ["trainer-0"] * 5
-    assert set(placed.owners("proximal_logprobs", lengths)) == {"trainer-0", "trainer-1", "trainer-2"}
+    alone = [0, 1, 2, 3, 4]  # each row is a group
+    assert placed.owners("values", lengths, alone) == [zero, zero, two, two, two]
+    assert placed.owners("values", lengths, [0, 1, 1, 0, 1]) == [zero, zero, two, two, two]  # else 80 and 40
+    assert placed.owners("values", lengths, [0, 1, 1, 1, 1]) == [two, zero, zero, zero, zero]
+    assert placed.owners("advantages", lengths, alone) == ["trainer-0"] * 5
+    assert set(placed.owners("proximal_logprobs", lengths, alone)) == {"trainer-0", "trainer-1", "trainer-2"}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 600), st.integers(0, 9)), min_size=1, max_size=60), st.integers(1, 5)
+)
+def test_groups_are_split_only_where_whole_ones_would_be_uneven(
+    rows: list[tuple[int, int]], parts: int
+) -> None:
+    weights, groups = [weight for weight, _ in rows], [group for _, group in rows]
+    shares = split_groups(weights, parts, groups)
+    assert sorted(index for indices in shares for index in indices) == list(range(len(rows)))
+    whole = split_rows(weights, parts, groups)
+    heaviest = max(sum(weights[index] for index in indices) for indices in whole)
+    even = heaviest * parts <= 1.25 * sum(weights) and all(whole)
+    assert shares == (whole if even else split_rows(weights, parts))
 
 
 def test_ranks_of_one_part_follow_each_other(placed: Placement) -> None:

@@ -24,10 +24,15 @@ __all__ = [
     "group_of_worker",
     "model_folder",
     "sections",
+    "split_groups",
     "split_rows",
 ]
 
 DEFAULT_GROUP = "training"
+
+_UNEVEN = 1.25
+"""Groups stay whole if the heaviest part then has at most this many times the mean weight. More would cost
+the other ranks more time than a group's shared prompt saves."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +109,17 @@ class Placement:
         """Return the worker group that runs a call of a train step."""
         return self.lead if call.model is None else self.groups[self._group_name(call.model)]
 
-    def owners(self, key: str, lengths: Sequence[int]) -> list[str]:
-        """Return, for each row, the worker that holds what a call of this step wrote to the column `key`."""
+    def owners(self, key: str, lengths: Sequence[int], groups: Sequence[int]) -> list[str]:
+        """Return, for each row, the worker that holds what a call of this step wrote to the column `key`.
+
+        Args:
+            lengths, groups: number of tokens and group of every row of the batch.
+        """
         call = self.graph.writers[key]
         group = self.group_of(call)
         owners = [group.workers[0]] * len(lengths)
         if call.op != "function":
-            for part, rows in enumerate(split_rows(lengths, group.section.data_parallel)):
+            for part, rows in enumerate(split_groups(lengths, group.section.data_parallel, groups)):
                 for row in rows:
                     owners[row] = group.worker_of(part)
         return owners
@@ -161,3 +170,16 @@ def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None =
         weight, count = loads[lightest]
         loads[lightest] = (weight + total[unit], count + len(members[unit]))
     return [sorted(indices) for indices in shares]
+
+
+def split_groups(weights: Sequence[int], parts: int, groups: Sequence[int]) -> list[list[int]]:
+    """Split like `split_rows`, with each group in one part: its prompt is then computed in one rank only. If
+    that would make the parts uneven, split without regard to groups.
+
+    Args:
+        groups: for each index the number of its group.
+    """
+    whole = split_rows(weights, parts, groups)
+    heaviest = max(sum(weights[index] for index in indices) for indices in whole)
+    even = all(whole) and heaviest * parts <= _UNEVEN * sum(weights)
+    return whole if even else split_rows(weights, parts)

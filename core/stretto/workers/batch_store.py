@@ -172,7 +172,7 @@ class BatchStore:
         missing = [row for row in rows if row not in self._call_columns.setdefault(key, {})]
         if not missing:
             return
-        owners = self._placement.owners(key, self._lengths)
+        owners = self._placement.owners(key, self._lengths, self.groups)
         by_owner: dict[str, list[int]] = {}
         for row in missing:
             by_owner.setdefault(owners[row], []).append(row)

@@ -24,7 +24,7 @@ from stretto import tracing
 from stretto.algorithm import Algorithm, Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.dataflow import graph_of
-from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_rows
+from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_groups, split_rows
 from stretto.bus import messages
 from stretto.bus.messages import (
     AskSharedRows,
@@ -263,7 +263,7 @@ class TrainerWorker:
         """Score a few rows of this rank's part of the batch with the weights after the step."""
         if self._rows.has_images:
             return SharedRows((), "the model reads images, but engines score only text")
-        parts = split_rows(self._rows.lengths, self._group.section.data_parallel)
+        parts = split_groups(self._rows.lengths, self._group.section.data_parallel, self._rows.groups)
         batch = await self._rows.batch(choose_rows(parts[self._part]), (), media=False)
         engine = self._engines[self._graph.lead]
         return SharedRows(await self._thread.run(score_rows, engine, batch))
@@ -323,7 +323,8 @@ class TrainerWorker:
         assert call.model is not None
         engine = self._engines[call.model]
         if call.op == "forward":
-            rows = self._own(split_rows(self._rows.lengths, self._group.section.data_parallel), call)
+            parts = split_groups(self._rows.lengths, self._group.section.data_parallel, self._rows.groups)
+            rows = self._own(parts, call)
             batch = await self._rows.batch(rows, call.reads, media=True)
             column = await self._thread.run(engine.forward, batch, temperature=temperature)
             self._rows.put(call.writes[0], rows, column)
@@ -359,10 +360,11 @@ class TrainerWorker:
         seed = abs(self._context.composed.config.seed)
         for epoch in range(call.epochs):
             for rows in minibatches(groups, call.minibatches, [seed, self._version, epoch]):
-                parts = split_rows(
+                split = split_rows if call.loss.unit == "group" else split_groups
+                parts = split(
                     [lengths[row] for row in rows],
                     self._group.section.data_parallel,
-                    [groups[row] for row in rows] if call.loss.unit == "group" else None,
+                    [groups[row] for row in rows],
                 )
                 yield [rows[index] for index in self._own(parts, call)]
 
