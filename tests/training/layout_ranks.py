@@ -46,10 +46,14 @@ def whole_batch(seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    tokens = torch.randint(2, VOCABULARY, (total,), generator=generator)
+    groups = torch.repeat_interleave(torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor(LENGTHS))
+    # The sequences of a group begin with the same tokens.
+    tokens = torch.where(positions < 4, 2 + seed + 10 * groups + positions, tokens)
     return Batch(
         LENGTHS,
         {
-            "tokens": torch.randint(2, VOCABULARY, (total,), generator=generator),
+            "tokens": tokens,
             "loss_mask": positions >= 3,
             "targets": torch.randn(total, generator=generator),
         },

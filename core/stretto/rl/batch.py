@@ -151,7 +151,7 @@ class Batch:
         """
         sizes: list[int] = []
         room = 0
-        for count, length in self._groups() if whole_groups else ((1, length) for length in self.lengths):
+        for count, length in self.groups() if whole_groups else ((1, length) for length in self.lengths):
             if not sizes or length > room:
                 sizes.append(0)
                 room = max_tokens
@@ -159,7 +159,7 @@ class Batch:
             room -= length
         return self.split(sizes)
 
-    def _groups(self) -> list[tuple[int, int]]:
+    def groups(self) -> list[tuple[int, int]]:
         """Return (number of sequences, number of tokens) of each run of sequences with the same `group`."""
         runs = torch.unique_consecutive(self["group"], return_counts=True)[1].tolist()
         ends = [0, *torch.tensor(self.lengths).cumsum(0).tolist()]

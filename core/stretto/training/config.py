@@ -77,12 +77,19 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     """Device to compute on. `auto` uses a GPU if the process can see one."""
     micro_batch_tokens: PositiveInt = 4096
     """Maximum number of tokens in one forward and backward pass. A longer sequence gets a pass of its own.
-    This changes memory and speed, never the gradient: the float32 logits of these tokens are the largest
-    tensor."""
+    This changes memory and speed, never the gradient. With `shared_prefixes`, tokens of a shared prefix count
+    once."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """Layout of a batch. `packed`: no padding, attention within each sequence. `padded`: one padded row for
     each sequence. `auto`: test at the start whether the model supports `packed`, else use `padded` (models
     with sliding windows or soft caps)."""
+    shared_prefixes: bool = True
+    """Compute once what several sequences of a micro-batch begin with: the prompt of a group, or the earlier
+    turns of a conversation. This changes speed, never the gradient. The engine tests at the start whether it
+    is exact for the model, and only models that support packed rows share prefixes."""
+    chunked_logits: bool = True
+    """Compute the logits of a policy in chunks of tokens, and again in the backward pass. If false, or if the
+    model's head does not allow it, all logits of a micro-batch are in memory together."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to use less memory."""
     lora: LoraConfig | None = None

@@ -28,7 +28,7 @@ from stretto.models.files import folder_of_model, tensors_of_model
 from stretto.models.lora_files import matrix_of
 from stretto.models.vision import PROCESSOR_FILES, Vision
 from stretto.rl.batch import Batch
-from stretto.rl.functional import entropy_of, logprobs_of, loss_count, loss_weights
+from stretto.rl.functional import loss_count, loss_weights
 from stretto.training.checkpoint import (
     catch_error,
     optimizer_tensors,
@@ -48,6 +48,8 @@ from stretto.training.lora import (
     published_tensors,
 )
 from stretto.training.model import checkpoint_activations, compile_layers, load_model, reads_images
+from stretto.training.packing import trial_inputs
+from stretto.training.token_head import Wanted, return_figures
 
 if TYPE_CHECKING:
     from stretto.algorithm import Loss
@@ -137,7 +139,7 @@ class HFTraining:
         source = str(folder / "model") if folder is not None and not has_adapters else self._initial
         if source is None:
             raise EngineError(f"the {config.use} engine needs a model: give `model` in the run file")
-        model, self._make_rows = load_model(source, config, self._head, self._layout.staging)
+        model, self._packing = load_model(source, config, self._head, self._layout.staging)
         self._reads_images = reads_images(model.config)
         if self._reads_images and self._layout.parts > 1:
             self._blank = _blank_image(self._initial or source)
@@ -147,6 +149,9 @@ class HFTraining:
             model.requires_grad_(False)
         elif config.gradient_checkpointing:
             checkpoint_activations(model)
+        vocab_size = model.config.get_text_config().vocab_size
+        trial = trial_inputs(self._packing, vocab_size, self._layout.staging)
+        return_figures(model, self._head, trial if config.chunked_logits else None)
         self._layout.distribute(model)
         if config.compile:
             compile_layers(model)
@@ -237,15 +242,13 @@ class HFTraining:
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
         """Return the head's figure for every token, (T,) float32: its logprob, value or reward. It is 0 for
         tokens without one."""
-        micro_batches = batch.micro_batches(self._config.micro_batch_tokens)
-        work = [self._work(micro, self._figure_mask(micro)) for micro in micro_batches]
+        micro_batches = self._packing.split(batch, self._config.micro_batch_tokens, whole_groups=False)
+        work = [self._work(micro, self._figure_mask(micro), temperature) for micro in micro_batches]
         result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
 
         def take(index: int, output: Tensor) -> None:
             if index < len(work):
-                result[index] = self._head_figures(
-                    work[index], work[index].rows.pick(output), temperature
-                ).cpu()
+                result[index] = _spread(output[:, 0], work[index]).cpu()
 
         max_count = max(self._layout.gather(len(work)))
         self._layout.forward(self._model, self._rows(work, max_count), take)
@@ -255,10 +258,16 @@ class HFTraining:
         """Take one optimizer step. If the gradient is not finite, skip the step and set `skipped` to 1."""
         self._check_trainable("trained")
         mask = batch["loss_mask"] & self._figure_mask(batch)
-        micro_batches = batch.with_columns({"loss_mask": mask}).micro_batches(
-            self._config.micro_batch_tokens, whole_groups=loss.unit == "group"
+        micro_batches = self._packing.split(
+            batch.with_columns({"loss_mask": mask}),
+            self._config.micro_batch_tokens,
+            whole_groups=loss.unit == "group",
         )
-        work = [self._work(micro, micro["loss_mask"]) for micro in micro_batches if micro["loss_mask"].any()]
+        work = [
+            self._work(micro, micro["loss_mask"], temperature, entropy_gradient=loss.entropy_coef > 0)
+            for micro in micro_batches
+            if micro["loss_mask"].any()
+        ]
         own = (
             int(mask.sum()),
             loss_count(mask, batch.sequence_index(), len(batch), loss.reduction),
@@ -269,8 +278,8 @@ class HFTraining:
 
         def loss_of(index: int, output: Tensor) -> Tensor:
             if index >= len(work):
-                return output.float().sum() * 0.0  # another rank has more micro-batches
-            return self._loss(work[index], output, loss, sum(counts), temperature, statistics)
+                return output.sum() * 0.0  # another rank has more micro-batches
+            return self._loss(work[index], output, loss, sum(counts), statistics)
 
         self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
         norm = self._layout.clip(self._model, self._config.clip_norm)
@@ -295,16 +304,14 @@ class HFTraining:
         self._optimizer.zero_grad(set_to_none=True)
         self._steps += 1
 
-    def _loss(
-        self, work: _Work, output: Tensor, loss: Loss, count: int, temperature: float, statistics: _Statistics
-    ) -> Tensor:
+    def _loss(self, work: _Work, output: Tensor, loss: Loss, count: int, statistics: _Statistics) -> Tensor:
         """One micro-batch's part of the loss, a scalar with gradient.
 
         Args:
+            output: (N, 2) or (N, 1), the figures of the selected tokens.
             count: the denominator of the loss, for the whole batch.
         """
-        token_outputs = work.rows.pick(output)
-        head_figures = self._head_figures(work, token_outputs, temperature)
+        head_figures = _spread(output[:, 0], work)
         batch = work.batch
         mask = batch["loss_mask"]
         losses, figures = loss.function(head_figures, batch)
@@ -313,7 +320,7 @@ class HFTraining:
                 f"the loss has shape {tuple(losses.shape)}; expected one number for each token, "
                 f"{tuple(head_figures.shape)}; the engine takes the mean"
             )
-        own = self._own_figures(work, token_outputs, temperature, with_gradient=loss.entropy_coef > 0)
+        own = {"entropy": _spread(output[:, 1], work)} if self._head == "policy" else {}
         if loss.entropy_coef:
             losses = losses - loss.entropy_coef * own["entropy"]
         index = batch.sequence_index().to(mask.device)
@@ -329,13 +336,17 @@ class HFTraining:
             return torch.ones(batch.num_tokens, dtype=torch.bool)
         return batch.positions() > 0
 
-    def _work(self, micro: Batch, mask: Tensor) -> _Work:
-        device = self._layout.device
-        micro, places = micro.to(device), mask.nonzero().squeeze(1).to(device)
+    def _work(
+        self, micro: Batch, mask: Tensor, temperature: float = 1.0, *, entropy_gradient: bool = False
+    ) -> _Work:
+        """Prepare a micro-batch; `mask` selects the tokens whose figures are wanted, (T,) bool."""
+        places = mask.nonzero().squeeze(1)
         # The output at the token before gives a token's logprob, and the value of the state it was chosen in.
         at = places if self._head == "reward" else places - 1
-        rows = self._make_rows(self._with_blank_image(micro), at, keep=self._head == "policy")
-        return _Work(micro, places, rows)
+        wanted = Wanted(at, micro["tokens"][places], temperature, entropy_gradient)
+        device = self._layout.device
+        rows = self._packing.inputs(self._with_blank_image(micro), wanted, device)
+        return _Work(micro.to(device), places.to(device), rows)
 
     def _with_blank_image(self, micro: Batch) -> Batch:
         """Return the micro-batch as the model reads it. If the model reads images and the layout has several
@@ -352,7 +363,7 @@ class HFTraining:
         if self._blank is None:
             return micro
         plain = Batch(micro.lengths, {"tokens": micro["tokens"]}, {})
-        return Batch.concat([plain, self._blank.to(self._layout.device)])
+        return Batch.concat([plain, self._blank])
 
     def _rows(self, work: list[_Work], max_count: int) -> list[ModelInputs]:
         """Return the rows of each micro-batch.
@@ -360,30 +371,11 @@ class HFTraining:
         Args:
             max_count: the largest number of micro-batches in any part; blank ones fill the list up to it.
         """
-        blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
-        padding = self._work(blank, torch.tensor([False, True])).rows
-        return [item.rows for item in work] + [padding] * (max_count - len(work))
-
-    def _head_figures(self, work: _Work, token_outputs: Tensor, temperature: float) -> Tensor:
-        """Return the head's figures of the selected tokens, 0 elsewhere: (T,) float32.
-
-        Args:
-            token_outputs: (N, V) or (N, 1), the head's output for the selected tokens.
-        """
-        if self._head == "policy":
-            figures = logprobs_of(token_outputs, work.batch["tokens"][work.places], temperature)
-        else:
-            figures = token_outputs.squeeze(-1).float()
-        return _spread(figures, work)
-
-    def _own_figures(
-        self, work: _Work, token_outputs: Tensor, temperature: float, *, with_gradient: bool
-    ) -> dict[str, Tensor]:
-        """Return (T,) figures that the engine adds to those of the loss."""
-        if self._head != "policy":
-            return {}
-        with torch.set_grad_enabled(with_gradient):
-            return {"entropy": _spread(entropy_of(token_outputs, temperature), work)}
+        rows = [item.rows for item in work]
+        if max_count > len(work):
+            blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
+            rows += [self._work(blank, torch.tensor([False, True])).rows] * (max_count - len(work))
+        return rows
 
 
 @dataclass(frozen=True)

@@ -110,18 +110,18 @@ class Layout:
 
     # --------------------------------------------------------------------------------- computing
 
-    def compute(self, model: Any, arguments: dict[str, Any]) -> Tensor:
-        """Return the output of the model's head."""
+    def compute(self, model: Any, inputs: ModelInputs) -> Tensor:
+        """Return the figures of the wanted tokens; see `stretto.training.token_head.return_figures`."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._low and self.autocast):
-            return model(**arguments).logits
+            return model(**inputs.arguments, wanted=inputs.wanted)
 
     def forward(
         self, model: nn.Module, rows: Sequence[ModelInputs], take: Callable[[int, Tensor], object]
     ) -> None:
-        """Call `take` with the number and the output of each micro-batch, in the ranks that compute the
-        output."""
+        """Call `take` with the number and the figures of each micro-batch, in the ranks that compute the
+        figures."""
         for index, row in enumerate(rows):
-            take(index, self.compute(model, row.arguments))
+            take(index, self.compute(model, row))
 
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
@@ -129,10 +129,10 @@ class Layout:
         """Compute the gradient of the sum of the losses of all parts, and keep it in the parameters.
 
         Args:
-            loss_of: called with a micro-batch's number and output; returns its part of the loss, a scalar.
+            loss_of: called with a micro-batch's number and figures; returns its part of the loss, a scalar.
         """
         for index, row in enumerate(rows):
-            loss_of(index, self.compute(model, row.arguments)).backward()
+            loss_of(index, self.compute(model, row)).backward()
 
     def clip(self, model: nn.Module, limit: float | None) -> float:
         """Scale the gradient down to a norm of at most `limit`. Return the norm before that."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -20,14 +19,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.training.packing import (
-    ATTENTION,
-    MakeInputs,
-    ModelInputs,
-    packed_rows,
-    packs_exactly,
-    padded_rows,
-)
+from stretto.training.packing import ATTENTION, PackedRows, PaddedRows, Rows, SharedRows, differs_from_plain
 
 if TYPE_CHECKING:
     from stretto.component import Head
@@ -51,9 +43,9 @@ log = structlog.get_logger()
 
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
-) -> tuple[PreTrainedModel, MakeInputs]:
-    """Load a model in float32 on a device, and choose how batches are laid out for it. Rows are packed if
-    that gives exact results and the config allows it.
+) -> tuple[PreTrainedModel, Rows]:
+    """Load a model in float32 on a device, and choose how batches are laid out for it. Rows are packed, and
+    prefixes are shared, if that gives exact results and the config allows it.
 
     Raises:
         EngineError: if the model cannot be loaded, or `packing` is 'packed' and the model cannot be packed.
@@ -62,19 +54,31 @@ def load_model(
         model_config = _without_dropout(AutoConfig.from_pretrained(source))
         if reads_images(model_config):
             return _vision_language(source, model_config, config, head, device)
+        text_config = model_config.get_text_config()
         if config.packing != "padded":
             model = _from_pretrained(source, model_config, head, ATTENTION, device)
-            size = model_config.get_text_config().vocab_size
-            reason = packs_exactly(_output_of(model, head), size, device, keep=head == "policy")
+            reason = differs_from_plain(PackedRows(), _hidden_states(model), text_config.vocab_size, device)
             if not reason:
-                return model, packed_rows
+                return model, _rows_of(model, config, device)
             if config.packing == "packed":
                 raise EngineError(f"training.packing is 'packed', and {source!r} does not allow it: {reason}")
-            log.info("rows are padded", reason=reason)
+            log.info("rows are padded, and each sequence computes its prefix", reason=reason)
             del model  # free its memory before the next model is loaded
-        return _from_pretrained(source, model_config, head, None, device), padded_rows
+        return _from_pretrained(source, model_config, head, None, device), PaddedRows()
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
+
+
+def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.device) -> Rows:
+    """Return the rows of a model that can be packed."""
+    if not config.shared_prefixes:
+        return PackedRows()
+    text_config: Any = model.config.get_text_config()
+    shared = SharedRows(text_config.hidden_size)
+    if reason := differs_from_plain(shared, _hidden_states(model), text_config.vocab_size, device):
+        log.info("each sequence computes its prefix", reason=reason)
+        return PackedRows()
+    return shared
 
 
 def load_policy(source: str) -> PreTrainedModel:
@@ -99,7 +103,7 @@ def reads_images(config: Any) -> bool:
 
 def _vision_language(
     source: str, model_config: Any, config: ModelTrainingConfig, head: Head, device: torch.device
-) -> tuple[PreTrainedModel, MakeInputs]:
+) -> tuple[PreTrainedModel, Rows]:
     """Load a vision-language model. Its rows are padded: images have their own attention, and often their
     own positions, which packed rows do not support."""
     if head != "policy":
@@ -110,24 +114,21 @@ def _vision_language(
     if config.packing == "packed":
         raise EngineError(f"training.packing is 'packed', and {source!r} reads images; leave it 'auto'")
     model = _load(AutoModelForImageTextToText, source, device, config=model_config)
-    return model, _rows_with_images(model)
+    return model, PaddedRows(_image_arguments(model))
 
 
-def _rows_with_images(model: PreTrainedModel) -> MakeInputs:
-    """Make padded rows with the arguments that the model needs for the images in them."""
+def _image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[str, Tensor]]:
+    """Return a function of a batch and its padded ids, which makes the arguments for the batch's images."""
     config: Any = model.config
     image_token: int = getattr(config, "image_token_id", None) or config.image_token_index
     # Some models need an argument that marks the image tokens; without it, they would treat the positions of
     # these tokens as positions of text.
     marks = {"mm_token_type_ids", "token_type_ids"} & {*inspect.signature(model.forward).parameters}
 
-    def rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
-        padded = padded_rows(batch, at, keep=keep)
-        image_mask = (padded.arguments["input_ids"] == image_token).long()
-        image_arguments = {**batch.join_media(), **dict.fromkeys(marks, image_mask)}
-        return replace(padded, arguments={**padded.arguments, **image_arguments})
+    def arguments(batch: Batch, ids: Tensor) -> dict[str, Tensor]:
+        return {**batch.join_media(), **dict.fromkeys(marks, (ids == image_token).long())}
 
-    return rows
+    return arguments
 
 
 def _from_pretrained(
@@ -191,11 +192,9 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-def _output_of(model: PreTrainedModel, head: Head) -> Callable[[dict[str, Any]], Tensor]:
-    """Return a function of the model's arguments, which computes the output that the packing test compares.
-    The output of a new head is 0 everywhere, so the test compares the input of the head instead."""
-    if head == "policy":
-        return lambda arguments: model(**arguments).logits
+def _hidden_states(model: PreTrainedModel) -> Callable[[dict[str, Any]], Tensor]:
+    """Return a function of the model's arguments, which computes the input of its head. The trials of rows
+    compare it, because the output of a new head is 0 everywhere."""
     base: Any = model.base_model
     return lambda arguments: base(**arguments).last_hidden_state
 

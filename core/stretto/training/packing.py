@@ -1,9 +1,9 @@
 """(torch) How a batch becomes the input of a Hugging Face model: one packed row, or padded rows.
 
-A packed row holds all tokens end to end. Positions restart with each sequence, and causal attention is
-computed for each sequence separately, so no token attends to another sequence. This is the fastest way on
-CPU and computes no padding. It is valid where attention is full and causal. Every other model gets rows
-padded on the right, with a mask.
+A packed row holds all tokens end to end, and attention is computed for each sequence separately, so no token
+attends to another sequence. This is the fastest way on CPU and computes no padding. With shared prefixes, the
+row is a tree: tokens that several sequences begin with occur once. Both are valid where attention is full and
+causal. Every other model gets rows padded on the right, with a mask.
 """
 
 from __future__ import annotations
@@ -12,21 +12,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from stretto.rl.batch import Batch
+from stretto.training.prefix_tree import AttentionBlock, AttentionPlan, PrefixTree, split_batch
+from stretto.training.token_head import Wanted
 
-__all__ = ["ATTENTION", "MakeInputs", "ModelInputs", "packed_rows", "packs_exactly", "padded_rows"]
+__all__ = [
+    "ATTENTION",
+    "ModelInputs",
+    "PackedRows",
+    "PaddedRows",
+    "Rows",
+    "SharedRows",
+    "differs_from_plain",
+    "trial_inputs",
+]
 
 ATTENTION = "stretto_packed"
 
-# T tokens, S sequences, L longest sequence, N tokens at which the output is wanted, V its size.
+# T tokens, S sequences, L longest sequence, N tokens at which the output is wanted.
 
 
-def _attend_per_sequence(
+def _attend_in_blocks(
     module: nn.Module,
     query: Tensor,  # (1, heads, T, dim)
     key: Tensor,  # (1, kv_heads, T, dim)
@@ -34,28 +46,48 @@ def _attend_per_sequence(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sequence_lengths: list[int] | None = None,
+    attention_plan: AttentionPlan | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row, as an attention function of transformers."""
+    """Attention within each block of a packed row, as an attention function of transformers."""
     del module, attention_mask
-    if sequence_lengths is None or dropout or options.get("sliding_window") or options.get("softcap"):
+    if attention_plan is None or dropout or options.get("sliding_window") or options.get("softcap"):
         raise ValueError("packed attention is full, causal and without dropout")
+    if attention_plan.keys is not None:
+        key, value = _gather(key, attention_plan.keys), _gather(value, attention_plan.keys)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    blocks = attention_plan.blocks
+    key_counts = [block.keys for block in blocks]
     parts = zip(
-        query.split(sequence_lengths, 2),
-        key.split(sequence_lengths, 2),
-        value.split(sequence_lengths, 2),
+        query.split([block.queries for block in blocks], 2),
+        key.split(key_counts, 2),
+        value.split(key_counts, 2),
+        (block.bias for block in blocks),
         strict=True,
     )
-    attended = [F.scaled_dot_product_attention(*part, is_causal=True, scale=scaling) for part in parts]
+    attended = [
+        F.scaled_dot_product_attention(
+            *part,
+            attn_mask=None if bias is None else bias.to(query.dtype),
+            is_causal=bias is None,
+            scale=scaling,
+        )
+        for *part, bias in parts
+    ]
     return torch.cat(attended, 2).transpose(1, 2).contiguous(), None
 
 
+def _gather(states: Tensor, nodes: Tensor) -> Tensor:
+    """Select tokens, with repetitions: (1, heads, T, dim) -> (1, heads, K, dim). `embedding` adds up the
+    gradients of a repeated token much faster than `index_select` does."""
+    rows = F.embedding(nodes, states[0].transpose(0, 1).flatten(1))  # (K, heads * dim)
+    return rows.unflatten(1, (states.shape[1], states.shape[3])).transpose(0, 1)[None]
+
+
 # No mask function is registered for the name, so transformers builds no mask.
-AttentionInterface.register(ATTENTION, _attend_per_sequence)
+AttentionInterface.register(ATTENTION, _attend_in_blocks)
 
 
 @dataclass(frozen=True)
@@ -63,82 +95,156 @@ class ModelInputs:
     """A batch as the arguments of a model."""
 
     arguments: dict[str, Any]
-    """The ids and the arguments that each layer needs. Only the head uses `logits_to_keep`."""
-    pick: Callable[[Tensor], Tensor]
-    """Select from the model's output the rows of the wanted tokens, (N, V), in the batch's order."""
+    """The ids and the arguments that each layer needs."""
+    wanted: Wanted
+    """The wanted tokens; `at` are indices into the model's output with its rows joined."""
 
 
-class MakeInputs(Protocol):
-    """`packed_rows` or `padded_rows`."""
+class Rows(Protocol):
+    """How batches become inputs: `PackedRows`, `SharedRows` or `PaddedRows`."""
 
-    def __call__(self, batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
-        """Return the rows of a batch.
+    def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
+        """Split a batch into consecutive micro-batches, each of at most `max_tokens` computed tokens, without
+        padding. A longer sequence gets its own micro-batch.
 
         Args:
-            at: (N,) int64, indices of the tokens at which the model's output is wanted.
-            keep: the model's head accepts `logits_to_keep` and then computes these tokens only.
+            whole_groups: keep consecutive sequences with the same `group` together in any case.
+        """
+        ...
+
+    def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
+        """Return the inputs of a micro-batch, on a device.
+
+        Args:
+            batch: on the CPU.
+            wanted: on the CPU; `at` are indices into the batch's tokens, in ascending order.
         """
         ...
 
 
-def packed_rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
-    """Put all sequences into one row; see `MakeInputs`."""
-    device = batch["tokens"].device
+class PackedRows:
+    """All sequences end to end in one row."""
+
+    def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
+        """See `Rows`."""
+        return batch.micro_batches(max_tokens, whole_groups=whole_groups)
+
+    def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
+        """See `Rows`."""
+        plan = AttentionPlan([AttentionBlock(length, length, None) for length in batch.lengths], None)
+        return _one_row(batch["tokens"], batch.positions(), plan, wanted.moved(wanted.at, device))
+
+
+class SharedRows:
+    """The tree of the sequences in one row: what they begin with is computed once. Tokens that no wanted
+    output depends on, such as the last one of each answer, are left out.
+
+    Args:
+        width: number of channels of the model's attention, over all heads.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
+        """See `Rows`."""
+        return split_batch(batch, max_tokens, whole_groups=whole_groups)
+
+    def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
+        """See `Rows`."""
+        starts, ends = np.array(batch.starts()), np.cumsum(batch.lengths)
+        at = wanted.at.numpy()
+        # The last wanted token before the end of each sequence; it may be in an earlier sequence.
+        last = np.concatenate([[-1], at])[np.searchsorted(at, ends)]
+        sizes = np.maximum(last - starts + 1, 0)
+        sizes[0] = max(1, sizes[0])  # a row has at least one token
+        tokens = batch["tokens"].numpy()
+        tree = PrefixTree([tokens[start : start + size] for start, size in zip(starts, sizes, strict=True)])
+        node_of = np.zeros(len(tokens), np.int64)
+        for start, nodes in zip(starts, tree.nodes, strict=True):
+            node_of[start : start + len(nodes)] = nodes
+        nodes = torch.from_numpy(node_of[at])
+        ids, depths = torch.from_numpy(tree.tokens), torch.from_numpy(tree.depths)
+        return _one_row(ids, depths, tree.plan(self._width, device), wanted.moved(nodes, device))
+
+
+def _one_row(ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Wanted) -> ModelInputs:
+    device = wanted.at.device
     arguments = {
-        "input_ids": batch["tokens"][None],
-        "position_ids": batch.positions().to(device)[None],
-        "sequence_lengths": batch.lengths,
+        "input_ids": ids.to(device)[None],
+        "position_ids": positions.to(device)[None],
+        "attention_plan": plan,
         "use_cache": False,  # with a cache, transformers does not treat restarting positions as new sequences
     }
-    if keep:
-        return ModelInputs({**arguments, "logits_to_keep": at}, lambda output: output[0])
-    return ModelInputs(arguments, lambda output: output[0, at])
+    return ModelInputs(arguments, wanted)
 
 
-def padded_rows(batch: Batch, at: Tensor, *, keep: bool) -> ModelInputs:
-    """Put each sequence into its own row, padded on the right; see `MakeInputs`. The head computes all
-    tokens."""
-    del keep
-    device = batch["tokens"].device
-    longest = max(batch.lengths)
-    lengths = torch.tensor(batch.lengths, device=device)
-    mask = torch.arange(longest, device=device)[None] < lengths[:, None]  # (S, L)
-    ids = torch.zeros_like(mask, dtype=torch.long)
-    ids[mask] = batch["tokens"]
-    row = batch.sequence_index().to(device)[at]
-    column = batch.positions().to(device)[at]
-    arguments = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
-    return ModelInputs(arguments, lambda output: output[row, column])
+class PaddedRows:
+    """Each sequence in its own row, padded on the right.
+
+    Args:
+        image_arguments: makes the arguments for the images of a batch from its ids, (S, L); None for a model
+            that reads text only.
+    """
+
+    def __init__(self, image_arguments: Callable[[Batch, Tensor], dict[str, Tensor]] | None = None) -> None:
+        self._image_arguments = image_arguments
+
+    def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
+        """See `Rows`."""
+        return batch.micro_batches(max_tokens, whole_groups=whole_groups)
+
+    def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
+        """See `Rows`."""
+        longest = max(batch.lengths)
+        mask = torch.arange(longest)[None] < torch.tensor(batch.lengths)[:, None]  # (S, L)
+        ids = torch.zeros_like(mask, dtype=torch.long)
+        ids[mask] = batch["tokens"]
+        arguments = {"input_ids": ids, "attention_mask": mask.long()}
+        if self._image_arguments is not None:
+            arguments |= self._image_arguments(batch, ids)
+        on_device = {name: tensor.to(device) for name, tensor in arguments.items()}
+        at = batch.sequence_index()[wanted.at] * longest + batch.positions()[wanted.at]
+        return ModelInputs({**on_device, "use_cache": False}, wanted.moved(at, device))
+
+
+def trial_inputs(rows: Rows, vocab_size: int, device: torch.device) -> ModelInputs:
+    """Return the inputs of 20 random tokens, with all figures wanted that there are."""
+    tokens = torch.randint(vocab_size, (20,), generator=torch.Generator().manual_seed(0))
+    wanted = Wanted(torch.arange(19), tokens[1:], temperature=0.7)
+    return rows.inputs(Batch([20], {"tokens": tokens}, {}), wanted, device)
 
 
 @torch.no_grad()
-def packs_exactly(
-    compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device, *, keep: bool
+def differs_from_plain(
+    rows: Rows, compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device
 ) -> str:
-    """Try whether a model computes packed rows exactly. Return the reason if not, else an empty string.
+    """Try whether a model computes packed or shared rows exactly. Return how it fails, or an empty string.
 
-    The test compares a packed row of three sequences with each sequence alone.
+    The test compares a row of three sequences with each sequence alone. The last sequence begins with tokens
+    of the first one.
 
     Args:
-        compute: computes the model's output from the arguments of a row.
-        keep: as for `MakeInputs`.
+        compute: computes the model's hidden states, (1, T, H), from the arguments of a row.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 1, 12]
-    tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator).to(device)
+    tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)
+    tokens[8:13] = tokens[:5]
     batch = Batch(lengths, {"tokens": tokens}, {})
 
-    def output(part: Batch) -> Tensor:
-        rows = packed_rows(part, torch.arange(part.num_tokens, device=device), keep=keep)
-        return rows.pick(compute(rows.arguments))
+    def output(rows: Rows, part: Batch) -> Tensor:
+        every_token = Wanted(torch.arange(part.num_tokens), part["tokens"])
+        inputs = rows.inputs(part, every_token, device)
+        return compute(inputs.arguments).flatten(0, 1)[inputs.wanted.at]
 
     try:
-        packed = output(batch)
-        separate = torch.cat([output(part) for part in batch.split([1] * len(lengths))])
+        together = output(rows, batch)
+        separate = torch.cat([output(PackedRows(), part) for part in batch.split([1] * len(lengths))])
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    scale = packed.float().abs().max().clamp(min=1)
-    off = float((packed.float() - separate.float()).abs().max() / scale)
+    scale = together.float().abs().max().clamp(min=1)
+    off = float((together.float() - separate.float()).abs().max() / scale)
     # bfloat16 rounds each number to within 0.4 %; a leak across sequences gives a far larger difference.
-    limit = 1e-4 if packed.dtype == torch.float32 else 0.03
-    return "" if off <= limit else f"sequences of a packed row are not independent (off by {off:.1e})"
+    limit = 1e-4 if together.dtype == torch.float32 else 0.03
+    return "" if off <= limit else f"sequences of a row are not independent (off by {off:.1e})"

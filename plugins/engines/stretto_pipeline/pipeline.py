@@ -125,6 +125,6 @@ class PipelineLayout(RankLayout):
     def _compute_for(self, rows: Sequence[ModelInputs]) -> Callable[[int, Tensor | None], Tensor]:
         def compute(index: int, hidden: Tensor | None) -> Tensor:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self._low):
-                return self._stage.compute(rows[index].arguments, hidden)
+                return self._stage.compute(rows[index], hidden)
 
         return compute

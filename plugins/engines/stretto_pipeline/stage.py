@@ -16,6 +16,8 @@ from stretto.errors import EngineError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from stretto.training.packing import ModelInputs
+
 __all__ = ["Stage"]
 
 
@@ -80,16 +82,15 @@ class Stage:
         """Return the shape of the hidden states of a micro-batch."""
         return (*arguments["input_ids"].shape, self.hidden_size)
 
-    def compute(self, arguments: dict[str, Any], hidden: Tensor | None) -> Tensor:
-        """Return the hidden states for the next stage, or the head's output in the last stage; `hidden` comes
-        from the stage before."""
-        own = dict(arguments)
+    def compute(self, inputs: ModelInputs, hidden: Tensor | None) -> Tensor:
+        """Return the hidden states for the next stage, or the figures of the wanted tokens in the last stage;
+        `hidden` comes from the stage before."""
+        own = dict(inputs.arguments)
         if hidden is not None:
             del own["input_ids"]
             own["inputs_embeds"] = hidden
         if self.is_last:
-            return self._model(**own).logits
-        own.pop("logits_to_keep", None)
+            return self._model(**own, wanted=inputs.wanted)
         return self._base(**own).last_hidden_state
 
 

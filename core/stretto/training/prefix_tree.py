@@ -1,0 +1,198 @@
+"""(torch) Sequences as a tree, in which tokens that several sequences begin with occur once.
+
+The answers of a group begin with the same prompt, and the pieces of a conversation with the same turns. A
+causal model computes the same hidden states for these tokens in every sequence, so one computation is enough:
+in the tree, each token attends to its ancestors and to itself. The gradients of all sequences add up in it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto.rl.batch import Batch
+
+__all__ = ["AttentionBlock", "AttentionPlan", "PrefixTree", "split_batch"]
+
+# T tokens of S sequences, U nodes of their tree. Q queries and K keys of a block.
+
+Integers = NDArray[np.int64]
+
+_CALL_PRODUCTS = 160_000
+"""A call of attention takes as long as this many products of numbers, on a CPU. Small blocks are joined."""
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Consecutive nodes whose attention is computed in one call."""
+
+    queries: int
+    """Number of nodes, Q."""
+    keys: int
+    """Number of nodes that they read, K: the ancestors of the first node, then the block's own."""
+    bias: Tensor | None
+    """(Q, K) float32: 0 where a query reads a key, else -inf. None if the block is one chain without
+    ancestors: its attention is causal."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The calls of attention for a row of tokens."""
+
+    blocks: list[AttentionBlock]
+    """They cover the row, in its order."""
+    keys: Tensor | None
+    """int64, the nodes that the blocks read, block after block. None if each block reads its own nodes."""
+
+
+class PrefixTree:
+    """The tree of some sequences. Its nodes are tokens in depth-first order, so each subtree is consecutive.
+
+    Args:
+        sequences: the tokens of each sequence. A sequence may be empty, but not all of them.
+    """
+
+    def __init__(self, sequences: Sequence[Integers]) -> None:
+        self.nodes: list[Integers] = [np.empty(0, np.int64)] * len(sequences)
+        """For each sequence the nodes of its tokens."""
+        self._runs: list[_Run] = []
+        tokens: list[Integers] = []
+        closed: list[Integers] = []
+        last, path, size = np.empty(0, np.int64), np.empty(0, np.int64), 0
+        # In the order of their bytes, sequences that begin with the same tokens follow each other.
+        for number in sorted(range(len(sequences)), key=lambda number: sequences[number].tobytes()):
+            sequence = sequences[number]
+            shared = _common_length(last, sequence)
+            if shared < len(sequence):
+                closed.append(path[shared:])
+                self._runs.append(_Run(size, len(sequence) - shared, path[:shared]))
+                tokens.append(sequence[shared:])
+                new = np.arange(size, size + len(sequence) - shared)
+                last, path, size = sequence, np.concatenate([path[:shared], new]), size + len(new)
+            self.nodes[number] = path[: len(sequence)]
+        self.tokens: Integers = np.concatenate(tokens)
+        """(U,) the token of each node."""
+        self.depths: Integers = np.concatenate([run.depths() for run in self._runs])
+        """(U,) the position of each node in its sequences."""
+        self._ends = np.full(size, size)  # (U,) the node after each node's subtree
+        for run, nodes in zip(self._runs, closed, strict=True):
+            self._ends[nodes] = run.start
+
+    def plan(self, width: int, device: torch.device) -> AttentionPlan:
+        """Divide the nodes into blocks. Runs are joined where that takes less time than two calls.
+
+        Args:
+            width: number of channels of the attention, over all heads.
+        """
+        blocks: list[AttentionBlock] = []
+        keys: list[Integers] = []
+        for runs in self._join_runs(_CALL_PRODUCTS // width):
+            nodes = np.arange(runs[0].start, runs[-1].start + runs[-1].size)
+            keys.append(np.concatenate([runs[0].before, nodes]))
+            chain = len(runs) == 1 and not len(runs[0].before)
+            bias = None if chain else torch.from_numpy(self._bias(nodes, keys[-1])).to(device)
+            blocks.append(AttentionBlock(len(nodes), len(keys[-1]), bias))
+        own = sum(map(len, keys)) == len(self.tokens)
+        return AttentionPlan(blocks, None if own else torch.from_numpy(np.concatenate(keys)).to(device))
+
+    def _bias(self, queries: Integers, keys: Integers) -> NDArray[np.float32]:
+        """Return (Q, K): 0 where the key is the query or its ancestor, else -inf."""
+        reads = (keys <= queries[:, None]) & (queries[:, None] < self._ends[keys])
+        return np.where(reads, np.float32(0), np.float32(-np.inf))
+
+    def _join_runs(self, call_pairs: int) -> Iterator[list[_Run]]:
+        """Yield the runs of each block.
+
+        Args:
+            call_pairs: number of pairs of a query and a key that take as long as a call.
+        """
+        runs: list[_Run] = []
+        queries = 0
+        for run in self._runs:
+            if runs:
+                before, size = len(runs[0].before), queries + run.size
+                apart = queries * (before + queries) + run.size * (len(run.before) + run.size)
+                if size * (before + size) > apart + call_pairs:
+                    yield runs
+                    runs, queries = [], 0
+            runs.append(run)
+            queries += run.size
+        yield runs
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The nodes that one sequence adds to the tree, a chain."""
+
+    start: int
+    size: int
+    before: Integers
+    """The ancestors of the first node."""
+
+    def depths(self) -> Integers:
+        return np.arange(len(self.before), len(self.before) + self.size)
+
+
+def _common_length(one: Integers, other: Integers) -> int:
+    """Return the number of tokens that both sequences begin with."""
+    shorter = min(len(one), len(other))
+    differs = one[:shorter] != other[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+# ----------------------------------------------------------------------------------- micro-batches
+
+
+def split_batch(batch: Batch, max_nodes: int, *, whole_groups: bool) -> list[Batch]:
+    """Split into consecutive batches whose trees have at most `max_nodes` nodes each.
+
+    Consecutive sequences with the same `group` stay together if their own tree is not larger than that. A
+    longer sequence gets its own batch.
+
+    Args:
+        whole_groups: keep groups together in any case.
+    """
+    if batch.num_tokens <= max_nodes:
+        return [batch]
+    sequences = np.split(batch["tokens"].numpy(), np.cumsum(batch.lengths)[:-1])
+    counts = [count for count, _ in batch.groups()] if "group" in batch else [1] * len(batch)
+    sizes: list[int] = []
+    tree = _GrowingTree()
+    for numbers in np.split(np.arange(len(batch)), np.cumsum(counts)[:-1]):
+        group = [sequences[number] for number in numbers]
+        tokens = sum(map(len, group))
+        fits = whole_groups or tokens <= max_nodes or _GrowingTree().add(group) <= max_nodes
+        for part in [group] if fits else [[sequence] for sequence in group]:
+            if not sizes or tree.add(part) > max_nodes:
+                sizes.append(0)
+                tree = _GrowingTree()
+                tree.add(part)
+            sizes[-1] += len(part)
+    return batch.split(sizes)
+
+
+class _GrowingTree:
+    """The number of nodes of a tree that grows sequence by sequence."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._sequences: list[tuple[bytes, Integers]] = []  # in the order of their bytes
+
+    def add(self, sequences: Sequence[Integers]) -> int:
+        """Add sequences, and return the number of nodes of the tree."""
+        for sequence in sequences:
+            entry = sequence.tobytes()
+            place = bisect_left(self._sequences, entry, key=itemgetter(0))
+            # No sequence has more tokens in common with this one than its neighbours in the order.
+            neighbours = self._sequences[max(0, place - 1) : place + 1]
+            shared = max((_common_length(other, sequence) for _, other in neighbours), default=0)
+            self._size += len(sequence) - shared
+            self._sequences.insert(place, (entry, sequence))
+        return self._size

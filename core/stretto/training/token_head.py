@@ -1,0 +1,295 @@
+"""(torch) A model's head at the wanted tokens: logprob and entropy of each, without the logits of all.
+
+The logits of a batch are its largest tensor: tokens x vocabulary. This module computes them in chunks of
+tokens, takes logprob and entropy from each chunk, and computes the chunk again in the backward pass. Memory
+then depends on the size of a chunk and not on the number of tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import structlog
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from stretto.rl.functional import entropy_of, logprobs_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from stretto.component import Head
+    from stretto.training.packing import ModelInputs
+
+__all__ = ["Wanted", "return_figures"]
+
+log = structlog.get_logger()
+
+# N wanted tokens, H size of a hidden state, V size of the vocabulary, C tokens of a chunk.
+
+_CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
+"""Size of a chunk's float32 logits. With smaller chunks, adding up the gradient of the head would take most
+of the time."""
+_KEPT_BYTES = 1 << 25
+"""Logits up to this size are kept for the backward pass. With a small vocabulary, this is the whole batch."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The tokens at which the head's output is wanted, and what is computed from it."""
+
+    at: Tensor
+    """(N,) int64, indices into the model's output with its rows joined."""
+    targets: Tensor
+    """(N,) int64, the tokens whose logprobs are wanted. Only a policy reads them."""
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+    """Whether the loss needs the entropy's gradient."""
+
+    def moved(self, at: Tensor, device: torch.device) -> Wanted:
+        """Return the same tokens on a device, with other indices `at`."""
+        return replace(self, at=at.to(device), targets=self.targets.to(device))
+
+
+def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None) -> None:
+    """Replace the model's `forward`, in place. It then takes one more argument, `wanted`, and returns the
+    figures of the wanted tokens in float32: a policy's logprob and entropy, (N, 2), or a value or reward,
+    (N, 1).
+
+    Args:
+        trial: inputs on which a policy's logits in chunks are compared with the model's own. If they differ,
+            the log says so, and all logits of a micro-batch are computed together. None to do so at once.
+    """
+    compute: Any = _OtherHead(model) if head != "policy" else _WholeLogits(model)
+    if head == "policy" and trial is not None:
+        if reason := _differs(_ChunkedLogits(model, chunk=7), compute, trial):
+            log.info("the logits of a micro-batch are computed together", reason=reason)
+        else:
+            compute = _ChunkedLogits(model)
+    model.forward = compute
+
+
+class _OtherHead:
+    """Values or rewards: one number for each wanted token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._forward: Any = model.forward
+
+    def __call__(self, *, wanted: Wanted, **arguments: Any) -> Tensor:
+        output: Tensor = self._forward(**arguments).logits
+        return output.flatten(0, 1).index_select(0, wanted.at).float()
+
+
+class _WholeLogits:
+    """Logprobs and entropies from the logits that the model itself computes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._forward: Any = model.forward
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(self, *, wanted: Wanted, **arguments: Any) -> Tensor:
+        inputs: Tensor = arguments["inputs_embeds" if "inputs_embeds" in arguments else "input_ids"]
+        if self._selects and len(inputs) == 1:
+            return _figures(self._forward(**arguments, logits_to_keep=wanted.at).logits[0], wanted)
+        return _figures(self._forward(**arguments).logits.flatten(0, 1).index_select(0, wanted.at), wanted)
+
+
+class _ChunkedLogits:
+    """Logprobs and entropies from the hidden states, in chunks of tokens.
+
+    A plain head is a matrix: its backward pass is written by hand. Any other head, such as one that is split
+    over ranks or has an adapter, is called as a module, under activation checkpointing.
+
+    Args:
+        chunk: number of tokens of a chunk; None for as many as the device's budget of bytes allows.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk: int | None = None) -> None:
+        config: Any = model.config.get_text_config()
+        self._model: Any = model
+        self._vocabulary: int = config.vocab_size
+        self._chunk = chunk
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, *, wanted: Wanted, **arguments: Any) -> Tensor:
+        states: Tensor = self._model.base_model(**arguments).last_hidden_state
+        hidden = states.flatten(0, 1).index_select(0, wanted.at)  # (N, H)
+        head = self._model.get_output_embeddings()
+        size = self._chunk_size(hidden.device.type)
+        if type(head) is nn.Linear and not isinstance(head.weight, DTensor):
+            form = _Form(self._scale, self._cap, wanted.temperature, wanted.entropy_gradient, size)
+            return _LinearFigures.apply(hidden, head.weight, head.bias, wanted.targets, form)
+        if len(hidden) <= size:
+            return self._by_module(head, hidden, wanted.targets, wanted)
+        parts = zip(hidden.split(size), wanted.targets.split(size), strict=True)
+        return torch.cat(
+            [checkpoint(self._by_module, head, *part, wanted, use_reentrant=False) for part in parts]
+        )
+
+    def _chunk_size(self, device: str) -> int:
+        budget = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"])
+        return self._chunk or max(1, budget // (4 * self._vocabulary))
+
+    def _by_module(self, head: nn.Module, hidden: Tensor, targets: Tensor, wanted: Wanted) -> Tensor:
+        logits = head(hidden).float() * self._scale
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return _figures(logits, replace(wanted, targets=targets))
+
+
+def _figures(logits: Tensor, wanted: Wanted) -> Tensor:
+    """Return logprob and entropy from logits: (N, V) -> (N, 2) float32."""
+    logprobs = logprobs_of(logits, wanted.targets, wanted.temperature)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted.entropy_gradient):
+        entropy = entropy_of(logits, wanted.temperature)
+    return torch.stack([logprobs, entropy], -1)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How logits are made of a head's output x, and how they are split: softmax(cap(scale * x) / temperature)
+    with cap(x) = c tanh(x / c)."""
+
+    scale: float
+    cap: float | None
+    temperature: float
+    entropy_gradient: bool
+    chunk: int
+    """Number of tokens of a chunk, C."""
+
+
+class _LinearFigures(torch.autograd.Function):
+    """Logprob and entropy, (N, 2) float32, of a linear head; `_Form` has the formula of the logits.
+
+    With s the scaled logits, p their softmax, H the entropy and y the target:
+    d logprob / ds_j = [j = y] - p_j and dH / ds_j = -p_j (log p_j + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: _Form
+    ) -> Tensor:
+        device = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.form, ctx.device = form, device
+        ctx.kept = []
+        needs_gradient = any(ctx.needs_input_grad)
+        keep = needs_gradient and 4 * len(hidden) * len(weight) <= _KEPT_BYTES
+        figures = torch.empty(len(hidden), 2, device=hidden.device)
+        normalisers = torch.empty(len(hidden), device=hidden.device)
+        with torch.autocast(device, enabled=False):
+            matrix = weight.to(ctx.dtype)
+            for part in _chunks(len(hidden), form.chunk):
+                scaled, slope = _scaled_logits(hidden[part].to(ctx.dtype), matrix, bias, form)
+                normalisers[part] = scaled.logsumexp(-1)
+                logprobs = scaled.sub_(normalisers[part, None])  # (C, V)
+                figures[part, 0] = logprobs.gather(-1, targets[part, None]).squeeze(-1)
+                figures[part, 1] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
+                if keep:
+                    ctx.kept.append((logprobs, slope))
+        if needs_gradient:
+            ctx.save_for_backward(hidden, weight, bias, targets, normalisers, figures[:, 1].clone())
+        return figures
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        form: _Form = ctx.form
+        hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        with torch.autocast(ctx.device, enabled=False):
+            matrix = weight.to(ctx.dtype)
+            for number, part in enumerate(_chunks(len(hidden), form.chunk)):
+                states = hidden[part].to(ctx.dtype)
+                if ctx.kept:
+                    logprobs, slope = ctx.kept[number]
+                    ctx.kept[number] = None  # the memory of the chunk is reused below
+                else:
+                    scaled, slope = _scaled_logits(states, matrix, bias, form)
+                    logprobs = scaled.sub_(normalisers[part, None])
+                of_logits = _gradient_of_logits(
+                    logprobs, targets[part], gradient[part, 0], gradient[part, 1], entropy[part], form
+                )
+                if slope is not None:
+                    of_logits.mul_(slope)
+                if bias_gradient is not None:
+                    bias_gradient += of_logits.sum(0)
+                of_logits = of_logits.to(ctx.dtype)
+                if hidden_gradient is not None:
+                    hidden_gradient[part] = of_logits @ matrix
+                if weight_gradient is not None:
+                    _add_product(weight_gradient, of_logits.t(), states)
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        if bias_gradient is not None:
+            bias_gradient = bias_gradient.to(bias.dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(count, start + size)) for start in range(0, count, size)]
+
+
+def _scaled_logits(
+    states: Tensor, matrix: Tensor, bias: Tensor | None, form: _Form
+) -> tuple[Tensor, Tensor | None]:
+    """Return the logits divided by the temperature, (C, V) float32, and their slope with respect to the
+    head's output; the slope is None where it is 1."""
+    logits = F.linear(states, matrix, None if bias is None else bias.to(matrix.dtype)).float()
+    factor = form.scale
+    slope: Tensor | None = None
+    if form.cap is not None:
+        share = logits.mul_(form.scale / form.cap).tanh_()
+        slope = share.square().neg_().add_(1.0).mul_(form.scale / form.temperature)
+        factor, logits = form.cap, share
+    factor /= form.temperature
+    if factor != 1.0:
+        logits = logits.mul_(factor)
+        slope = slope if slope is not None else torch.full((), factor, device=logits.device)
+    return logits, slope
+
+
+def _gradient_of_logits(
+    logprobs: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor, entropy: Tensor, form: _Form
+) -> Tensor:
+    """Return the gradient of the scaled logits, (C, V), from those of a token's logprob and entropy, (C,).
+    The result takes the memory of `logprobs`."""
+    shares = logprobs.exp()
+    if form.entropy_gradient:
+        factor = logprobs.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None])
+        result = factor.mul_(shares)
+    else:
+        result = shares.mul_(-of_logprob[:, None])
+    return result.scatter_add_(-1, targets[:, None], of_logprob[:, None])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to `total`, which is float32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += (left @ right).float()
+
+
+# --------------------------------------------------------------------------------------- the trial
+
+
+@torch.no_grad()
+def _differs(chunked: _ChunkedLogits, whole: _WholeLogits, trial: ModelInputs) -> str:
+    """Compare logprobs and entropies. Return how they differ, or an empty string."""
+    try:
+        found = chunked(**trial.arguments, wanted=trial.wanted)
+        expected = whole(**trial.arguments, wanted=trial.wanted)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    off = float((found - expected).abs().max() / expected.abs().max().clamp(min=1))
+    return "" if off <= 1e-4 else f"this model's logits have another form (off by {off:.1e})"

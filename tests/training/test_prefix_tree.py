@@ -1,0 +1,254 @@
+"""Shared prefixes: the tree of any sequences, and the plain forward's logprobs and gradients from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from stretto import Context
+from stretto.algorithm import Loss
+from stretto.component import Head
+from stretto.rl.batch import Batch
+from stretto.training.config import LoraConfig
+from stretto.training.packing import PackedRows, PaddedRows, SharedRows
+from stretto.training.prefix_tree import PrefixTree, split_batch
+from stretto_torch import TorchTrainingConfig
+from stretto_torch.training import TorchTraining
+
+TinyModels = Callable[[str], Path]
+
+# Few different tokens, so that sequences often begin with the same ones.
+SEQUENCES = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=10)
+
+
+def arrays(sequences: list[list[int]]) -> list[Any]:
+    return [np.array(sequence, dtype=np.int64) for sequence in sequences]
+
+
+def batch_of(sequences: list[list[int]], groups: list[int] | None = None) -> Batch:
+    """Random advantages; about half of the tokens are trained on."""
+    generator = torch.Generator().manual_seed(len(sequences))
+    lengths = [len(sequence) for sequence in sequences]
+    total = sum(lengths)
+    return Batch(
+        lengths,
+        {
+            "tokens": torch.tensor([token for sequence in sequences for token in sequence]),
+            "loss_mask": torch.rand(total, generator=generator) < 0.5,
+            "advantages": torch.randn(total, generator=generator),
+        },
+        {"group": torch.tensor(groups if groups is not None else [0] * len(sequences))},
+    )
+
+
+# ---------------------------------------------------------------------------------------- the tree
+
+
+def test_a_tree_by_hand() -> None:
+    tree = PrefixTree(arrays([[1, 2, 4, 7], [1, 2, 3], [], [1, 2, 4], [5], [1, 2, 3]]))
+    assert tree.tokens.tolist() == [1, 2, 3, 4, 7, 5]
+    assert tree.depths.tolist() == [0, 1, 2, 2, 3, 0]
+    assert [nodes.tolist() for nodes in tree.nodes] == [
+        [0, 1, 3, 4],
+        [0, 1, 2],
+        [],
+        [0, 1, 3],
+        [5],
+        [0, 1, 2],
+    ]
+
+
+@given(sequences=SEQUENCES, width=st.sampled_from([100, 20_000, 10**6]))
+def test_nodes_are_the_distinct_prefixes_and_read_their_ancestors(
+    sequences: list[list[int]], width: int
+) -> None:
+    tree = PrefixTree(arrays(sequences))
+    prefixes = {tuple(sequence[:end]) for sequence in sequences for end in range(1, len(sequence) + 1)}
+    assert len(tree.tokens) == len(prefixes)
+    reads: dict[int, set[int]] = {}
+    for sequence, nodes in zip(sequences, tree.nodes, strict=True):
+        assert tree.tokens[nodes].tolist() == sequence
+        assert tree.depths[nodes].tolist() == list(range(len(sequence)))
+        for depth, node in enumerate(nodes.tolist()):
+            reads[node] = set(nodes[: depth + 1].tolist())
+    plan = tree.plan(width, torch.device("cpu"))
+    every_key = list(range(len(tree.tokens))) if plan.keys is None else plan.keys.tolist()
+    start = read = 0
+    for block in plan.blocks:
+        own = list(range(start, start + block.queries))
+        keys = every_key[read : read + block.keys]
+        assert len(set(keys)) == len(keys)
+        for row, node in enumerate(own):
+            if block.bias is None:
+                assert keys == own
+                assert reads[node] == set(own[: row + 1])
+            else:
+                seen = {key for key, bias in zip(keys, block.bias[row], strict=True) if bias == 0}
+                assert seen == reads[node]
+        start, read = start + block.queries, read + block.keys
+    assert start == len(tree.tokens)
+
+
+@given(
+    sequences=SEQUENCES,
+    groups=st.lists(st.integers(0, 2), min_size=10, max_size=10),
+    budget=st.integers(1, 60),
+)
+def test_micro_batches_hold_a_budget_of_nodes(
+    sequences: list[list[int]], groups: list[int], budget: int
+) -> None:
+    whole = batch_of(sequences, groups[: len(sequences)])
+
+    def size(batch: Batch) -> int:
+        return len(PrefixTree(np.split(batch["tokens"].numpy(), np.cumsum(batch.lengths)[:-1])).tokens)
+
+    parts = split_batch(whole, budget, whole_groups=False)
+    assert torch.equal(Batch.concat(parts)["tokens"], whole["tokens"])
+    assert [length for part in parts for length in part.lengths] == whole.lengths
+    assert all(size(part) <= budget or len(part) == 1 for part in parts)
+    # A group that fits is in one part.
+    runs = whole.split([count for count, _ in whole.groups()])
+    ends = set(np.cumsum([len(part) for part in parts]).tolist())
+    first = 0
+    for run in runs:
+        if size(run) <= budget:
+            assert not ends & set(range(first + 1, first + len(run)))
+        first += len(run)
+    for part in split_batch(whole, budget, whole_groups=True)[:-1]:
+        assert size(part) <= budget or len(part.groups()) == 1
+
+
+# ------------------------------------------------------------------------------------- the numbers
+
+
+def engine_of(model: Path, *, head: Head = "policy", **options: Any) -> TorchTraining:
+    options = {"lr": 1e-6, "optimizer": "sgd", "clip_norm": None, **options}
+    context = Context(run="r", name="n", seed=1, model=str(model), head=head)
+    engine = TorchTraining(TorchTrainingConfig(**options), context)
+    engine.load(None)
+    return engine
+
+
+def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return (said - batch["advantages"]) ** 2, {"said": said}
+
+
+def trained(engine: TorchTraining, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    """The gradient of a step, and its statistics without the number of micro-batches."""
+    gradients: list[Tensor] = [torch.zeros(1)]
+
+    def keep(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients.extend(part.grad.flatten() for part in parameters if part.grad is not None)
+
+    optimizer = engine._optimizer  # pyright: ignore[reportPrivateUsage]
+    policy = engine._head == "policy"  # pyright: ignore[reportPrivateUsage]
+    handle = optimizer.register_step_pre_hook(keep)
+    loss = Loss(squared, "sequence", entropy_coef=0.1 if policy else 0.0)
+    statistics = dict(engine.train(batch, loss, temperature=0.7))
+    handle.remove()
+    statistics.pop("micro_batches")
+    return torch.cat(gradients), statistics
+
+
+def assert_equal_steps(one: TorchTraining, other: TorchTraining, batch: Batch) -> None:
+    said = [engine.forward(batch, temperature=0.7) for engine in (one, other)]
+    torch.testing.assert_close(said[0], said[1], atol=2e-5, rtol=1e-5)
+    (gradient, statistics), (expected, expected_statistics) = trained(one, batch), trained(other, batch)
+    assert float((gradient - expected).norm()) <= 1e-5 * float(expected.norm())
+    assert statistics == pytest.approx(expected_statistics, rel=1e-4, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def sides(tiny_models: TinyModels) -> Callable[[str, int], tuple[TorchTraining, TorchTraining]]:
+    """Engines with and without shared prefixes; several examples train the same two."""
+    made: dict[tuple[str, int], tuple[TorchTraining, TorchTraining]] = {}
+
+    def engines(architecture: str, budget: int) -> tuple[TorchTraining, TorchTraining]:
+        if (architecture, budget) not in made:
+            model = tiny_models(architecture)
+            made[architecture, budget] = (
+                engine_of(model, micro_batch_tokens=budget),
+                engine_of(model, shared_prefixes=False, micro_batch_tokens=budget),
+            )
+        return made[architecture, budget]
+
+    return engines
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sequences=SEQUENCES,
+    budget=st.sampled_from([9, 30, 4096]),
+    architecture=st.sampled_from(["qwen2", "gpt2"]),
+)
+def test_any_sequences_in_any_split_give_the_numbers_of_each_alone(
+    sides: Callable[[str, int], tuple[TorchTraining, TorchTraining]],
+    sequences: list[list[int]],
+    budget: int,
+    architecture: str,
+) -> None:
+    batch = batch_of(sequences)
+    if not batch["loss_mask"][batch.positions() > 0].any():
+        batch["loss_mask"].fill_(True)
+    shared, plain = sides(architecture, budget)
+    assert_equal_steps(shared, plain, batch)
+
+
+GROUPS = [[*range(5, 25), end, *range(end, end + 9)] for end in (30, 31, 31, 40)]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        ("policy", {"gradient_checkpointing": True}),
+        ("policy", {"lora": LoraConfig(rank=4, targets=("q_proj", "down_proj"), send="merged")}),
+        ("value", {}),
+        ("reward", {}),
+    ],
+)
+def test_other_options_share_prefixes_too(
+    tiny_models: TinyModels, head: Head, options: dict[str, Any]
+) -> None:
+    sides = [
+        engine_of(tiny_models("llama"), head=head, shared_prefixes=shared, **options)
+        for shared in (True, False)
+    ]
+    computed = [_count_nodes(side, batch_of(GROUPS)) for side in sides]
+    assert computed[0] < 0.5 * computed[1]
+    assert_equal_steps(sides[0], sides[1], batch_of(GROUPS))
+
+
+def _count_nodes(engine: TorchTraining, batch: Batch) -> int:
+    """Count the tokens that a forward computes."""
+    counts: list[int] = []
+
+    def count(module: Any, arguments: Any, named: dict[str, Any]) -> None:
+        counts.append(named["input_ids"].numel())
+
+    model: Any = engine._model  # pyright: ignore[reportPrivateUsage]
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    engine.forward(batch, temperature=1.0)
+    handle.remove()
+    return sum(counts)
+
+
+def test_models_that_cannot_share_say_so(tiny_models: TinyModels) -> None:
+    with capture_logs() as logs:
+        engine = engine_of(tiny_models("gemma2"))
+    assert isinstance(engine._packing, PaddedRows)  # pyright: ignore[reportPrivateUsage]
+    assert [line["event"] for line in logs] == ["rows are padded, and each sequence computes its prefix"]
+    off = engine_of(tiny_models("qwen2"), shared_prefixes=False)
+    assert isinstance(off._packing, PackedRows)  # pyright: ignore[reportPrivateUsage]
+    on = engine_of(tiny_models("qwen2"))
+    assert isinstance(on._packing, SharedRows)  # pyright: ignore[reportPrivateUsage]

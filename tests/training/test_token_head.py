@@ -1,0 +1,183 @@
+"""Logits in chunks: the logprobs, entropies and gradients of the whole logits, for every form of a head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stretto import Context
+from stretto.algorithm import Loss
+from stretto.rl.batch import Batch
+from stretto.training import token_head
+from stretto.training.config import LoraConfig
+from stretto_torch import TorchTrainingConfig
+from stretto_torch.training import TorchTraining
+
+TinyModels = Callable[[str], Path]
+
+VOCABULARY = 97
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "phi": {},  # a bias
+    "gemma2": {"head_dim": 16, "final_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+}
+
+
+@pytest.fixture
+def model_of(tmp_path: Path) -> Callable[..., Path]:
+    """`model_of("phi")`: the folder of a random model."""
+
+    def folder(architecture: str, **options: Any) -> Path:
+        torch.manual_seed(3)
+        config = AutoConfig.for_model(architecture, **SIZES, **FORMS[architecture], **options)
+        model: Any = AutoModelForCausalLM.from_config(config).float()
+        if architecture == "phi":
+            torch.nn.init.normal_(model.lm_head.bias)
+        model.save_pretrained(tmp_path / architecture)
+        return tmp_path / architecture
+
+    return folder
+
+
+@pytest.fixture(params=["kept", "recomputed"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of seven tokens, kept for the backward pass or computed again."""
+    monkeypatch.setitem(token_head._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
+    if request.param == "recomputed":
+        monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
+
+
+def engine_of(model: Path, **options: Any) -> TorchTraining:
+    options = {"lr": 1.0, "optimizer": "sgd", "clip_norm": None, **options}
+    engine = TorchTraining(
+        TorchTrainingConfig(**options), Context(run="r", name="n", seed=1, model=str(model))
+    )
+    engine.load(None)
+    return engine
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    lengths = [9, 14, 6]
+    tokens = torch.randint(2, VOCABULARY, (sum(lengths),), generator=generator)
+    targets = torch.randn(sum(lengths), generator=generator)
+    mask = torch.rand(sum(lengths), generator=generator) < 0.8
+    return Batch(lengths, {"tokens": tokens, "targets": targets, "loss_mask": mask}, {})
+
+
+def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return (said - batch["targets"]) ** 2, {"said": said}
+
+
+def assert_equal_steps(model: Path, entropy_coef: float, **options: Any) -> None:
+    said, updates, statistics = list[Tensor](), list[Tensor](), list[dict[str, float]]()
+    for chunked in (True, False):
+        engine = engine_of(model, chunked_logits=chunked, **options)
+        before = {name: tensor.clone() for name, tensor in engine.weights()}
+        said.append(engine.forward(batch(), temperature=0.7))
+        loss = Loss(squared, "token", entropy_coef=entropy_coef)
+        statistics.append(dict(engine.train(batch(), loss, temperature=0.7)))
+        updates.append(torch.cat([(value - before[name]).flatten() for name, value in engine.weights()]))
+    torch.testing.assert_close(said[0], said[1], atol=1e-5, rtol=1e-5)
+    assert statistics[0] == pytest.approx(statistics[1], rel=1e-5)
+    assert float((updates[0] - updates[1]).norm()) <= 1e-5 * float(updates[1].norm())
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+@pytest.mark.parametrize("architecture", FORMS)
+def test_chunks_give_the_numbers_of_the_whole_logits(
+    architecture: str, entropy_coef: float, model_of: Callable[..., Path]
+) -> None:
+    with capture_logs() as logs:
+        assert_equal_steps(model_of(architecture), entropy_coef)
+    assert not [line for line in logs if "logits" in line["event"]]
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+@pytest.mark.parametrize("targets", [("lm_head", "q_proj"), ("q_proj",)], ids=["adapted", "frozen"])
+def test_heads_with_an_adapter_and_frozen_heads_are_computed_in_chunks(
+    targets: tuple[str, ...], model_of: Callable[..., Path]
+) -> None:
+    lora = LoraConfig(rank=4, targets=targets, send="merged")
+    assert_equal_steps(model_of("llama"), 0.3, lora=lora)
+
+
+@pytest.mark.usefixtures("chunks")
+def test_bfloat16_is_as_close_as_with_whole_logits(model_of: Callable[..., Path]) -> None:
+    model = model_of("qwen2")
+    exact = engine_of(model).forward(batch(), temperature=0.7)
+    off = [
+        (engine_of(model, dtype="bfloat16", chunked_logits=chunked).forward(batch(), temperature=0.7) - exact)
+        .abs()
+        .max()
+        for chunked in (True, False)
+    ]
+    assert 0 < float(off[0]) <= 1.5 * float(off[1])
+
+
+def test_a_head_of_an_unknown_form_is_computed_whole(model_of: Callable[..., Path]) -> None:
+    folder = model_of("qwen2")
+    config = json.loads((folder / "config.json").read_text())
+    # Qwen2 ignores this key, so its logits are not those that the key describes.
+    (folder / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 1.0}))
+    with capture_logs() as logs:
+        engine = engine_of(folder)
+    [line] = [line for line in logs if "logits" in line["event"]]
+    assert line["event"] == "the logits of a micro-batch are computed together"
+    assert "another form" in line["reason"]
+    assert_equal_steps(folder, 0.3)
+    assert engine.forward(batch(), temperature=1.0).any()
+
+
+def test_no_tensor_has_the_size_of_all_logits(
+    model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(token_head._CHUNK_BYTES, "cpu", 4 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
+
+    def most(chunked: bool) -> int:
+        engine = engine_of(model_of("llama"), chunked_logits=chunked)
+        rows: list[int] = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+            ) -> Any:
+                result = func(*args, **(kwargs or {}))
+                of_tokens = isinstance(result, Tensor) and result.dim() == 2 and len(result) != 32
+                if of_tokens and result.shape[1] == VOCABULARY:  # 32 rows are the transposed head
+                    rows.append(len(result))
+                return result
+
+        with Watch():
+            engine.train(batch(), Loss(squared, "token"), temperature=0.7)
+        return max(rows)
+
+    assert most(chunked=False) >= 16
+    assert most(chunked=True) == 4
