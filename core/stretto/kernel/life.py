@@ -156,6 +156,7 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
     view = View(setup.board.status, setup.folder)
     error: BaseException | None = None
     try:
+        setup.start_forks()
         async with anyio.create_task_group() as tasks:
             await tasks.start(ending.obey_signals)  # before the first process starts
             tasks.start_soon(view.run)

@@ -72,8 +72,7 @@ class RunSetup:
         self.context = context_of(config, run=self.run, folder=str(folder))
         self.logs = folder / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
-        launcher: Launcher = composed.make("launcher", self.context)
-        self.forks = ForkServer.start(self.logs) if isinstance(launcher, ForkingLauncher) else None
+        self.forks: ForkServer | None = None
         self.datasets: dict[str, Dataset] = {
             path: composed.make(path, self.context)
             for path in ("dataset", "evaluation.dataset")
@@ -84,18 +83,15 @@ class RunSetup:
         self.placement = Placement(config, self.graph)
         every = workers(config, self.placement)
         self.workers = every if goes_on else [each for each in every if each.role == "trainer"]
-        imports = {worker.id: imports_of(composed, self.placement, worker) for worker in self.workers}
-        if self.forks is not None and isinstance(launcher, ForkingLauncher):
-            forked = [worker.id for worker in self.workers if self.forks.suits(worker.resources)]
-            self.forks.prepare([module for worker in forked for module in imports[worker]])
-            launcher.use_forks(self.forks)
+        self._imports = {worker.id: imports_of(composed, self.placement, worker) for worker in self.workers}
+        self._launcher: Launcher = composed.make("launcher", self.context)
         self.transport: WeightsTransport = composed.make("weights", self.context)
         self.scheduler = Scheduler(_settings(composed, self.datasets, self.graph), algorithm.keep)
         self.fleet = Fleet(
-            launcher,
+            self._launcher,
             folder / "bus",
             self.logs,
-            imports,
+            self._imports,
             max_restarts=config.launcher.max_restarts,
         )
         self.report = Report(
@@ -110,6 +106,16 @@ class RunSetup:
         )
         self.board = StatusBoard(config.name, config.steps, folder, self.report, self.scheduler, self.fleet)
         self.trackers = Trackers(folder, config.trackers, self.report.problems)
+
+    def start_forks(self) -> None:
+        """Start the fork server, if the launcher can use it and the system has what it needs. Whoever calls
+        this closes it."""
+        launcher = self._launcher
+        if isinstance(launcher, ForkingLauncher) and (forks := ForkServer.start(self.logs)) is not None:
+            suited = [worker.id for worker in self.workers if forks.suits(worker.resources)]
+            forks.prepare([module for worker in suited for module in self._imports[worker]])
+            launcher.use_forks(forks)
+            self.forks = forks
 
     @property
     def layout(self) -> str:
