@@ -79,6 +79,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/quickstart.py
+	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/durability.py
 	$(BIN)/python benchmarks/tracing.py
 	$(BIN)/python benchmarks/algorithms.py
