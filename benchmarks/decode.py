@@ -1,6 +1,6 @@
 """Tokens per second of the torch inference engine, of `model.generate` of transformers and of a vLLM server.
 
-    python benchmarks/decode.py [--vllm path/to/venv/bin/python]
+    python benchmarks/decode.py [--vllm path/to/venv/bin/python] [--sizes 0.2M 10M 100M]
 
 All get the same work on the same random models of 0.2 M and 10 M parameters: prompts of 10 to 60 tokens and
 answers of long-tailed lengths (lognormal, mean 40, sigma 1, at most 400), drawn at temperature 1, one
@@ -8,7 +8,11 @@ compute thread each, as many rows at once as the engines have slots. An answer e
 Engines get requests as from an inference worker: all at once, answered by chunks. `generate` takes the
 prompts in batches, each of which runs to its longest answer; only the requested tokens count. It runs only
 the small model. Rounds alternate and the medians are compared, so that other load on the machine affects all
-equally. The last line is one JSON object.
+equally.
+
+`limit` is the tokens per second of a machine that does nothing but the products with the model's weights, at
+the rate of one large product here, or nothing but read the weights once a step, whichever is slower. Both
+rates are measured between the rounds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +87,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 5,
         "num_key_value_heads": 5,
     },
+    "100M": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
 }
 
 
@@ -100,6 +111,43 @@ def make_model(size: str, folder: Path) -> Any:
     model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
     model.save_pretrained(folder)
     return model
+
+
+# ----------------------------------------------------------------------------------------- limit
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one thread reaches here."""
+
+    flops: float
+    """Floating-point operations per second of a large float32 product."""
+    bytes_s: float
+    """Bytes per second read from memory."""
+
+    def limit(self, model: Any, work: Work, slots: int) -> float:
+        """Return the tokens per second that this machine cannot exceed, without attention and sampling."""
+        weights = sum(each.numel() for name, each in model.named_parameters() if "embed" not in name)
+        head = model.lm_head.weight.numel()
+        prompts = sum(map(len, work.prompts))
+        operations = 2 * (prompts + work.tokens) * weights + 2 * work.tokens * head
+        steps = max(*work.lengths, work.tokens / slots)
+        read = 4 * steps * (weights + head)
+        return work.tokens / max(operations / self.flops, read / self.bytes_s)
+
+
+def measure_machine() -> Machine:
+    """Measure the best of several large products, and of several passes over much memory."""
+    square, much = torch.randn(1024, 1024), torch.randn(2**26)
+    product_s = min(_seconds(lambda: square @ square) for _ in range(5))
+    pass_s = min(_seconds(lambda: much.sum()) for _ in range(5))
+    return Machine(2 * 1024**3 / product_s, much.nbytes / pass_s)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    started = perf_counter()
+    call()
+    return perf_counter() - started
 
 
 # ---------------------------------------------------------------------------------- transformers
@@ -204,11 +252,9 @@ async def measure(
     """Return the tokens per second of each engine in each run.
 
     Args:
-        whole: include `generate` and the deterministic engine.
+        whole: include `generate`.
     """
     engines = engines_of(folder, slots, vllm)
-    if not whole:
-        del engines["torch, deterministic"]
     names = ["transformers"] * whole + list(engines)
     rates: dict[str, list[float]] = {name: [] for name in names}
     versions = FolderPublisher(folder / "versions", keep=1, shard_gb=1.0)
@@ -251,6 +297,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each, in turn")
     parser.add_argument("--slots", type=int, default=64, help="slots, and prompts in a batch of generate")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--sizes", nargs="+", choices=MODELS, default=["0.2M", "10M"])
     parser.add_argument("--vllm", help="interpreter with vLLM; without it vLLM is not measured")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -261,21 +308,38 @@ def main() -> None:
     work = make_work(arguments.requests)
     print(f"{len(work.prompts)} requests, {work.tokens} tokens, {arguments.slots} slots, 1 thread")
     medians: dict[str, dict[str, float]] = {}
-    for size in MODELS:
+    limits: dict[str, float] = {}
+    for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             model = make_model(size, folder)
             options = {"vllm": arguments.vllm, "whole": size == "0.2M"}
             run = partial(measure, model, folder, work, arguments.slots, arguments.rounds, **options)
             medians[size] = show(size, anyio.run(run))
+            machine = measure_machine()
+            limits[size] = machine.limit(model, work, arguments.slots)
+            print(
+                f"{'limit':22} {limits[size]:9.0f}, of which torch reaches"
+                f" {medians[size]['torch'] / limits[size]:.0%} ({machine.flops / 1e9:.0f} GFLOP/s,"
+                f" {machine.bytes_s / 1e9:.0f} GB/s)"
+            )
     against = {
         size: round(median["torch"] / median["vllm"], 3)
         for size, median in medians.items()
         if "vllm" in median
     }
-    small = medians["0.2M"]
+    generate_ratio = {
+        size: round(median["torch"] / median["transformers"], 3)
+        for size, median in medians.items()
+        if "transformers" in median
+    }
     result = {
-        "ratio": {"transformers": round(small["torch"] / small["transformers"], 3), "vllm": against},
+        "ratio": {"transformers": generate_ratio, "vllm": against},
+        "deterministic_cost": {
+            size: round(median["torch"] / median["torch, deterministic"], 3)
+            for size, median in medians.items()
+        },
+        "of_limit": {size: round(medians[size]["torch"] / limit, 3) for size, limit in limits.items()},
         "tokens_per_s": {
             size: {name: round(rate) for name, rate in median.items()} for size, median in medians.items()
         },
