@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from stretto_torch.decoder_fast import FastDecoder
 from stretto_torch.determinism import stable_shapes
 from stretto_torch.kv import Block, LayerShape, Move, SlotCache
 from stretto_torch.model import LoadedModel, difference, load_model
+from stretto_torch.norm import Norm
 from stretto_torch.prefixes import Prefixes
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, TokenSpan
@@ -246,6 +248,16 @@ def test_bias_comes_first_then_temperature_then_min_p_then_top_p() -> None:
 # --------------------------------------------------------------------------------------- decoders
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_the_root_mean_square_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 3, 40, dtype=dtype), torch.randn(40, dtype=dtype)
+    x[0] *= 1e-3  # here eps counts
+    norm = Norm(weight * Norm.factor(40, weight), 1e-6)
+
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (40,), weight, 1e-6))
+
+
 def tiny_model() -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -295,6 +307,58 @@ def test_shapes_are_fixed_where_bits_depend_on_them() -> None:
     assert by_rows.fixed
     assert by_length.fixed
     assert [entry["log_level"] for entry in logs] == ["warning"] * 2
+
+
+def test_lengths_are_fixed_only_where_bits_depend_on_them() -> None:
+    shapes = Shapes(slots=9, context=160)
+    with capture_logs():
+        by_rows = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * len(tokens)), shapes)
+        by_length = stable_shapes(Leaking(lambda tokens, spans: 1e-6 * spans[0].length), shapes)
+
+    assert by_rows.trimmed
+    assert not by_length.trimmed
+
+
+class LeakingPrompts(FastDecoder):
+    """A decoder whose prompts know how many others are computed with them."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_model(), rows=24, length=160, tokens=24 * 160, onednn=False)
+        self.prefills: list[int] = []
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
+        self.prefills.append(len(tokens))
+        return super().prefill(tokens, lengths, rows, begins) * (1 + 1e-6 * len(tokens))
+
+
+def test_prompts_are_computed_separately_where_their_bits_depend_on_each_other() -> None:
+    decoder = LeakingPrompts()
+    with capture_logs() as logs:
+        shapes = stable_shapes(decoder, Shapes(slots=20, context=160))
+
+    assert shapes == Shapes(slots=20, context=160, solo_prompts=True)
+    assert [entry["log_level"] for entry in logs] == ["info"]
+    assert max(decoder.prefills) > 1  # before it was known
+
+
+def test_deterministic_prompts_of_one_padded_length_share_a_prefill() -> None:
+    decoder = LeakingPrompts()
+    shapes = Shapes(slots=20, context=160)
+    for solo in (False, True):
+        batcher = Batcher(
+            LoadedModel(decoder, dataclasses.replace(shapes, solo_prompts=solo), eos=()),
+            tokenizer=lambda: None,
+            deterministic=True,
+            recompute_on_swap=False,
+        )
+        batcher.swap(dict(tiny_model().named_parameters()), 0)
+        for i, length in enumerate((17, 3, 32, 16, 33)):
+            request = GenerateRequest(f"{i}", Array.of(range(length)), (i,), Sampling(max_tokens=9), 0)
+            batcher.take(request, monotonic())
+        decoder.prefills.clear()
+        with torch.inference_mode():
+            batcher.step()
+        assert decoder.prefills == ([1] * 5 if solo else [2, 2, 1])
 
 
 def test_bits_that_depend_on_the_neighbours_themselves_are_refused() -> None:

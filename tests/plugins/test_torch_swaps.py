@@ -21,6 +21,7 @@ from torch_engine import (
     Folders,
     Result,
     Update,
+    assert_own,
     load,
     own_logprobs,
     perturbed,
@@ -88,6 +89,15 @@ def logprobs_over_kept_cache(
         after = models[1](torch.tensor([[token]]), past_key_values=before.past_key_values, use_cache=True)
         rows.append(after.logits[0].log_softmax(-1))
     return torch.cat(rows).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+async def test_products_by_onednn_use_the_weights_of_the_last_swap(folders: Folders) -> None:
+    asked, model = request(max_tokens=30, min_version=1), perturbed(load(folders["wide"]), 1)
+    async with serving(folders["wide"], linear="onednn") as served:
+        await served.engine.swap(Update(weights_of(model), 1))
+        sample = await served.answer(asked)
+
+    assert_own(model, asked, [sample])
 
 
 async def test_a_swap_reports_the_digest_of_what_it_loaded(folders: Folders) -> None:

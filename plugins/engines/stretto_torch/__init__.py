@@ -30,10 +30,10 @@ __all__ = ["TorchInferenceConfig", "TorchTrainingConfig"]
 class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """In-process continuous batching with PyTorch.
 
-    With `deterministic` every prompt is computed separately. This costs about a tenth of the tokens per
-    second if each prompt has one sample (0.2 M parameters, 32 slots), and next to nothing with groups, whose
-    prompt is computed once in either case. Prefixes that several prompts share are computed for each prompt,
-    and a sample waits until it fits into the cache at its largest possible length. On AMD set `linear:
+    With `deterministic` a prompt is computed only together with prompts of the same length, rounded up to a
+    multiple of 16. Prefixes that several prompts share are computed for each prompt, and a sample waits until
+    it fits into the cache at its largest possible length. The engine tests at its start that a sample's bits
+    do not depend on the others; docs/benchmarks.md has the cost. On AMD processors with AVX-512 set `linear:
     onednn` as well, or models from about 1 M parameters on lose another third. The bits then depend on the
     kind of processor, the number of threads, and the versions of torch and its libraries.
     """
@@ -59,8 +59,9 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     bfloat16 halves the memory and changes the logprobs by some hundredths, which the trainer must correct
     for."""
     linear: Literal["auto", "torch", "onednn"] = "auto"
-    """Kernels for large float32 products on a CPU. torch calls MKL, which has half the speed of oneDNN on
-    AMD; oneDNN is called through a private operator of torch. `auto` measures once at the start; with
+    """Kernels for large float32 products on a CPU. torch calls MKL, which on AMD is slower than oneDNN: half
+    the speed on Zen 5, three quarters on Zen 3 with few samples at once. oneDNN is called through private
+    operators of torch, and keeps a second copy of the weights. `auto` measures once at the start; with
     `deterministic` it uses torch, because the bits must not depend on a measurement."""
 
 

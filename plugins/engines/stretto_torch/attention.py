@@ -122,42 +122,48 @@ class SlotAttention:
         self._heads = heads
         self._scale = heads.dim**-0.5
         self._columns = torch.arange(length, device=cache.device)
+        # The output of each row in the layer that is being computed. Padding rows keep what was there.
+        self._outputs = torch.zeros(
+            cache.rows * heads.kv, heads.query // heads.kv, heads.dim, device=cache.device, dtype=cache.dtype
+        )
 
     def at(self, positions: Tensor, spans: Sequence[TokenSpan]) -> Attend:
-        """Return the attention of a step whose new tokens are at `positions` (R,). Rows after the last span
-        get zeros."""
+        """Return the attention of a step whose new tokens are at `positions` (R,). Its result is valid until
+        the next layer is computed; rows after the last span get arbitrary values."""
         cache, heads, width = self._cache, self._heads, self._heads.query * self._heads.dim
         targets = cache.indices(0, slice(len(positions)), positions).flatten()
-        masks = [self._mask(positions, span) for span in spans]
+        output = self._outputs[: len(positions) * heads.kv]
+        parts = [(span, self._mask(positions, span), self._rows(output, span)) for span in spans]
+        joined = output.view(-1, width)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             cache.layers[layer].index_copy_(0, targets, heads.keys_and_values(qkv))
             queries = qkv[:, :width].reshape(-1, heads.query // heads.kv, heads.dim)  # (R * K, G, D)
-            parts = [
-                self._attend(layer, queries, span, mask) for span, mask in zip(spans, masks, strict=True)
-            ]
-            output = parts[0] if len(parts) == 1 else torch.cat(parts)
-            output = output.view(-1, width)
-            dead = len(positions) - len(output)
-            return F.pad(output, (0, 0, 0, dead)) if dead else output
+            for span, mask, into in parts:
+                keys, values = cache.span(layer, span.start, span.stop, span.length)
+                self._attend(self._rows(queries, span), keys, values, mask, into)
+            return joined
 
         return attend
+
+    def _rows(self, x: Tensor, span: TokenSpan) -> Tensor:
+        """Return the part of x (R * K, ...) that belongs to the rows of a span."""
+        return x[span.start * self._heads.kv : span.stop * self._heads.kv]
 
     def _mask(self, positions: Tensor, span: TokenSpan) -> Tensor:
         """Return the additive mask for the scores of a span: (its rows * K, 1, T), 0 or -inf."""
         masked = self._columns[: span.length] > positions[span.start : span.stop].unsqueeze(1)
         if self._heads.kv > 1:
             masked = masked.repeat_interleave(self._heads.kv, dim=0)
-        zeros = torch.zeros(masked.shape, device=masked.device, dtype=self._cache.layers[0].dtype)
+        zeros = torch.zeros(masked.shape, device=masked.device, dtype=self._cache.dtype)
         return zeros.masked_fill_(masked, -inf).unsqueeze(1)
 
-    def _attend(self, layer: int, queries: Tensor, span: TokenSpan, mask: Tensor) -> Tensor:
-        """Return the attention output of one span: (its rows * K, G, D)."""
-        queries = queries[span.start * self._heads.kv : span.stop * self._heads.kv]
-        keys, values = self._cache.span(layer, span.start, span.stop, span.length)
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, into: Tensor) -> None:
+        """Write the attention output of one span, (its rows * K, G, D)."""
         if queries.dtype != torch.float32:
             # Scores must not be rounded to half precision: this kernel keeps them in float32.
             four = [tensor.unsqueeze(1) for tensor in (queries, keys, values, mask)]
-            return F.scaled_dot_product_attention(*four[:3], attn_mask=four[3]).squeeze(1)
-        scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=self._scale)
-        return torch.bmm(scores.softmax(-1), values)
+            into.copy_(F.scaled_dot_product_attention(*four[:3], attn_mask=four[3]).squeeze(1))
+        else:
+            scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=self._scale)
+            torch.bmm(scores.softmax(-1), values, out=into)

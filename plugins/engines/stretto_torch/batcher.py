@@ -61,7 +61,7 @@ class Batcher:
         self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._recompute_on_swap = recompute_on_swap
-        self._slots = Slots(model.decoder, model.shapes, model.eos, deterministic=deterministic)
+        self._slots = Slots(model.decoder, model.shapes, deterministic=deterministic)
         # With many slots, it saves more time to compute several new prompts together than the slots lose
         # while they are empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1

@@ -23,7 +23,8 @@ from stretto_torch.attention import Attend, Heads, Prompts, SlotAttention, over_
 from stretto_torch.decoder import logprobs_of
 from stretto_torch.kv import LayerShape, SlotCache
 from stretto_torch.linear import Linear
-from stretto_torch.shapes import TokenSpan, padded_rows
+from stretto_torch.norm import Norm
+from stretto_torch.shapes import TokenSpan, padded_prompt, padded_rows
 from stretto_torch.swap import Target, Targets, tied_names
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -61,12 +62,11 @@ class FastDecoder:
         self.name = f"hand-written {config.model_type}"
         self.vocabulary: int = config.vocab_size
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, _head_dim(config))
-        self._eps: float = config.rms_norm_eps
 
-        weights = _DecoderWeights(model.state_dict(), self._heads.dim, onednn=onednn)
+        weights = _DecoderWeights(model.state_dict(), self._heads.dim, config.rms_norm_eps, onednn=onednn)
         self._embedding = weights.take("model.embed_tokens.weight")
         self._layers = [_layer(weights, f"model.layers.{i}") for i in range(config.num_hidden_layers)]
-        self._norm = weights.take("model.norm.weight")
+        self._norm = weights.norm("model.norm")
         self._head = weights.linear("lm_head", tied_to=self._embedding)
         self.targets = weights.load()
 
@@ -81,8 +81,11 @@ class FastDecoder:
         """See `Decoder`."""
         count, columns = tokens.shape
         positions = self._positions[:columns].expand(count, columns)
-        # Everything except attention skips the padding.
-        real = (positions < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        # Only attention computes padding. But if each text alone would have these columns, everything does:
+        # it costs little, and gives the products of a deterministic engine a multiple of 16 rows.
+        whole = begins is None and padded_prompt(int(lengths.min())) == columns
+        widths = torch.full_like(lengths, columns) if whole else lengths
+        real = (positions < widths.unsqueeze(1)).flatten().nonzero().squeeze(1)
         if begins is None:
             prompts = Prompts(rows, positions, real)
             attend = over_prompts(self.cache, self._heads, prompts)
@@ -90,7 +93,7 @@ class FastDecoder:
             prompts = Prompts(rows, positions + begins.unsqueeze(1), real)
             attend = over_prefixes(self.cache, self._heads, prompts, begins + lengths)
         hidden = self._forward(tokens.flatten()[real], prompts.positions.flatten()[real], attend)
-        last = lengths.cumsum(0) - 1
+        last = widths.cumsum(0) - widths + lengths - 1
         # Padded like the rows of a step: a product with fewer rows gives different bits.
         return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]
 
@@ -111,10 +114,10 @@ class FastDecoder:
         hidden = F.embedding(tokens, self._embedding)
         rotations = self._rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normalise(hidden, layer.attention_norm))
+            qkv = layer.qkv(layer.attention_norm(hidden))
             self._rotate(layer, qkv, rotations)
             hidden = layer.out.add_to(hidden, attend(index, qkv))
-            gate, up = layer.gate_up(self._normalise(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
         return hidden
 
@@ -123,27 +126,24 @@ class FastDecoder:
         queries, num_heads, dim = self._heads.query, self._heads.query + self._heads.kv, self._heads.dim
         heads = qkv[:, : num_heads * dim].view(len(qkv), num_heads, dim)
         if layer.query_norm is not None and layer.key_norm is not None:
-            heads[:, :queries] = self._normalise(heads[:, :queries], layer.query_norm)
-            heads[:, queries:] = self._normalise(heads[:, queries:], layer.key_norm)
+            heads[:, :queries] = layer.query_norm(heads[:, :queries])
+            heads[:, queries:] = layer.key_norm(heads[:, queries:])
         pairs = torch.view_as_complex(heads.float().view(len(qkv), num_heads, dim // 2, 2)).mul_(rotations)
         if heads.dtype != torch.float32:  # then `pairs` is no view of `qkv`
             heads.copy_(torch.view_as_real(pairs).flatten(2))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head(self._normalise(hidden, self._norm)).float()
-
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)
+        return self._head(self._norm(hidden)).float()
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: Tensor
+    attention_norm: Norm
     qkv: Linear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    query_norm: Norm | None
+    key_norm: Norm | None
     out: Linear
-    mlp_norm: Tensor
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
 
@@ -151,12 +151,12 @@ class _Layer:
 def _layer(weights: _DecoderWeights, prefix: str) -> _Layer:
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return _Layer(
-        attention_norm=weights.take(f"{prefix}.input_layernorm.weight"),
+        attention_norm=weights.norm(f"{prefix}.input_layernorm"),
         qkv=weights.linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-        query_norm=weights.find(f"{attention}.q_norm.weight"),
-        key_norm=weights.find(f"{attention}.k_norm.weight"),
+        query_norm=weights.find_norm(f"{attention}.q_norm"),
+        key_norm=weights.find_norm(f"{attention}.k_norm"),
         out=weights.linear(f"{attention}.o_proj"),
-        mlp_norm=weights.take(f"{prefix}.post_attention_layernorm.weight"),
+        mlp_norm=weights.norm(f"{prefix}.post_attention_layernorm"),
         gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
         down=weights.linear(f"{mlp}.down_proj"),
     )
@@ -165,22 +165,25 @@ def _layer(weights: _DecoderWeights, prefix: str) -> _Layer:
 class _DecoderWeights:
     """Allocates the decoder's weights and records where each tensor of a checkpoint goes in them."""
 
-    def __init__(self, state: Mapping[str, Tensor], head_dim: int, *, onednn: bool) -> None:
+    def __init__(self, state: Mapping[str, Tensor], head_dim: int, eps: float, *, onednn: bool) -> None:
         self._state = state
+        self._eps = eps
         self._tied = tied_names(state)
         self._targets: dict[str, Target] = {}
+        self._products: list[Linear] = []
         self._head_dim = head_dim
         self._onednn = onednn
 
-    def find(self, *names: str) -> Tensor | None:
-        """Allocate one tensor for these tensors, stacked by rows; None if the model lacks one of them."""
+    def find(self, *names: str, factor: float = 1.0) -> Tensor | None:
+        """Allocate one tensor for these tensors, stacked by rows and multiplied by a factor; None if the
+        model lacks one of them."""
         if any(name not in self._state for name in names):
             return None
         tensors = [self._state[name] for name in names]
         heights = [len(tensor) for tensor in tensors]
         stacked = tensors[0].new_empty(sum(heights), *tensors[0].shape[1:])
         for name, part in zip(names, stacked.split(heights), strict=True):
-            self._targets[name] = Target(part, self._order(name, len(part)))
+            self._targets[name] = Target(part, self._order(name, len(part)), factor)
         return stacked
 
     def take(self, *names: str) -> Tensor:
@@ -194,14 +197,33 @@ class _DecoderWeights:
         """Return the product with several weights at once."""
         weights = [f"{name}.weight" for name in names]
         weight = tied_to if tied_to is not None and self._tied.issuperset(weights) else self.take(*weights)
-        return Linear(weight, self.find(*(f"{name}.bias" for name in names)), onednn=self._onednn)
+        bias = self.find(*(f"{name}.bias" for name in names))
+        self._products.append(Linear(weight, bias, onednn=self._onednn))
+        return self._products[-1]
+
+    def find_norm(self, name: str) -> Norm | None:
+        """Return a normalisation; None if the model lacks it."""
+        state = self._state.get(f"{name}.weight")
+        if state is None:
+            return None
+        weight = self.find(f"{name}.weight", factor=Norm.factor(len(state), state))
+        assert weight is not None, "the model has its weight"
+        return Norm(weight, self._eps)
+
+    def norm(self, name: str) -> Norm:
+        """Like `find_norm`, for normalisations that the decoder needs; raise `UnsuitableError` if one is
+        missing."""
+        norm = self.find_norm(name)
+        if norm is None:
+            raise UnsuitableError(f"it lacks the tensor {name}.weight")
+        return norm
 
     def load(self) -> Targets:
         """Copy all weights from the model, and return the targets for later swaps."""
         unknown = sorted(self._state.keys() - self._targets.keys() - self._tied)
         if unknown:
             raise UnsuitableError(f"it has tensors this decoder does not know, such as {unknown[0]!r}")
-        targets = Targets(self._targets, self._tied)
+        targets = Targets(self._targets, self._tied, self._products)
         targets.load(self._state)
         return targets
 

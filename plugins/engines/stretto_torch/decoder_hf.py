@@ -12,13 +12,14 @@ from math import inf
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from stretto.errors import EngineError
 from stretto_torch.decoder import logprobs_of
 from stretto_torch.kv import LayerShape, SlotCache
-from stretto_torch.shapes import TokenSpan
+from stretto_torch.shapes import TokenSpan, padded_rows
 from stretto_torch.swap import Target, Targets, tied_names
 
 
@@ -61,6 +62,9 @@ class HFDecoder:
             cache = _PrefixCache(self.cache, rows, positions, real)
             mask = self._masks.at(positions, cache.length)
         last, column = torch.unique(lengths - 1, return_inverse=True)
+        # Padded like the rows of a step: a product with fewer rows gives different bits.
+        enough = -(-padded_rows(1) // len(tokens))
+        last = F.pad(last, (0, max(0, enough - len(last))))
         logits = self._run(tokens, positions, cache, mask, last)
         return logits[torch.arange(len(tokens), device=tokens.device), column].float()
 

@@ -54,26 +54,31 @@ class SlotCache:
         self, shapes: Sequence[LayerShape], rows: int, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.tokens = tokens
+        self.rows = rows
         self.device = device
+        self.dtype = dtype
         self.blocks: list[Block] = []
         self.layers = [
             torch.zeros(2 * (tokens + 1) * shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
             for shape in shapes
         ]
-        self._rows = rows
         self._heads = [shape.kv_heads for shape in shapes]
         self._head_counts = sorted(set(self._heads))
         # By number of heads: the index of position 0 of each row's keys, then values: (rows, 2 * kv_heads).
         self._starts: dict[int, Tensor] = {}
+        # The views that `span` has returned since the last call of `place`: making one costs as much as a
+        # small kernel, and most steps need those of the step before.
+        self._spans: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self.place([])
 
     def place(self, blocks: Sequence[Block]) -> None:
         """Give rows 0, 1, ... these blocks, and none to the rows beyond. Moves nothing."""
         self.blocks = list(blocks)
-        dummies = (self.tokens, 1) * (self._rows - len(blocks))
+        self._spans.clear()
+        dummies = (self.tokens, 1) * (self.rows - len(blocks))
         for heads in self._head_counts:
             starts = self._beginnings([*chain.from_iterable(blocks), *dummies], heads)
-            self._starts[heads] = torch.from_numpy(starts.reshape(self._rows, 2 * heads)).to(self.device)
+            self._starts[heads] = torch.from_numpy(starts.reshape(self.rows, 2 * heads)).to(self.device)
 
     def place_evenly(self, capacity: int, rows: int) -> None:
         """Give this number of rows adjacent blocks of one capacity."""
@@ -111,13 +116,19 @@ class SlotCache:
     def span(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` keys and values of rows `start..stop-1`, each (rows * kv_heads, length,
         head_dim), without a copy. The rows' blocks must be adjacent and have one capacity."""
+        key = (layer, start, stop, length)
+        if key not in self._spans:
+            self._spans[key] = self._views(*key)
+        return self._spans[key]
+
+    # ------------------------------------------------------------------------------------ private
+
+    def _views(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         flat, heads, first_block = self.layers[layer], self._heads[layer], self.blocks[start]
         dim = flat.shape[1]
         shape, stride = ((stop - start) * heads, length, dim), (first_block.capacity * dim, dim, 1)
         offset, half = first_block.start * heads * dim, flat.numel() // 2
         return flat.as_strided(shape, stride, offset), flat.as_strided(shape, stride, half + offset)
-
-    # ------------------------------------------------------------------------------------ private
 
     def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
         """Return the index where the keys, then the values, of each head begin: (blocks, 2 * heads).

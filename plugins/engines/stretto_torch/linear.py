@@ -1,8 +1,9 @@
 """The product with a weight matrix, by the kernel that is fast for its size.
 
-On a CPU, torch computes float32 products with MKL by default. On AMD, oneDNN has twice its speed for large
-weights. It is called through a private operator of torch, costs about 8 us more per call, and generates code
-for each new number of rows.
+On a CPU, torch computes float32 products with MKL by default. On AMD, oneDNN is faster for large weights: on
+Zen 5 twice at any number of rows, on Zen 3 a third at 8 rows and not at 64. It is called through private
+operators of torch, costs about 8 us more per call, and generates code for each new number of rows. It keeps a
+second copy of the weight, in the order in which it reads it; each change of the weights packs it again.
 """
 
 from __future__ import annotations
@@ -19,28 +20,38 @@ from torch import Tensor
 # (measured on Zen 5). The choice depends on the weight alone: another kernel for other rows would give other
 # bits.
 _WORTHWHILE = 160_000
+# Rows for which a weight is packed. Other numbers of rows use the same order.
+_PACKED_FOR = 32
 
 
 class Linear:
-    """A weight (out_features, in_features), perhaps with a bias (out_features,)."""
+    """A weight (out_features, in_features), perhaps with a bias (out_features,). After each change of the
+    weight, call `pack`."""
 
-    __slots__ = ("_bias", "_onednn", "_transposed", "_weight")
+    __slots__ = ("_bias", "_onednn", "_packed", "_transposed", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> None:
         self._weight = weight
         self._transposed = weight.t()
         self._bias = bias
         self._onednn = onednn and weight.numel() >= _WORTHWHILE
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Copy the weight into the order of its kernel, if that is another one."""
+        if self._onednn:
+            self._packed = None  # one copy at a time
+            self._packed = _pack(self._weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return `x @ weight.T + bias` (rows, out_features) for x (rows, in_features)."""
-        if self._onednn:
-            return _onednn(x, self._weight, self._bias)
+        if self._packed is not None:
+            return _onednn(x, self._packed, self._bias)
         return F.linear(x, self._weight, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return `residual + self(x)`, in one kernel if possible."""
-        if self._onednn or self._bias is not None:
+        if self._packed is not None or self._bias is not None:
             return self(x).add_(residual)
         return torch.addmm(residual, x, self._transposed)
 
@@ -48,15 +59,25 @@ class Linear:
 def prefers_onednn(
     choice: Literal["auto", "torch", "onednn"], rows: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether to use oneDNN for large products with this number of rows; `auto` measures."""
+    """Whether to use oneDNN for large products with up to this number of rows; `auto` measures with 8 rows
+    and with all."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     if choice != "auto":
         return choice == "onednn"
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
-    x, weight = torch.randn(rows, 1024), torch.randn(1024, 1024)
-    return _seconds(lambda: _onednn(x, weight, None)) < 0.9 * _seconds(lambda: F.linear(x, weight))
+    weight = torch.randn(1024, 1024)
+    packed = _pack(weight)
+    inputs = [torch.randn(count, 1024) for count in (8, rows)]
+    onednn_s = [_seconds(lambda x=x: _onednn(x, packed, None)) for x in inputs]
+    torch_s = [_seconds(lambda x=x: F.linear(x, weight)) for x in inputs]
+    return sum(ours / theirs for ours, theirs in zip(onednn_s, torch_s, strict=True)) < 0.9 * len(inputs)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    reorder: Any = torch.ops.mkldnn._reorder_linear_weight
+    return reorder(weight, _PACKED_FOR)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

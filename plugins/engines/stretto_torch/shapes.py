@@ -1,8 +1,11 @@
-"""The shapes of a decode step: its number of rows, and the number of positions that attention reads.
+"""The shapes of a decode step: its number of rows, and the number of positions that attention reads; and the
+shapes of prefills in deterministic engines.
 
-The number of rows is padded to a multiple of 8 and lengths to a multiple of 32. With such shapes every kernel
-in use has been observed to give the same bits for a row, whatever the shape; `determinism.py` tests it. If
-the test fails, shapes are fixed at their largest.
+The number of rows is padded to a multiple of 8 and lengths to a multiple of 32. Prompts that one prefill
+computes have the same number of columns, a multiple of 16. With such shapes every kernel in use has been
+observed to give the same bits for a row, whatever the shape; `determinism.py` tests it. If the test fails,
+every prompt is computed separately; if that does not suffice, the number of rows is fixed at its largest, and
+last the lengths too.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from numpy.typing import NDArray
 _ROWS = 8
 _LENGTH = 32
 _PROMPT = 16
+# Columns of all prompts in one prefill of a deterministic engine. More would hardly be faster, and the test
+# at the start computes prefills of this size.
+_PREFILL = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,15 @@ class Shapes:
     """Tokens a sample may have, prompt and answer together."""
     fixed: bool = False
     """Compute every step with the largest shapes."""
+    trimmed: bool = False
+    """With `fixed`, fix only the number of rows: attention reads no more positions than needed."""
+    solo_prompts: bool = False
+    """Compute every prompt of a deterministic engine separately."""
+
+    @property
+    def full(self) -> bool:
+        """Whether attention always reads all rows and all positions of a slot."""
+        return self.fixed and not self.trimmed
 
     @property
     def length(self) -> int:
@@ -59,12 +74,24 @@ class Shapes:
             positions: (live,) positions of the tokens that are computed.
             size_classes: rows start..stop-1 of each size class, in order; together all live rows.
         """
-        if self.fixed:
+        if self.full:
             return [TokenSpan(0, self.most_rows, self.length)]
         return [
             TokenSpan(start, stop, padded_length(int(positions[start:stop].max()) + 1))
             for start, stop in size_classes
         ]
+
+    def prompt_batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Divide prompts of these lengths into the prefills of a deterministic engine. All prompts of a
+        prefill have the same number of columns, so that attention computes each as it would alone."""
+        by_columns: dict[int, list[int]] = {}
+        for i, length in enumerate(lengths):
+            by_columns.setdefault(padded_prompt(length), []).append(i)
+        batches: list[list[int]] = []
+        for columns, indices in by_columns.items():
+            most = 1 if self.solo_prompts else max(1, _PREFILL // columns)
+            batches += [indices[first : first + most] for first in range(0, len(indices), most)]
+        return batches
 
 
 def padded_length(length: int) -> int:

@@ -57,7 +57,7 @@ class SizeClasses:
             *(capacity for capacity in _CAPACITIES if capacity < self._longest),
             self._longest,
         ]
-        self._one_size_class = one_size_class or shapes.fixed
+        self._one_size_class = one_size_class or shapes.full
         self._split = False
         self._holds_all_rows = shapes.most_rows * self._longest <= tokens
 
@@ -111,7 +111,7 @@ class SizeClasses:
         return rows * self._common(needs)
 
     def _common(self, needs: Sequence[int]) -> int:
-        return self._longest if self._shapes.fixed else self._capacity(max(needs, default=1))
+        return self._longest if self._shapes.full else self._capacity(max(needs, default=1))
 
     def _capacity(self, need: int) -> int:
         return self._capacities[bisect_left(self._capacities, need)]

@@ -73,20 +73,17 @@ class Slots:
     Args:
         decoder: the model.
         shapes: shapes to compute with.
-        eos: tokens that end an answer, unless its request says otherwise.
-        deterministic: make a sample's bits independent of other samples: every prompt is computed whole and
-            separately, and a sample that has a slot keeps it.
+        deterministic: make a sample's bits independent of other samples: every prompt is computed whole, with
+            others of the same padded length, and a sample that has a slot keeps it.
     """
 
-    def __init__(self, decoder: Decoder, shapes: Shapes, eos: Iterable[int], *, deterministic: bool) -> None:
+    def __init__(self, decoder: Decoder, shapes: Shapes, *, deterministic: bool) -> None:
         self._decoder = decoder
         self._cache = decoder.cache
         self._shapes = shapes
         self._deterministic = deterministic
         self._size_classes = SizeClasses(shapes, decoder.cache.tokens, one_size_class=decoder.one_size_class)
         self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens)
-        self._is_eos = np.zeros(decoder.vocabulary, np.bool_)
-        self._is_eos[list(eos)] = True
         self._device = decoder.cache.device
 
         self.prefix_hits = 0  # samples for which a prefix of their text was in the cache
@@ -110,7 +107,8 @@ class Slots:
         self._versions = np.zeros((lanes, shapes.length), np.int32)
         # By lane.
         self._limit = np.zeros(lanes, np.int64)  # position after the last one that the sample may fill
-        self._own_ends = np.zeros(lanes, np.bool_)  # the request has its own end tokens or stop strings
+        self._is_end = np.zeros((lanes, decoder.vocabulary), np.bool_)  # the token ends the sample
+        self._has_stops = np.zeros(lanes, np.bool_)  # the request has stop strings
         self._plain = np.ones(lanes, np.bool_)  # temperature 1, and no logit is changed or masked
         self._temperature = np.ones(lanes, np.float32)
         self._top_k = np.zeros(lanes, np.int64)
@@ -243,7 +241,9 @@ class Slots:
         self._ids[lane, :prompt] = sample.prompt
         self._ids[lane, prompt:length] = sample.begun
         self._limit[lane] = _limit(sample)
-        self._own_ends[lane] = bool(sampling.stop or sampling.stop_token_ids or sampling.ignore_eos)
+        self._is_end[lane] = False
+        self._is_end[lane, [*sample.source.ends]] = True
+        self._has_stops[lane] = sample.stops is not None
         self._uniforms[lane, prompt : self._limit[lane]] = uniforms(sample.seed, sampling.max_tokens)
         self._temperature[lane] = sampling.temperature
         self._top_k[lane] = sampling.top_k
@@ -336,7 +336,8 @@ class Slots:
     def _batches(self, indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """Divide texts into prefills; texts of about the same length share one."""
         if self._deterministic:
-            return [[i] for i in indices]
+            batches = self._shapes.prompt_batches([lengths[i] for i in indices])
+            return [[indices[i] for i in batch] for batch in batches]
         batches: list[list[int]] = []
         longest = padding = 0
         for i in sorted(indices, key=lengths.__getitem__, reverse=True):
@@ -358,17 +359,13 @@ class Slots:
         self._ids[lane, position] = tokens
         self._logprobs[lane, position] = logprobs
         self._versions[lane, position] = version
-        stopped = self._is_eos[tokens] | ~np.isfinite(logprobs)
-        for i in self._own_ends[lane].nonzero()[0].tolist():
-            stopped[i] = self._stops(self.running[rows[i]], int(tokens[i])) or not np.isfinite(logprobs[i])
+        stopped = self._is_end[lane, tokens] | ~np.isfinite(logprobs)
+        for i in self._has_stops[lane].nonzero()[0].tolist():
+            sample = self.running[rows[i]]
+            assert sample.stops is not None, "its lane has stop strings"
+            stopped[i] |= sample.stops.end(self.answer(sample, 0).tokens)
         ended = stopped | (position + 1 >= self._limit[lane])
         return [self._ending(int(rows[i]), bool(stopped[i]), version) for i in ended.nonzero()[0]]
-
-    def _stops(self, sample: SlotSample, token: int) -> bool:
-        """Whether a sample's last token ends it according to its request."""
-        if token in sample.source.ends:
-            return True
-        return sample.stops is not None and sample.stops.end(self.answer(sample, 0).tokens)
 
     def _settings(self, lane: NDArray[np.int64]) -> SamplingSettings | None:
         if self._plain[lane].all():

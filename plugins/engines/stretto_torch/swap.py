@@ -5,13 +5,14 @@ Checking and hashing need no pause of the engine and run outside its compute thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from stretto.errors import WeightsError, nearest
 from stretto.models.digest import tensor_hash
+from stretto_torch.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,14 @@ class Target:
     """A view of the decoder's own weights, shaped like the tensor."""
     order: Tensor | None = None
     """Order of the tensor's rows in `into`; None keeps the order."""
+    factor: float = 1.0
+    """Factor of the tensor's values in `into`."""
 
     def load(self, tensor: Tensor) -> None:
         """Copy, converting dtype and device."""
         self.into.copy_(tensor if self.order is None else tensor[self.order])
+        if self.factor != 1.0:
+            self.into.mul_(self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class Targets:
     by_name: Mapping[str, Target]
     tied: frozenset[str] = frozenset()
     """Additional names that a checkpoint may hold, for tensors that share memory with one of `by_name`."""
+    products: Sequence[Linear] = ()
+    """Products with these tensors, which may have to rearrange their weights."""
 
     def check(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Check that the tensors are the model's, by name, shape and kind of number.
@@ -69,6 +76,8 @@ class Targets:
         """Copy tensors that passed `check` into place."""
         for name, target in self.by_name.items():
             target.load(tensors[name])
+        for product in self.products:
+            product.pack()
 
 
 def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
