@@ -78,6 +78,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/step_parts.py
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/durability.py

@@ -592,7 +592,8 @@ class Kernel:
         version, config = result.note.version, self._config
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.is_due(version)
-        busy_s = await self._engines.busy_s()
+        with tracing.span("engine figures", trace.span.traceparent):
+            busy_s = await self._engines.busy_s()
         # No await up to `announce`: no task may see the new ledger without the step's figures, or the new
         # version without its weights.
         self._scheduler.step_finished(hold=due, divergence=divergence)
@@ -619,14 +620,16 @@ class Kernel:
         tickets = tuple(group.ticket for group in start.groups)
         incarnation = self._journal.incarnation
         batch = JournalBatch(incarnation, start.version, rows, tickets, self._setup.layout, self._config.seed)
-        await self._journal.append(batch, "batch", start.version)
+        with tracing.span("journal"):
+            await self._journal.append(batch, "batch", start.version)
         ahead = _rows(tuple(self._scheduler.done_groups))
         needed = self._scheduler.needed_versions
         result = await self._trainers.step(incarnation, start.version, rows, ahead, needed, trace)
         version = result.note.version
         divergence = self._engine_errors.divergence(result.divergence)
         finished = JournalStep(incarnation, version, result.note.digest, divergence)
-        await self._journal.append(finished, "step", version)
+        with tracing.span("journal"):
+            await self._journal.append(finished, "step", version)
         return result, divergence
 
     def _drain_if_failing(self, version: int) -> None:

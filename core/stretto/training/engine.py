@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from stretto import tracing
 from stretto.errors import EngineError
 from stretto.models.files import folder_of_model, tensors_of_model
 from stretto.models.lora_files import matrix_of
@@ -257,17 +258,18 @@ class HFTraining:
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
         """Take one optimizer step. If the gradient is not finite, skip the step and set `skipped` to 1."""
         self._check_trainable("trained")
-        mask = batch["loss_mask"] & self._figure_mask(batch)
-        micro_batches = self._packing.split(
-            batch.with_columns({"loss_mask": mask}),
-            self._config.micro_batch_tokens,
-            whole_groups=loss.unit == "group",
-        )
-        work = [
-            self._work(micro, micro["loss_mask"], temperature, entropy_gradient=loss.entropy_coef > 0)
-            for micro in micro_batches
-            if micro["loss_mask"].any()
-        ]
+        with tracing.span("micro-batches"):
+            mask = batch["loss_mask"] & self._figure_mask(batch)
+            micro_batches = self._packing.split(
+                batch.with_columns({"loss_mask": mask}),
+                self._config.micro_batch_tokens,
+                whole_groups=loss.unit == "group",
+            )
+            work = [
+                self._work(micro, micro["loss_mask"], temperature, entropy_gradient=loss.entropy_coef > 0)
+                for micro in micro_batches
+                if micro["loss_mask"].any()
+            ]
         own = (
             int(mask.sum()),
             loss_count(mask, batch.sequence_index(), len(batch), loss.reduction),
@@ -281,13 +283,15 @@ class HFTraining:
                 return output.sum() * 0.0  # another rank has more micro-batches
             return self._loss(work[index], output, loss, sum(counts), statistics)
 
-        self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
-        norm = self._layout.clip(self._model, self._config.clip_norm)
-        figures = statistics.together(self._layout)
-        lr = self._config.lr * _lr_factor(self._config, self._steps)
-        if loss.lr_scale is not None:
-            lr *= loss.lr_scale(figures)
-        self._step(lr, skipped=not math.isfinite(norm))
+        with tracing.span("forward and backward"):
+            self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
+        with tracing.span("optimizer"):
+            norm = self._layout.clip(self._model, self._config.clip_norm)
+            figures = statistics.together(self._layout)
+            lr = self._config.lr * _lr_factor(self._config, self._steps)
+            if loss.lr_scale is not None:
+                lr *= loss.lr_scale(figures)
+            self._step(lr, skipped=not math.isfinite(norm))
         return {
             **figures,
             "grad_norm": norm,

@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
+from stretto import tracing
 from stretto.algorithm import Call
 from stretto.array import Array
 from stretto.assembly.dataflow import SOURCE_OPS
@@ -138,6 +139,10 @@ class BatchStore:
         Args:
             media: also add the model's inputs for the rows' images.
         """
+        with tracing.span("read rows"):
+            return await self._batch(rows, keys, media=media)
+
+    async def _batch(self, rows: Sequence[int], keys: Sequence[str], *, media: bool) -> Batch:
         from stretto.rl.batch import Batch
 
         await self._read_rows(rows)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -120,8 +121,9 @@ class ComputeThread:
         """Seconds spent in `run` so far."""
 
     async def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-        """Run a function in the thread, after the functions submitted before it."""
-        call = partial(self._run_timed, partial(function, *arguments, **keywords))
+        """Run a function in the thread, after the functions submitted before it. It has the caller's context
+        variables, so its spans are below the caller's."""
+        call = partial(copy_context().run, self._run_timed, partial(function, *arguments, **keywords))
         return await asyncio.wrap_future(self._executor.submit(call))
 
     def _run_timed(self, function: Callable[[], T]) -> T:

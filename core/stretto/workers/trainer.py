@@ -248,7 +248,7 @@ class TrainerWorker:
             self._shared_rows[self._version + 1] = await self._score_shared_rows()
         self._rows.end()
         self._version += 1
-        with tracing.span("publish", message.traceparent, version=self._version):
+        with tracing.within(tracing.span("publish", message.traceparent, version=self._version)):
             return StepEnded(await self._publish(message.needed))
 
     async def _prefetch(self, message: Prefetch) -> None:
@@ -295,11 +295,12 @@ class TrainerWorker:
         if not self._leads:
             return None
         engine, publisher = self._engines[self._graph.lead], self._publisher
-        canary: Canary | str = (
-            await self._thread.run(self._probe.score, engine)
-            if isinstance(self._probe, Probe)
-            else self._probe
-        )
+        with tracing.span("canary"):
+            canary: Canary | str = (
+                await self._thread.run(self._probe.score, engine)
+                if isinstance(self._probe, Probe)
+                else self._probe
+            )
         if publisher is None:  # all ranks must iterate over the weights; only rank 0 publishes them
             await self._thread.run(_exhaust, engine.weights)
             return None
@@ -402,7 +403,7 @@ class TrainerWorker:
                 loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
             if kept is not None and number < call.minibatches:  # the first epoch has every row once
                 loss, batch = kept.watch(loss, rows), batch.with_columns({ROW: _numbers(rows)})
-            with tracing.span("optimizer step", number=number, sequences=len(rows)):
+            with tracing.within(tracing.span("optimizer step", number=number, sequences=len(rows))):
                 statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
             if audited and not steps:
                 figures = audit.pop_figures(statistics)
@@ -410,7 +411,8 @@ class TrainerWorker:
                 divergences.append(statistics.pop("divergence"))
             steps.append(statistics)
         if kept is not None:
-            await self._record(kept)
+            with tracing.span("record"):
+                await self._record(kept)
         means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
         if divergences:
             figures["divergence"] = sum(divergences) / len(divergences)
