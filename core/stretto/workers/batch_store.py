@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto import tracing
 from stretto.algorithm import Call
@@ -34,6 +36,35 @@ _READS_AT_ONCE = 32
 _ANSWER_S = 600.0
 """Deadline of a request for rows of another rank; a rank that dies ends the run long before."""
 
+_Row = Mapping[str, NDArray[Any] | float | bool]
+"""The columns of one row: an array of one value for each token, or one value for the sequence."""
+_DTYPES: Mapping[str, type[np.generic]] = {
+    "tokens": np.int64,
+    "loss_mask": np.bool_,
+    "behaviour_logprobs": np.float32,
+    "versions": np.int64,
+    "rewards": np.float32,
+    "truncated": np.bool_,
+    "group": np.int64,
+    "sample": np.int64,
+}
+"""The columns of the source: the keys of `stretto.algorithm.GENERATED` and `SCORED`, and the sample."""
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """A bundle of the log, with its trajectories as columns."""
+
+    row: int
+    """Row of the dataset."""
+    ids: Sequence[str]
+    trajectories: Sequence[_Row]
+
+    @classmethod
+    def of(cls, bundle: TrajectoryBundle) -> _Bundle:
+        trajectories = bundle.trajectories
+        return cls(bundle.row, [each.id for each in trajectories], [_columns_of(each) for each in trajectories])
+
 
 class BatchStore:
     """The part of the batch that this rank holds. A row's number is its position in the batch.
@@ -46,12 +77,15 @@ class BatchStore:
         self._context = context
         self._placement = placement
         self._source: Call = placement.graph.source
-        self._bundles: dict[int, TrajectoryBundle] = {}
+        self._bundles: dict[int, _Bundle] = {}
         self._refs: tuple[RowRef, ...] = ()
         self._version = -1
         self._lengths: list[int] = []
-        self._source_columns: dict[int, Mapping[str, Tensor]] = {}
+        self._source_columns: dict[int, _Row] = {}
         """Row -> its columns of the source."""
+        self._joined: tuple[list[int], Batch] | None = None
+        """The newest rows that `batch` has joined, with the source's columns: the calls of a step often want
+        the same rows."""
         self._call_columns: dict[str, dict[int, Tensor]] = {}
         """Key -> row -> its part of the column."""
         self._vision: Vision | None = None
@@ -83,11 +117,11 @@ class BatchStore:
         if self._version == version:
             return
         self._version, self._refs = version, refs
-        self._source_columns, self._call_columns, self._media = {}, {}, {}
+        self._drop_columns()
         if not self._placement.graph.samples:  # the lengths of a dataset's rows are unknown until encoded
             await anyio.to_thread.run_sync(self._encode_all)
         self._lengths = [
-            ref.length or len(self._source_columns[row]["tokens"]) for row, ref in enumerate(self._refs)
+            ref.length or np.size(self._source_columns[row]["tokens"]) for row, ref in enumerate(self._refs)
         ]
 
     def end(self) -> None:
@@ -95,7 +129,10 @@ class BatchStore:
         for ref in self._refs:
             self._bundles.pop(ref.sequence, None)
         self._version, self._refs, self._lengths = -1, (), []
-        self._source_columns, self._call_columns, self._media = {}, {}, {}
+        self._drop_columns()
+
+    def _drop_columns(self) -> None:
+        self._source_columns, self._call_columns, self._media, self._joined = {}, {}, {}, None
 
     async def prefetch(self, refs: Sequence[RowRef]) -> None:
         """Read announced rows from the log ahead of time, and drop rows that no batch needs any more."""
@@ -129,7 +166,7 @@ class BatchStore:
     @property
     def trained_tokens(self) -> int:
         """Tokens in the loss mask of the whole batch. Only for rows of the dataset: every rank has them."""
-        return sum(int(row["loss_mask"].sum()) for row in self._source_columns.values())
+        return sum(int(np.sum(row["loss_mask"])) for row in self._source_columns.values())
 
     # ------------------------------------------------------------------------------------ columns
 
@@ -150,16 +187,12 @@ class BatchStore:
         call_keys = [key for key in keys if writers[key].op not in SOURCE_OPS]
         for key in call_keys:
             await self._request_missing(key, rows)
-        columns = {
-            key: [self._source_columns[row][key] for row in rows] for key in self._source_columns[rows[0]]
-        }
-        columns |= {key: [self._call_columns[key][row] for row in rows] for key in call_keys}
-        lengths = [self._lengths[row] for row in rows]
-        tokens, sequences = _join(columns)
         images = None
         if media and self._vision is not None:
             images = await anyio.to_thread.run_sync(self._media_of, self._vision, rows)
-        return Batch(lengths, tokens, sequences, images)
+        source = self._join_source(rows)
+        tokens, sequences = _join({key: [self._call_columns[key][row] for row in rows] for key in call_keys})
+        return Batch(source.lengths, source.tokens | tokens, source.sequences | sequences, images)
 
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
         """Store a column that a call wrote for these rows, concatenated: one value for each token, or one for
@@ -219,9 +252,29 @@ class BatchStore:
         await self._fetch([self._refs[row] for row in missing])
         for row in missing:
             ref = self._refs[row]
-            trajectory = self._bundles[ref.sequence].trajectories[ref.index]
-            assert ref.id == trajectory.id, "the log and the ledger name different trajectories"
-            self._source_columns[row] = _of_trajectory(trajectory, ref.group)
+            bundle = self._bundles[ref.sequence]
+            assert ref.id == bundle.ids[ref.index], "the log and the ledger name different trajectories"
+            self._source_columns[row] = {**bundle.trajectories[ref.index], "group": ref.group}
+
+    def _join_source(self, rows: Sequence[int]) -> Batch:
+        """Return these rows with the columns of the source."""
+        import torch
+
+        from stretto.rl.batch import Batch
+
+        if self._joined is None or self._joined[0] != list(rows):
+            columns = [self._source_columns[row] for row in rows]
+            tokens: dict[str, Tensor] = {}
+            sequences: dict[str, Tensor] = {}
+            for key, first in columns[0].items():
+                values = [row[key] for row in columns]
+                if isinstance(first, np.ndarray):
+                    joined = np.concatenate(values, dtype=_DTYPES[key], casting="unsafe")
+                    tokens[key] = torch.from_numpy(joined)
+                else:
+                    sequences[key] = torch.from_numpy(np.array(values, _DTYPES[key]))
+            self._joined = list(rows), Batch([self._lengths[row] for row in rows], tokens, sequences)
+        return self._joined[1]
 
     def _media_of(self, vision: Vision, rows: Sequence[int]) -> list[Mapping[str, Tensor]]:
         """Return the model's inputs for the images of these rows."""
@@ -246,7 +299,8 @@ class BatchStore:
         async def read(sequence: int) -> None:
             async with limit:
                 stream = self._context.names.log_stream
-                self._bundles[sequence] = await self._context.bus.read(stream, sequence, TrajectoryBundle)
+                bundle = await self._context.bus.read(stream, sequence, TrajectoryBundle)
+                self._bundles[sequence] = _Bundle.of(bundle)
 
         async with anyio.create_task_group() as tasks:
             for sequence in missing:
@@ -256,19 +310,13 @@ class BatchStore:
         for row, ref in enumerate(self._refs):
             self._source_columns[row] = self._encode(ref)
 
-    def _encode(self, ref: RowRef) -> Mapping[str, Tensor]:
-        import torch
-
+    def _encode(self, ref: RowRef) -> _Row:
         assert self._source.encode is not None
         with _name_row(ref.sequence):
             row = self._dataset[ref.sequence]
             tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
             tokens, mask = self._source.encode(row, ref.index, tokenizer)
-        return {
-            "tokens": torch.tensor(tokens, dtype=torch.long),
-            "loss_mask": torch.tensor(mask, dtype=torch.bool),
-            "group": torch.tensor(ref.group),
-        }
+        return {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
 
 
 @contextmanager
@@ -283,22 +331,16 @@ def _name_row(place: int) -> Generator[None]:
         raise ConfigError(message, path="dataset") from error
 
 
-def _of_trajectory(trajectory: WireTrajectory, group: int) -> Mapping[str, Tensor]:
-    """Return the columns of a trajectory: the keys of `stretto.algorithm.GENERATED` and `SCORED`."""
-    import torch
-
-    def column(array: Array, dtype: Any) -> Tensor:
-        return torch.from_numpy(array.numpy().astype(dtype))
-
+def _columns_of(trajectory: WireTrajectory) -> _Row:
+    """Return the columns of a trajectory, without its group."""
     return {
-        "tokens": column(trajectory.tokens, np.int64),
-        "loss_mask": column(trajectory.loss_mask, np.bool_),
-        "behaviour_logprobs": column(trajectory.logprobs, np.float32),
-        "versions": column(trajectory.versions, np.int64),
-        "rewards": torch.tensor(trajectory.reward, dtype=torch.float32),
-        "truncated": torch.tensor(trajectory.finish == "length"),
-        "group": torch.tensor(group),
-        "sample": torch.tensor(trajectory.sample),
+        "tokens": trajectory.tokens.numpy(),
+        "loss_mask": trajectory.loss_mask.numpy(),
+        "behaviour_logprobs": trajectory.logprobs.numpy(),
+        "versions": trajectory.versions.numpy(),
+        "rewards": trajectory.reward,
+        "truncated": trajectory.finish == "length",
+        "sample": trajectory.sample,
     }
 
 
