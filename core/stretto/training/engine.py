@@ -331,7 +331,7 @@ class HFTraining:
         weights = loss_weights(mask, index, len(batch), loss.reduction, count=count)
         # Mask with `where`, not by the weight 0 alone: 0 x inf of a masked token would be NaN.
         total = (torch.where(mask, losses, 0.0) * weights).sum()
-        statistics.add(mask, float(total.detach()), {**own, **figures})
+        statistics.add(mask, total.detach(), {**own, **figures})
         return total
 
     def _figure_mask(self, batch: Batch) -> Tensor:
@@ -409,15 +409,26 @@ class _Statistics:
         self._sums: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
 
-    def add(self, mask: Tensor, loss: float, figures: Mapping[str, Tensor]) -> None:
-        """Add the (T,) figures of a micro-batch; `loss` is its part of the loss of the whole batch."""
-        self._sums["loss"] = self._sums.get("loss", 0.0) + loss
-        for name, values in figures.items():
-            values = values.detach()[mask]
+    def add(self, mask: Tensor, loss: Tensor, figures: Mapping[str, Tensor]) -> None:
+        """Add the (T,) figures of a micro-batch; `loss` is its part of the loss of the whole batch, a scalar.
+
+        All figures are reduced together: they leave the device once for each micro-batch.
+        """
+        if not figures:
+            self._add_sum("loss", loss.item())
+            return
+        values = torch.stack([values.detach().float() for values in figures.values()])[:, mask]  # (K, N)
+        reduced = torch.cat([loss.float()[None], values.sum(1), values.amax(1)]).tolist()
+        sums, maxima = reduced[1 : len(figures) + 1], reduced[len(figures) + 1 :]
+        self._add_sum("loss", reduced[0])
+        for name, total, highest in zip(figures, sums, maxima, strict=True):
             if name.endswith("_max"):
-                self._maxima[name] = max(float(values.max()), self._maxima.get(name, -math.inf))
+                self._maxima[name] = max(highest, self._maxima.get(name, -math.inf))
             else:
-                self._sums[name] = self._sums.get(name, 0.0) + float(values.sum()) / self._tokens
+                self._add_sum(name, total / self._tokens)
+
+    def _add_sum(self, name: str, value: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + value
 
     def together(self, layout: Layout) -> dict[str, float]:
         """Return the statistics over all parts, the same in all ranks."""

@@ -136,4 +136,5 @@ class Layout:
 
     def clip(self, model: nn.Module, limit: float | None) -> float:
         """Scale the gradient down to a norm of at most `limit`. Return the norm before that."""
-        return float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit))
+        bound = math.inf if limit is None else limit
+        return float(nn.utils.clip_grad_norm_(model.parameters(), bound, foreach=True))
