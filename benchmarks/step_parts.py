@@ -18,6 +18,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from whole_runs import QUICKSTART, summary_of
 __all__ = ["Parts", "parts_of"]
 
 ARITHMETIC = "forward and backward"
+SWAPS = ("swap", "engine swap")
+"""Spans of a step's trace that are about its version, in other processes."""
 FIRST = 5
 
 
@@ -82,7 +85,7 @@ def parts_of(run: Path, skip: int = FIRST) -> Parts:
     within: list[dict[str, float]] = []
     beside: list[dict[str, float]] = []
     periods: list[float] = []
-    for step, following in zip(steps, steps[1:], strict=False):
+    for step, following in pairwise(steps):
         periods.append((following.start - step.start) / 1e6)
         own: dict[str, float] = {"between steps": (following.start - step.end) / 1e6}
         after: dict[str, float] = {}
@@ -93,14 +96,20 @@ def parts_of(run: Path, skip: int = FIRST) -> Parts:
 
 
 def _add(
-    span: _Span, below: Mapping[str, Sequence[_Span]], limit: int, own: dict[str, float], after: dict[str, float]
+    span: _Span,
+    below: Mapping[str, Sequence[_Span]],
+    limit: int,
+    own: dict[str, float],
+    after: dict[str, float],
 ) -> None:
-    """Add the span's own time, and those of the spans below it, to `own`, or to `after` where they begin later
-    than `limit`, the beginning of the next step."""
-    children = [child for child in below.get(span.id, ()) if child.name not in ("swap", "engine swap")]
+    """Add the span's time and those of the spans below it to `own`, each without the spans below it. What is
+    after `limit`, the beginning of the next step, goes to `after`."""
+    children = [child for child in below.get(span.id, ()) if child.name not in SWAPS]
     covered = sum(min(child.end, span.end) - child.start for child in children if child.start < span.end)
-    to = own if span.start < limit else after
-    to[span.name] = to.get(span.name, 0.0) + (span.end - span.start - covered) / 1e6
+    late = max(0, span.end - max(span.start, limit))
+    own[span.name] = own.get(span.name, 0.0) + max(0, span.end - span.start - late - covered) / 1e6
+    if late:
+        after[span.name] = after.get(span.name, 0.0) + late / 1e6
     for child in children:
         _add(child, below, limit, own, after)
 

@@ -91,7 +91,8 @@ class WeightUpdate(Protocol):
 
 
 class Publisher(Protocol):
-    """Publishes the versions of one model. Lives in rank 0 of the model's worker group."""
+    """Publishes the versions of one model. Lives in rank 0 of the model's worker group. Its methods run in
+    threads, one after the other."""
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()

@@ -112,10 +112,14 @@ class Trainers:
     ) -> tuple[WeightsNote, ...]:
         return (*needed, WeightsNote(version, "", f"digest {version}"))
 
-    async def step(
-        self, incarnation: int, version: int, rows: tuple[RowRef, ...], *, needed: tuple[int, ...]
-    ) -> StepResult:
-        return StepResult({}, [], WeightsNote(version + 1, "", f"digest {version + 1}"), began=0.0)
+    async def step(self, incarnation: int, version: int, rows: tuple[RowRef, ...]) -> StepResult:
+        return StepResult({}, [], version + 1, began=0.0)
+
+    async def end(self, version: int, needed: tuple[int, ...]) -> None:
+        pass
+
+    async def published(self, version: int) -> WeightsNote:
+        return WeightsNote(version, "", f"digest {version}")
 
 
 @pytest.fixture

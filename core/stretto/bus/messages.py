@@ -31,6 +31,7 @@ __all__ = [
     "Answers",
     "AskColumn",
     "AskLoad",
+    "AskPublished",
     "AskSharedRows",
     "AskTools",
     "AskWeights",
@@ -68,6 +69,7 @@ __all__ = [
     "Peer",
     "Prefetch",
     "Progress",
+    "Published",
     "Purpose",
     "Refusal",
     "RetiredTickets",
@@ -775,7 +777,7 @@ class Column(Message, frozen=True):
 
 class EndStep(Message, frozen=True):
     """Kernel to rank 0 of every worker group, answered by `StepEnded`: all calls are done; forget the batch.
-    Rank 0 informs the other ranks of its group. The group of the lead model publishes its weights."""
+    Rank 0 informs the other ranks of its group. The group of the lead model begins to publish its weights."""
 
     lease_epoch: int
     version: int
@@ -787,10 +789,20 @@ class EndStep(Message, frozen=True):
 
 
 class StepEnded(Message, frozen=True):
-    """The step is complete."""
+    """The group is ready for the next step. Its lead model's weights may still be on their way into files."""
 
-    note: WeightsNote | None = None
-    """The weights after the step. Only the group of the lead model sends it."""
+
+class AskPublished(Message, frozen=True):
+    """Kernel to rank 0 of the lead model's group, answered by `Published` when the version is complete."""
+
+    lease_epoch: int
+    version: int
+
+
+class Published(Message, frozen=True):
+    """A version of the weights is published, as a whole."""
+
+    note: WeightsNote
 
 
 class Prefetch(Message, frozen=True):
@@ -914,7 +926,7 @@ class KernelLease(Message, frozen=True):
 WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
     "trainer": {
         **dict.fromkeys(("load", "call", "end", "save"), ("kernel", "trainer")),
-        "prefetch": ("kernel",),
+        **dict.fromkeys(("prefetch", "published"), ("kernel",)),
         "column": ("trainer",),
         "weights": ("inference",),
         "shared_rows": ("inference",),

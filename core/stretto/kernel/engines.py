@@ -171,7 +171,7 @@ class Engines:
     def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
         """Return the weights that a worker has to serve now, and whether only their evaluation may use
         them."""
-        if self._wish.version is not None and member.worker in self._lending.lent:
+        if member.worker in self._lending.lent and self._wish.version in self.notes:
             return self.notes[self._wish.version], True
         return (self.note, False) if self.note is not None else None
 

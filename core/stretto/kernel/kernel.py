@@ -42,7 +42,7 @@ from stretto.bus.messages import (
 )
 from stretto.bus.server import restart_server
 from stretto.config import MetricsConfig
-from stretto.errors import BusError, RunError
+from stretto.errors import BusError, RunError, one_error
 from stretto.kernel.canary import EngineErrors
 from stretto.kernel.changes import differences, values_file
 from stretto.kernel.checkpoint import KernelState, checkpoint_name
@@ -159,6 +159,9 @@ class Kernel:
         self._engine_errors = EngineErrors()
         self._commands_ready = anyio.Event()
         self._changed = anyio.Event()
+        self._published = anyio.Event()
+        """The newest version is published, in the journal, and announced."""
+        self._published.set()
         self._started = False
         self._fleet.on_ready = self._on_ready
         self._fleet.on_lost = self._on_lost
@@ -319,7 +322,7 @@ class Kernel:
 
     def _record_step(self, start: StartBatch, result: StepResult) -> None:
         tickets = tuple(group.ticket for group in start.groups)
-        self._timeline.step(result.began, result.note.version, start.waited_for, tickets)
+        self._timeline.step(result.began, result.version, start.waited_for, tickets)
 
     def _has_nothing_to_repeat(self, stored: Stored) -> bool:
         """Whether this kernel has nothing to do, so that it needs no worker: the checkpoint has its values,
@@ -392,6 +395,7 @@ class Kernel:
             self._board.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
             while self._scheduler.training:
                 await self._changed.wait()
+            await self._published.wait()
             await self._checkpointer.save()
         ending.end(ending.drain_status, ending.drain_reason)
 
@@ -578,6 +582,7 @@ class Kernel:
             case HeldBack(evaluating, waiting):
                 log.warning("evaluations hold training back", evaluating=evaluating, waiting=waiting)
             case Finish():
+                await self._published.wait()
                 await self._engines.busy_s()  # updates the engines' figures for the summary
                 await self._checkpointer.save()
                 self._ending.end("completed", "")
@@ -585,22 +590,29 @@ class Kernel:
                 self._ending.drain("failed", reason)
 
     async def _step(self, start: StartBatch) -> None:
-        """Train a batch, announce the new weights, and write a checkpoint if one is due."""
+        """Train a batch, announce the new weights, and write a checkpoint if one is due.
+
+        The weights are published beside the next step, unless a checkpoint is due or nothing may run ahead.
+        """
         trace = self._traces.step(start)
         with tracing.within(trace.span):
-            result, divergence = await self._train(start, trace)
-        version, config = result.note.version, self._config
+            result, busy_s = await self._train(start, trace)
+        version, config = result.version, self._config
+        divergence = self._engine_errors.divergence(result.divergence)
         due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
         due |= config.checkpoint.keep_best and self._scheduler.is_due(version)
-        with tracing.span("engine figures", trace.span.traceparent):
-            busy_s = await self._engines.busy_s()
-        # No await up to `announce`: no task may see the new ledger without the step's figures, or the new
-        # version without its weights.
+        beside = self._scheduler.settings.max_staleness > 0 and not due
+        note = None if beside else await self._publish(version, divergence)
+        # No await up to `announce`: no task may see the new ledger without the step's figures.
         self._scheduler.step_finished(hold=due, divergence=divergence)
         metrics = self._report.step(start, result, generate_busy_s=busy_s, divergence=divergence)
         self._record_step(start, result)
         self._traces.trained(trace, result.began)
-        self._engines.announce(result.note)
+        if note is None:
+            self._published = anyio.Event()
+            self._tasks.start_soon(self._publish_beside, version, divergence, self._published)
+        else:
+            self._engines.announce(note)
         self._wake_carry_out()
         self._notify()
         self._setup.notify_plugins("stretto_step_finished", metrics=metrics)
@@ -610,27 +622,54 @@ class Kernel:
             self._scheduler.release()
             self._wake_carry_out()
 
-    async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float | None]:
-        """Write the batch to the journal, run the calls of its step, and write the step to the journal.
+    async def _train(self, start: StartBatch, trace: StepTrace) -> tuple[StepResult, float]:
+        """Write the batch to the journal, run the calls of its step, and end the step.
+
+        No weight changes before the batch is in the journal, and no step ends before the version of the
+        former one is announced.
 
         Returns:
-            The step's result, and the batch's divergence, or None if it is unknown.
+            The step's result, and the engines' mean seconds of work so far.
         """
         rows = _rows(start.groups)
-        tickets = tuple(group.ticket for group in start.groups)
-        incarnation = self._journal.incarnation
-        batch = JournalBatch(incarnation, start.version, rows, tickets, self._setup.layout, self._config.seed)
-        with tracing.span("journal"):
-            await self._journal.append(batch, "batch", start.version)
         ahead = _rows(tuple(self._scheduler.done_groups))
         needed = self._scheduler.needed_versions
-        result = await self._trainers.step(incarnation, start.version, rows, ahead, needed, trace)
-        version = result.note.version
-        divergence = self._engine_errors.divergence(result.divergence)
-        finished = JournalStep(incarnation, version, result.note.digest, divergence)
-        with tracing.span("journal"):
-            await self._journal.append(finished, "step", version)
-        return result, divergence
+        recorded, results, figures = anyio.Event(), list[StepResult](), list[float]()
+
+        async def record() -> None:
+            tickets = tuple(group.ticket for group in start.groups)
+            incarnation, layout = self._journal.incarnation, self._setup.layout
+            batch = JournalBatch(incarnation, start.version, rows, tickets, layout, self._config.seed)
+            with tracing.span("journal"):
+                await self._journal.append(batch, "batch", start.version)
+            recorded.set()
+
+        async def ask_engines() -> None:
+            with tracing.span("engine figures"):
+                figures.append(await self._engines.busy_s())
+
+        with one_error():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(record)
+                incarnation = self._journal.incarnation
+                step = self._trainers.step(incarnation, start.version, rows, ahead, trace, recorded)
+                results.append(await step)
+            await self._published.wait()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask_engines)
+                await self._trainers.end(start.version, needed, trace)
+        return results[0], figures[0]
+
+    async def _publish(self, version: int, divergence: float | None) -> WeightsNote:
+        """Wait until a version is published, and write its step to the journal."""
+        note = await self._trainers.published(version)
+        step = JournalStep(self._journal.incarnation, version, note.digest, divergence)
+        await self._journal.append(step, "step", version)
+        return note
+
+    async def _publish_beside(self, version: int, divergence: float | None, published: anyio.Event) -> None:
+        self._engines.announce(await self._publish(version, divergence))
+        published.set()
 
     def _drain_if_failing(self, version: int) -> None:
         """Drain the run if the gradients of several steps in a row were not finite. Drain it also if the

@@ -52,9 +52,11 @@ class _Steps(Protocol):
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...]
     ) -> tuple[WeightsNote, ...]: ...
 
-    async def step(
-        self, incarnation: int, version: int, rows: tuple[RowRef, ...], *, needed: tuple[int, ...]
-    ) -> StepResult: ...
+    async def step(self, incarnation: int, version: int, rows: tuple[RowRef, ...]) -> StepResult: ...
+
+    async def end(self, version: int, needed: tuple[int, ...]) -> None: ...
+
+    async def published(self, version: int) -> WeightsNote: ...
 
 
 @dataclass
@@ -234,12 +236,13 @@ async def repeat_journal(
     incarnation, differs = state.incarnation, False
     for batch in journal.batches.values():
         start = scheduler.replay(batch.tickets, [done[name] for name in _names(batch)])
-        result = await trainers.step(incarnation, batch.version, batch.rows, needed=scheduler.needed_versions)
+        result = await trainers.step(incarnation, batch.version, batch.rows)
+        await trainers.end(batch.version, scheduler.needed_versions)
+        note = await trainers.published(result.version)
         record = journal.steps.get(batch.version + 1)
         divergence = record.divergence if record else None
         scheduler.step_finished(divergence=divergence)
         on_repeated(start, result, divergence)
-        note = result.note
         notes.append(note)
         if record is None:
             await bus.append(

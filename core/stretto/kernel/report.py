@@ -186,7 +186,7 @@ class Report:
         self._steady.append((now, generate_busy_s, self.train_busy_s))
         step_s = now - before
         self.last = {
-            "step": result.note.version,
+            "step": result.version,
             "time": round(time.time(), 3),
             "time_s": round(self.wall_s, 3),
             "step_s": round(step_s, 4),
@@ -209,7 +209,7 @@ class Report:
             **self._variant_ledgers(),
             "not_trained": self._not_trained(),
         }
-        if result.note.version > 1:  # the first step waits for the first evaluation
+        if result.version > 1:  # the first step waits for the first evaluation
             self._recent.append(self.last)
         self._draw(self.last)
         self._advise()

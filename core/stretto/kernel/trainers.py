@@ -18,12 +18,14 @@ import msgspec
 from stretto.assembly.placement import Placement, WorkerGroup, model_folder
 from stretto.bus.client import Bus
 from stretto.bus.messages import (
+    AskPublished,
     CallDone,
     EndStep,
     LoadCheckpoint,
     Loaded,
     Message,
     Prefetch,
+    Published,
     RowRef,
     RunCall,
     Save,
@@ -61,8 +63,8 @@ class StepResult:
     statistics: dict[str, float]
     """Statistics of the calls. Names of a model other than the lead model begin with its name and a slash."""
     times: list[CallTime]
-    note: WeightsNote
-    """The weights after the step."""
+    version: int
+    """Version of the weights after the step."""
     began: float
     """Unix time at which the step began."""
     divergence: float | None = None
@@ -111,34 +113,42 @@ class Trainers:
         version: int,
         rows: tuple[RowRef, ...],
         ahead: tuple[RowRef, ...] = (),
-        needed: tuple[int, ...] = (),
         trace: StepTrace = UNTRACED,
+        recorded: anyio.Event | None = None,
     ) -> StepResult:
-        """Run the calls of one train step on a batch.
+        """Run the calls of one train step on a batch. Then call `end`.
 
         Args:
             ahead: rows that the next batches will probably need. The trainers fetch them while the present
                 rows train.
-            needed: published versions that the trainers keep, because evaluations need them.
+            recorded: set when the batch is in the journal; no weight changes before. None if it is there.
         """
         request = RunCall(
             self._lease_epoch, incarnation, version, "", rows, trace.span.traceparent, tuple(trace.groups)
         )
-        step = _Step(self, request, ahead)
+        step = _Step(self, request, ahead, recorded)
         with one_error():
             async with anyio.create_task_group() as tasks:
                 for group in self.placement.groups.values():
                     tasks.start_soon(step.run_group, group)
-        end = EndStep(self._lease_epoch, version, needed, trace.span.traceparent)
-        answers = await self._ask_all("end", end, StepEnded)
         divergence = step.statistics.pop("divergence", None)
-        return StepResult(
-            step.statistics,
-            step.times,
-            _note_of([answer.note for answer in answers]),
-            step.began,
-            divergence,
+        return StepResult(step.statistics, step.times, version + 1, step.began, divergence)
+
+    async def end(self, version: int, needed: tuple[int, ...] = (), trace: StepTrace = UNTRACED) -> None:
+        """End the step that began at a version. The trainers are then ready for the next one, and have begun
+        to publish the weights.
+
+        Args:
+            needed: published versions that the trainers keep, because evaluations need them.
+        """
+        await self._ask_all(
+            "end", EndStep(self._lease_epoch, version, needed, trace.span.traceparent), StepEnded
         )
+
+    async def published(self, version: int) -> WeightsNote:
+        """Wait until the weights after the last step that ended are published, and return their note."""
+        request = AskPublished(self._lease_epoch, version)
+        return (await self.ask(self.placement.lead, "published", request, Published)).note
 
     async def save(self, folder: Path, version: int, needed: tuple[int, ...] = ()) -> None:
         """Write the models and optimizers of all groups into a folder, and the published weights of the
@@ -181,11 +191,18 @@ class Trainers:
 class _Step:
     """The calls of one step under way."""
 
-    def __init__(self, trainers: Trainers, request: RunCall, ahead: tuple[RowRef, ...]) -> None:
+    def __init__(
+        self,
+        trainers: Trainers,
+        request: RunCall,
+        ahead: tuple[RowRef, ...],
+        recorded: anyio.Event | None,
+    ) -> None:
         self._trainers = trainers
         self._placement = trainers.placement
         self._request = request
         self._ahead = ahead
+        self._recorded = recorded
         self.began = trainers.timeline.now()
         self._began = time.monotonic()
         self._done = {call.name: anyio.Event() for call in self._placement.graph.step_calls}
@@ -201,6 +218,8 @@ class _Step:
             for earlier in graph.before(call):
                 if earlier in self._done:
                     await self._done[earlier].wait()
+            if call.op == "train" and self._recorded is not None:
+                await self._recorded.wait()
             if call.op == "train" and call.model == graph.lead and self._ahead:
                 await self._trainers.prefetch((*self._request.rows, *self._ahead))
             start_s, start = time.monotonic() - self._began, self._trainers.timeline.now()

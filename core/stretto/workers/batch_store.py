@@ -63,7 +63,9 @@ class _Bundle:
     @classmethod
     def of(cls, bundle: TrajectoryBundle) -> _Bundle:
         trajectories = bundle.trajectories
-        return cls(bundle.row, [each.id for each in trajectories], [_columns_of(each) for each in trajectories])
+        return cls(
+            bundle.row, [each.id for each in trajectories], [_columns_of(each) for each in trajectories]
+        )
 
 
 class BatchStore:

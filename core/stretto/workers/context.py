@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -115,16 +115,20 @@ class ComputeThread:
     """One thread for all computation of an engine. The event loop stays free, and the compute threads that
     belong to this thread are created only once."""
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "compute")
+    def __init__(self, name: str = "compute") -> None:
+        self._executor = ThreadPoolExecutor(1, name)
         self.busy_s = 0.0
         """Seconds spent in `run` so far."""
 
     async def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
         """Run a function in the thread, after the functions submitted before it. It has the caller's context
         variables, so its spans are below the caller's."""
-        call = partial(copy_context().run, self._run_timed, partial(function, *arguments, **keywords))
-        return await asyncio.wrap_future(self._executor.submit(call))
+        return await asyncio.wrap_future(self.submit(function, *arguments, **keywords))
+
+    def submit(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> Future[T]:
+        """Queue a function as `run` does, and return at once."""
+        call = partial(function, *arguments, **keywords)
+        return self._executor.submit(copy_context().run, self._run_timed, call)
 
     def _run_timed(self, function: Callable[[], T]) -> T:
         start = time.perf_counter()

@@ -1,16 +1,18 @@
 """What a trainer computes for each trajectory of a step, for people: advantages and importance weights.
 
 The loss of a trajectory's first optimizer step gives the figures, so they need no other pass over the model.
-They stay on the device until the step is done, and go to the log beside the next step.
+They stay on the device until the step is done. They become messages, and go to the log, beside the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import structlog
 from numpy.typing import NDArray
@@ -34,7 +36,8 @@ ROW = "kept_row"
 """Sequence column with the number of the row in the batch."""
 _BUNDLE_BYTES = 512 * 1024
 _MOST_WAITING = 64
-"""Messages that wait for the store. With more, the oldest are dropped: training does not wait for them."""
+"""Messages that wait for the store, and steps that wait to become messages. With more, the oldest are
+dropped: training does not wait for them."""
 _LEAVE_S = 2.0
 _LARGEST_WEIGHT = 65504.0
 """Largest number of float16."""
@@ -108,6 +111,22 @@ class StepFigures:
             yield TrainedRow(ids[row], Array.of([], np.float32), Array.of([], np.float16))
 
 
+@dataclass(frozen=True)
+class _WaitingStep:
+    """A step whose figures are still on the device."""
+
+    incarnation: int
+    version: int
+    figures: StepFigures
+    ids: Sequence[str]
+    """Id of each row of the batch."""
+    shown: Collection[str]
+    """Ids of the rows that are recorded."""
+
+    def rows(self) -> list[TrainedRow]:
+        return [row for row in self.figures.rows(self.ids) if row.id in self.shown]
+
+
 class StepRecorder:
     """Sends the figures of steps to the log."""
 
@@ -115,18 +134,23 @@ class StepRecorder:
         self._bus = bus
         self._names = names
         self._worker = worker
+        self._steps: deque[_WaitingStep] = deque()
         self._waiting: list[tuple[str, TrainedRows]] = []
         """(id, message)."""
         self._more = anyio.Event()
 
-    def add(self, incarnation: int, version: int, rows: Sequence[TrainedRow]) -> None:
-        """Send the rows of a step, in the background."""
-        for number, bundle in enumerate(_bundles_of(rows)):
-            id = f"trained/{incarnation}/{version}/{self._worker}/{number}"
-            self._waiting.append((id, TrainedRows(incarnation, version, tuple(bundle))))
-        if len(self._waiting) > _MOST_WAITING:
-            log.warning("the figures of a step are dropped: the store is too slow", version=version)
-            del self._waiting[:-_MOST_WAITING]
+    def add(
+        self, incarnation: int, version: int, figures: StepFigures, ids: Sequence[str], shown: Collection[str]
+    ) -> None:
+        """Send a step's figures, in the background.
+
+        Args:
+            ids: id of each row of the batch.
+            shown: ids of the rows that are recorded.
+        """
+        self._steps.append(_WaitingStep(incarnation, version, figures, ids, shown))
+        if len(self._steps) > _MOST_WAITING:
+            self._log_drop(self._steps.popleft().version)
         self._more.set()
 
     async def run(self) -> None:
@@ -141,7 +165,10 @@ class StepRecorder:
                 await self._send()
 
     async def _send(self) -> None:
-        while self._waiting:
+        while self._steps or self._waiting:
+            if self._steps:
+                await self._queue(self._steps[0])
+                continue
             id, message = self._waiting[0]
             try:
                 await self._bus.append(self._names.trained, message, id=id)
@@ -149,6 +176,22 @@ class StepRecorder:
                 log.warning("the figures of a step are not in the log", error=str(error))
             if self._waiting and self._waiting[0][0] == id:
                 del self._waiting[0]
+
+    async def _queue(self, step: _WaitingStep) -> None:
+        """Turn the oldest step into messages."""
+        rows = await anyio.to_thread.run_sync(step.rows)
+        if self._steps[0] is not step:  # `add` has dropped it meanwhile
+            return
+        self._steps.popleft()
+        for number, bundle in enumerate(_bundles_of(rows)):
+            id = f"trained/{step.incarnation}/{step.version}/{self._worker}/{number}"
+            self._waiting.append((id, TrainedRows(step.incarnation, step.version, tuple(bundle))))
+        if len(self._waiting) > _MOST_WAITING:
+            self._log_drop(step.version)
+            del self._waiting[:-_MOST_WAITING]
+
+    def _log_drop(self, version: int) -> None:
+        log.warning("the figures of a step are dropped: the store is too slow", version=version)
 
 
 def _shortened(values: NDArray[Any]) -> NDArray[Any]:

@@ -6,13 +6,15 @@ works on, and keeps what it computes; the kernel gets only names, statistics and
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -27,6 +29,7 @@ from stretto.assembly.dataflow import graph_of
 from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_groups, split_rows
 from stretto.bus import messages
 from stretto.bus.messages import (
+    AskPublished,
     AskSharedRows,
     CallDone,
     EndStep,
@@ -35,20 +38,19 @@ from stretto.bus.messages import (
     Loaded,
     Message,
     Prefetch,
+    Published,
     Save,
     Saved,
     SharedRows,
     StepEnded,
 )
 from stretto.engine import TrainingEngine
-from stretto.errors import EngineError, Refused, WeightsError, one_error
-from stretto.models.digest import digest_of, tensor_hash
-from stretto.models.finite import not_finite
-from stretto.models.version_files import open_version
-from stretto.weights import Canary, Publisher, WeightsNote
+from stretto.errors import EngineError, Refused, one_error
+from stretto.weights import Publisher, WeightsNote
 from stretto.workers.batch_store import BatchStore
-from stretto.workers.canary import Probe, probe_of
+from stretto.workers.canary import probe_of
 from stretto.workers.context import ComputeThread, WorkerContext
+from stretto.workers.publication import DigestPublisher, Publication
 from stretto.workers.shared_rows import choose_rows, score_rows
 from stretto.workers.step_recorder import ROW, StepFigures, StepRecorder
 from stretto.workers.weights_wire import BusWire
@@ -81,10 +83,11 @@ class TrainerWorker:
         self._context = context
         self._thread = ComputeThread()
         self._engines: dict[str, TrainingEngine] = {}
-        self._publisher: Publisher | None = None
-        self._probe: Probe | str = ""
-        """The canary's text, or why there is none; the same in all ranks."""
-        self._shared_rows: dict[int, SharedRows] = {}
+        self._publication: Publication | None = None
+        """Only in the group of the lead model."""
+        self._note: Future[WeightsNote | None] | None = None
+        """The note of the version, when it is published; None in a group that publishes nothing."""
+        self._shared_rows: dict[int, Future[SharedRows]] = {}
         """Shared rows of the newest versions, by version."""
         self._version = -1
         self._incarnation = 0
@@ -108,11 +111,10 @@ class TrainerWorker:
             self._engines[model] = await self._thread.run(self._make_engine, model)
         config, wire = context.composed.config, BusWire(context)
         sampling = self._graph.samples or config.evaluation is not None
-        if self._leads and sampling:
-            self._probe = await anyio.to_thread.run_sync(probe_of, config)
-        if self._leads and self._rank == 0:
-            self._publisher = context.make("weights").publisher(wire) if sampling else _DigestPublisher()
-            expect_contract(self._publisher, Publisher, context.composed.origin("weights").label)
+        if self._leads:
+            probe = await anyio.to_thread.run_sync(probe_of, config) if sampling else ""
+            publisher = self._make_publisher(wire, sampling=sampling) if self._rank == 0 else None
+            self._publication = Publication(self._engines[self._graph.lead], probe, publisher, self._thread)
         try:
             await wire.open()
             await self._rows.open()
@@ -121,7 +123,8 @@ class TrainerWorker:
             await self._serve("end", EndStep, StepEnded, self._end_step)
             await self._serve("save", Save, Saved, self._save)
             await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
-            if self._publisher is not None:
+            if self._leads and self._rank == 0:
+                await context.bus.serve(context.subject("published"), AskPublished, self._tell_note)
                 await context.bus.serve(context.names.shared_rows, AskSharedRows, self._tell_shared_rows)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._recorder.run)
@@ -129,12 +132,18 @@ class TrainerWorker:
         finally:
             for engine in self._engines.values():
                 engine.stop()
-            if self._publisher is not None:
-                self._publisher.close()
+            if self._publication is not None:
+                self._publication.close()
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add `busy_s`: seconds spent in calls."""
         return msgspec.structs.replace(heartbeat, busy_s=self._busy_s)
+
+    def _make_publisher(self, wire: BusWire, *, sampling: bool) -> Publisher:
+        context = self._context
+        publisher = context.make("weights").publisher(wire) if sampling else DigestPublisher()
+        expect_contract(publisher, Publisher, context.composed.origin("weights").label)
+        return publisher
 
     def _make_engine(self, name: str) -> TrainingEngine:
         """Make the engine of one model of the group, with the run file's settings for that model."""
@@ -201,8 +210,11 @@ class TrainerWorker:
             self._algorithm.restore(json.loads(state_file.read_bytes()) if has_state else {})
         self._rows.end()
         self._version, self._shared_rows = message.version, {}
-        needed = await self._publish_again(message) if self._publisher is not None else ()
-        return Loaded(await self._publish([note.version for note in needed]), needed)
+        if self._publication is None:
+            return Loaded(None, ())
+        needed = await self._publication.again(message)
+        self._note = self._publication.begin(self._version, [note.version for note in needed], "")
+        return Loaded(await asyncio.wrap_future(self._note), needed)
 
     async def _save(self, message: Save) -> Saved:
         self._context.check_lease(message.lease_epoch)
@@ -211,11 +223,10 @@ class TrainerWorker:
         for name, engine in self._engines.items():
             if self._graph.models[name].trainable:
                 await self._thread.run(engine.save, model_folder(Path(message.folder), name, self._graph))
-        if self._publisher is not None:
-            if isinstance(self._algorithm, Stateful):
-                Path(message.folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
-            for version in message.needed:
-                await self._thread.run(self._publisher.copy, version, _folder_of(version, message.folder))
+        if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
+            Path(message.folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
+        if self._publication is not None:
+            await self._publication.copy(message.needed, message.folder)
         return Saved(time.perf_counter() - start)
 
     async def _call(self, message: messages.RunCall) -> CallDone:
@@ -248,8 +259,20 @@ class TrainerWorker:
             self._shared_rows[self._version + 1] = await self._score_shared_rows()
         self._rows.end()
         self._version += 1
-        with tracing.within(tracing.span("publish", message.traceparent, version=self._version)):
-            return StepEnded(await self._publish(message.needed))
+        if self._publication is not None:
+            self._note = self._publication.begin(self._version, message.needed, message.traceparent)
+        return StepEnded()
+
+    async def _tell_note(self, message: AskPublished) -> Published:
+        """Return the note of a version when it is published, and its shared rows are scored."""
+        self._context.check_lease(message.lease_epoch)
+        self._expect(message.version)
+        assert self._note is not None
+        note = await asyncio.wrap_future(self._note)
+        assert note is not None, "rank 0 publishes"
+        if shared_rows := self._shared_rows.get(message.version):
+            await asyncio.wrap_future(shared_rows)
+        return Published(note)
 
     async def _prefetch(self, message: Prefetch) -> None:
         await self._rows.prefetch(message.rows)
@@ -259,54 +282,23 @@ class TrainerWorker:
         """Whether the run bounds the divergence of the batches that it trains on."""
         return self._graph.samples and self._context.composed.config.queue.max_divergence is not None
 
-    async def _score_shared_rows(self) -> SharedRows:
-        """Score a few rows of this rank's part of the batch with the weights after the step."""
+    async def _score_shared_rows(self) -> Future[SharedRows]:
+        """Begin to score a few rows of this rank's part of the batch with the weights after the step."""
         if self._rows.has_images:
-            return SharedRows((), "the model reads images, but engines score only text")
+            return self._thread.submit(SharedRows, (), "the model reads images, but engines score only text")
         parts = split_groups(self._rows.lengths, self._group.section.data_parallel, self._rows.groups)
         batch = await self._rows.batch(choose_rows(parts[self._part]), (), media=False)
         engine = self._engines[self._graph.lead]
-        return SharedRows(await self._thread.run(score_rows, engine, batch))
+        return self._thread.submit(lambda: SharedRows(score_rows(engine, batch)))
 
     async def _tell_shared_rows(self, message: AskSharedRows) -> SharedRows:
-        return self._shared_rows.get(message.version, SharedRows(()))
+        rows = self._shared_rows.get(message.version)
+        return SharedRows(()) if rows is None else await asyncio.wrap_future(rows)
 
     def _expect(self, version: int) -> None:
         if version != self._version:
             worker = self._context.worker
             raise Refused(worker, f"has version {self._version}, but the request is for version {version}")
-
-    async def _publish_again(self, message: LoadCheckpoint) -> tuple[WeightsNote, ...]:
-        """Publish the versions that a checkpoint keeps for evaluations, and return their new notes."""
-        assert self._publisher is not None
-        notes: list[WeightsNote] = []
-        for note in message.needed:
-            update = await self._thread.run(open_version, note, _folder_of(note.version, message.folder))
-            new_note = await self._thread.run(
-                self._publisher.publish,
-                note.version,
-                update.tensors().items(),
-                [earlier.version for earlier in notes],
-            )
-            notes.append(msgspec.structs.replace(new_note, canary=note.canary))
-        return tuple(notes)
-
-    async def _publish(self, needed: Collection[int]) -> WeightsNote | None:
-        if not self._leads:
-            return None
-        engine, publisher = self._engines[self._graph.lead], self._publisher
-        with tracing.span("canary"):
-            canary: Canary | str = (
-                await self._thread.run(self._probe.score, engine)
-                if isinstance(self._probe, Probe)
-                else self._probe
-            )
-        if publisher is None:  # all ranks must iterate over the weights; only rank 0 publishes them
-            await self._thread.run(_exhaust, engine.weights)
-            return None
-        weights = _finite(engine.weights(), self._version)
-        note = await self._thread.run(publisher.publish, self._version, weights, needed)
-        return msgspec.structs.replace(note, canary=canary)
 
     # ----------------------------------------------------------------------------------- the calls
 
@@ -411,8 +403,7 @@ class TrainerWorker:
                 divergences.append(statistics.pop("divergence"))
             steps.append(statistics)
         if kept is not None:
-            with tracing.span("record"):
-                await self._record(kept)
+            self._record(kept)
         means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
         if divergences:
             figures["divergence"] = sum(divergences) / len(divergences)
@@ -420,7 +411,7 @@ class TrainerWorker:
             means["tokens"] = float(self._rows.trained_tokens)
         return {**means, **figures}
 
-    async def _record(self, kept: StepFigures) -> None:
+    def _record(self, kept: StepFigures) -> None:
         """Send the figures of the step's trajectories to the log, beside the next step. Several ranks may
         have computed the same rows; one of them sends them."""
         last = (self._rank + 1) % self._group.ranks_per_part == 0  # this rank has the model's output
@@ -428,30 +419,7 @@ class TrainerWorker:
         keeps = self._context.composed.config.samples.keeps
         shown = {id for id, group in zip(ids, groups, strict=True) if keeps(group)}
         if last and shown:
-            rows = await self._thread.run(lambda: list(kept.rows(ids)))
-            self._recorder.add(self._incarnation, self._version, [row for row in rows if row.id in shown])
-
-
-class _DigestPublisher:
-    """The publisher of a run without inference engines: it computes the digest and writes no weights."""
-
-    def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
-    ) -> WeightsNote:
-        del needed
-        hashes = [(name, tensor_hash(tensor)) for name, tensor in tensors]
-        return WeightsNote(version, "", digest_of(hashes))
-
-    def copy(self, version: int, folder: Path) -> None:
-        raise WeightsError(f"version {version} has no inference engine, so it was not kept", version=version)
-
-    def close(self) -> None:
-        """Do nothing: there are no files to remove."""
-
-
-def _folder_of(version: int, checkpoint: str) -> Path:
-    """Return the folder in a checkpoint that has the weights of an older version, for its evaluation."""
-    return Path(checkpoint, "evaluation", f"v{version:08d}")
+            self._recorder.add(self._incarnation, self._version, kept, ids, shown)
 
 
 def _numbers(rows: Sequence[int]) -> Tensor:
@@ -462,28 +430,6 @@ def _numbers(rows: Sequence[int]) -> Tensor:
 
 def _over_steps(name: str, values: Sequence[float]) -> float:
     return max(values) if name.endswith("_max") else sum(values) / len(values)
-
-
-def _finite(weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a version.
-
-    Raises:
-        WeightsError: at the first tensor with a NaN or an infinite value.
-    """
-    for name, tensor in weights:
-        if fault := not_finite(name, tensor):
-            reason = f"version {version} is not published: {fault}"
-            if version:
-                reason += (
-                    ". A step was too large; start again from an older checkpoint with a lower training.lr"
-                )
-            raise WeightsError(reason, version=version)
-        yield name, tensor
-
-
-def _exhaust(weights: Callable[[], Iterator[tuple[str, Any]]]) -> None:
-    for _ in weights():
-        pass
 
 
 def _expect_columns(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

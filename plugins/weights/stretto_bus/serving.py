@@ -22,7 +22,7 @@ _decode = msgspec.msgpack.Decoder[Question](Question).decode
 
 
 class BusPublisher(FolderPublisher):
-    """Publishes from the compute thread, and meanwhile answers questions on the event loop."""
+    """Publishes from a thread, and meanwhile answers questions on the event loop."""
 
     def __init__(self, root: Path, keep: int, shard_gb: float, wire: Wire) -> None:
         super().__init__(root, keep, shard_gb, wire.address)

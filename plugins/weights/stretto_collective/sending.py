@@ -37,7 +37,7 @@ _MAX_STORES = 64
 
 
 class CollectivePublisher(FolderPublisher):
-    """Publishes from the compute thread, and meanwhile meets subscribers and sends to them."""
+    """Publishes from a thread, and meanwhile meets subscribers and sends to them."""
 
     def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
         super().__init__(root, config.keep, config.shard_gb, wire.address)
