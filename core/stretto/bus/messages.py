@@ -806,10 +806,11 @@ class Published(Message, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """Kernel to trainers: the rows of the present batch, and the rows that the next batches will probably
-    need."""
+    """Kernel to trainers: rows that the next batches will probably need."""
 
     rows: tuple[RowRef, ...]
+    complete: bool = False
+    """Whether the batches need no other rows, so that the trainers drop those that they have read."""
 
 
 class LoadCheckpoint(Message, frozen=True):

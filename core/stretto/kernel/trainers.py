@@ -163,11 +163,16 @@ class Trainers:
                 model_folder(folder, model, graph).mkdir(parents=True, exist_ok=True)
         await self._ask_all("save", Save(self._lease_epoch, str(folder), version, needed), Saved)
 
-    async def prefetch(self, rows: tuple[RowRef, ...]) -> None:
-        """Tell every rank to fetch these rows."""
+    async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
+        """Tell every rank to fetch these rows.
+
+        Args:
+            complete: also tell them to drop all other rows, except those of the present batch.
+        """
+        message = Prefetch(rows, complete)
         for group in self.placement.groups.values():
             for worker in group.workers:
-                await self._bus.publish(self._names.worker("trainer", worker, "prefetch"), Prefetch(rows))
+                await self._bus.publish(self._names.worker("trainer", worker, "prefetch"), message)
 
     async def ask(self, group: WorkerGroup, verb: str, message: Message, answer: type[A]) -> A:
         """Send a request to rank 0 of one group, and return its answer."""
@@ -221,7 +226,7 @@ class _Step:
             if call.op == "train" and self._recorded is not None:
                 await self._recorded.wait()
             if call.op == "train" and call.model == graph.lead and self._ahead:
-                await self._trainers.prefetch((*self._request.rows, *self._ahead))
+                await self._trainers.prefetch((*self._request.rows, *self._ahead), complete=True)
             start_s, start = time.monotonic() - self._began, self._trainers.timeline.now()
             request = msgspec.structs.replace(self._request, name=call.name)
             done = await self._trainers.ask(group, "call", request, CallDone)

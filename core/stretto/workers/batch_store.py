@@ -136,13 +136,18 @@ class BatchStore:
     def _drop_columns(self) -> None:
         self._source_columns, self._call_columns, self._media, self._joined = {}, {}, {}, None
 
-    async def prefetch(self, refs: Sequence[RowRef]) -> None:
-        """Read announced rows from the log ahead of time, and drop rows that no batch needs any more."""
+    async def prefetch(self, refs: Sequence[RowRef], *, complete: bool) -> None:
+        """Read announced rows from the log ahead of time.
+
+        Args:
+            complete: drop all other rows, except those of the present batch.
+        """
         if not self._placement.graph.samples:
             return
-        needed = {ref.sequence for ref in (*refs, *self._refs)}
-        for sequence in self._bundles.keys() - needed:  # announced earlier, but never trained
-            del self._bundles[sequence]
+        if complete:
+            needed = {ref.sequence for ref in (*refs, *self._refs)}
+            for sequence in self._bundles.keys() - needed:  # announced earlier, but never trained
+                del self._bundles[sequence]
         await self._fetch(refs)
 
     @property

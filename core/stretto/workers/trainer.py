@@ -275,7 +275,7 @@ class TrainerWorker:
         return Published(note)
 
     async def _prefetch(self, message: Prefetch) -> None:
-        await self._rows.prefetch(message.rows)
+        await self._rows.prefetch(message.rows, complete=message.complete)
 
     @property
     def _bounds_divergence(self) -> bool:
