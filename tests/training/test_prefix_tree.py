@@ -19,7 +19,7 @@ from stretto.algorithm import Loss
 from stretto.component import Head
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
-from stretto.training.packing import PackedRows, PaddedRows, SharedRows
+from stretto.training.packing import PackedRows, PaddedRows, PrefixRows
 from stretto.training.prefix_tree import PrefixTree, split_batch
 from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
@@ -251,4 +251,4 @@ def test_models_that_cannot_share_say_so(tiny_models: TinyModels) -> None:
     off = engine_of(tiny_models("qwen2"), shared_prefixes=False)
     assert isinstance(off._packing, PackedRows)  # pyright: ignore[reportPrivateUsage]
     on = engine_of(tiny_models("qwen2"))
-    assert isinstance(on._packing, SharedRows)  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(on._packing, PrefixRows)  # pyright: ignore[reportPrivateUsage]

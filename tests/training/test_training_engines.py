@@ -24,7 +24,7 @@ from stretto.errors import EngineError
 from stretto.rl.batch import Batch
 from stretto.training.checkpoint import write_tensors
 from stretto.training.config import LoraConfig
-from stretto.training.packing import PaddedRows, SharedRows
+from stretto.training.packing import PaddedRows, PrefixRows
 from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
 
@@ -94,7 +94,7 @@ def test_forward_equals_the_model_on_each_sequence_alone(
 
 
 def test_a_model_that_cannot_be_packed_is_padded_or_refused(tiny_models: TinyModels) -> None:
-    for architecture, rows in (("gemma2", PaddedRows), ("qwen2", SharedRows), ("gpt2", SharedRows)):
+    for architecture, rows in (("gemma2", PaddedRows), ("qwen2", PrefixRows), ("gpt2", PrefixRows)):
         assert isinstance(engine_of(tiny_models(architecture))._packing, rows)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(EngineError, match="does not allow it"):
         engine_of(tiny_models("gemma2"), packing="packed")

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.training.packing import ATTENTION, PackedRows, PaddedRows, Rows, SharedRows, differs_from_plain
+from stretto.training.packing import ATTENTION, PackedRows, PaddedRows, PrefixRows, Rows, differs_from_plain
 
 if TYPE_CHECKING:
     from stretto.component import Head
@@ -74,7 +74,7 @@ def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.
     if not config.shared_prefixes:
         return PackedRows()
     text_config: Any = model.config.get_text_config()
-    shared = SharedRows(text_config.hidden_size)
+    shared = PrefixRows(text_config.hidden_size)
     if reason := differs_from_plain(shared, _hidden_states(model), text_config.vocab_size, device):
         log.info("each sequence computes its prefix", reason=reason)
         return PackedRows()

@@ -27,8 +27,8 @@ __all__ = [
     "ModelInputs",
     "PackedRows",
     "PaddedRows",
+    "PrefixRows",
     "Rows",
-    "SharedRows",
     "differs_from_plain",
     "trial_inputs",
 ]
@@ -101,7 +101,7 @@ class ModelInputs:
 
 
 class Rows(Protocol):
-    """How batches become inputs: `PackedRows`, `SharedRows` or `PaddedRows`."""
+    """How batches become inputs: `PackedRows`, `PrefixRows` or `PaddedRows`."""
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
         """Split a batch into consecutive micro-batches, each of at most `max_tokens` computed tokens, without
@@ -135,7 +135,7 @@ class PackedRows:
         return _one_row(batch["tokens"], batch.positions(), plan, wanted.moved(wanted.at, device))
 
 
-class SharedRows:
+class PrefixRows:
     """The tree of the sequences in one row: what they begin with is computed once. Tokens that no wanted
     output depends on, such as the last one of each answer, are left out.
 
