@@ -19,7 +19,14 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.training.packing import ATTENTION, PackedRows, PaddedRows, PrefixRows, Rows, differs_from_plain
+from stretto.training.packing import (
+    ATTENTION,
+    InputRows,
+    PackedRows,
+    PaddedRows,
+    PrefixRows,
+    differs_from_plain,
+)
 
 if TYPE_CHECKING:
     from stretto.component import Head
@@ -43,7 +50,7 @@ log = structlog.get_logger()
 
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
-) -> tuple[PreTrainedModel, Rows]:
+) -> tuple[PreTrainedModel, InputRows]:
     """Load a model in float32 on a device, and choose how batches are laid out for it. Rows are packed, and
     prefixes are shared, if that gives exact results and the config allows it.
 
@@ -69,7 +76,7 @@ def load_model(
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
 
-def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.device) -> Rows:
+def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.device) -> InputRows:
     """Return the rows of a model that can be packed."""
     if not config.shared_prefixes:
         return PackedRows()
@@ -103,7 +110,7 @@ def reads_images(config: Any) -> bool:
 
 def _vision_language(
     source: str, model_config: Any, config: ModelTrainingConfig, head: Head, device: torch.device
-) -> tuple[PreTrainedModel, Rows]:
+) -> tuple[PreTrainedModel, InputRows]:
     """Load a vision-language model. Its rows are padded: images have their own attention, and often their
     own positions, which packed rows do not support."""
     if head != "policy":

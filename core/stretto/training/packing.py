@@ -24,11 +24,11 @@ from stretto.training.token_head import Wanted
 
 __all__ = [
     "ATTENTION",
+    "InputRows",
     "ModelInputs",
     "PackedRows",
     "PaddedRows",
     "PrefixRows",
-    "Rows",
     "differs_from_plain",
     "trial_inputs",
 ]
@@ -100,7 +100,7 @@ class ModelInputs:
     """The wanted tokens; `at` are indices into the model's output with its rows joined."""
 
 
-class Rows(Protocol):
+class InputRows(Protocol):
     """How batches become inputs: `PackedRows`, `PrefixRows` or `PaddedRows`."""
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
@@ -126,11 +126,11 @@ class PackedRows:
     """All sequences end to end in one row."""
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
-        """See `Rows`."""
+        """See `InputRows`."""
         return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
-        """See `Rows`."""
+        """See `InputRows`."""
         plan = AttentionPlan([AttentionBlock(length, length, None) for length in batch.lengths], None)
         return _one_row(batch["tokens"], batch.positions(), plan, wanted.moved(wanted.at, device))
 
@@ -147,11 +147,11 @@ class PrefixRows:
         self._width = width
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
-        """See `Rows`."""
+        """See `InputRows`."""
         return split_batch(batch, max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
-        """See `Rows`."""
+        """See `InputRows`."""
         starts, ends = np.array(batch.starts()), np.cumsum(batch.lengths)
         at = wanted.at.numpy()
         # The last wanted token before the end of each sequence; it may be in an earlier sequence.
@@ -191,11 +191,11 @@ class PaddedRows:
         self._image_arguments = image_arguments
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
-        """See `Rows`."""
+        """See `InputRows`."""
         return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
-        """See `Rows`."""
+        """See `InputRows`."""
         longest = max(batch.lengths)
         mask = torch.arange(longest)[None] < torch.tensor(batch.lengths)[:, None]  # (S, L)
         ids = torch.zeros_like(mask, dtype=torch.long)
@@ -208,7 +208,7 @@ class PaddedRows:
         return ModelInputs({**on_device, "use_cache": False}, wanted.moved(at, device))
 
 
-def trial_inputs(rows: Rows, vocab_size: int, device: torch.device) -> ModelInputs:
+def trial_inputs(rows: InputRows, vocab_size: int, device: torch.device) -> ModelInputs:
     """Return the inputs of 20 random tokens, with all figures wanted that there are."""
     tokens = torch.randint(vocab_size, (20,), generator=torch.Generator().manual_seed(0))
     wanted = Wanted(torch.arange(19), tokens[1:], temperature=0.7)
@@ -217,7 +217,7 @@ def trial_inputs(rows: Rows, vocab_size: int, device: torch.device) -> ModelInpu
 
 @torch.no_grad()
 def differs_from_plain(
-    rows: Rows, compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device
+    rows: InputRows, compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device
 ) -> str:
     """Try whether a model computes packed or shared rows exactly. Return how it fails, or an empty string.
 
@@ -233,7 +233,7 @@ def differs_from_plain(
     tokens[8:13] = tokens[:5]
     batch = Batch(lengths, {"tokens": tokens}, {})
 
-    def output(rows: Rows, part: Batch) -> Tensor:
+    def output(rows: InputRows, part: Batch) -> Tensor:
         every_token = Wanted(torch.arange(part.num_tokens), part["tokens"])
         inputs = rows.inputs(part, every_token, device)
         return compute(inputs.arguments).flatten(0, 1)[inputs.wanted.at]

@@ -62,7 +62,7 @@ class PrefixTree:
     def __init__(self, sequences: Sequence[Integers]) -> None:
         self.nodes: list[Integers] = [np.empty(0, np.int64)] * len(sequences)
         """For each sequence the nodes of its tokens."""
-        self._runs: list[_Run] = []
+        self._branches: list[_Branch] = []
         tokens: list[Integers] = []
         closed: list[Integers] = []
         last, path, size = np.empty(0, np.int64), np.empty(0, np.int64), 0
@@ -72,31 +72,31 @@ class PrefixTree:
             shared = _common_length(last, sequence)
             if shared < len(sequence):
                 closed.append(path[shared:])
-                self._runs.append(_Run(size, len(sequence) - shared, path[:shared]))
+                self._branches.append(_Branch(size, len(sequence) - shared, path[:shared]))
                 tokens.append(sequence[shared:])
                 new = np.arange(size, size + len(sequence) - shared)
                 last, path, size = sequence, np.concatenate([path[:shared], new]), size + len(new)
             self.nodes[number] = path[: len(sequence)]
         self.tokens: Integers = np.concatenate(tokens)
         """(U,) the token of each node."""
-        self.depths: Integers = np.concatenate([run.depths() for run in self._runs])
+        self.depths: Integers = np.concatenate([branch.depths() for branch in self._branches])
         """(U,) the position of each node in its sequences."""
         self._ends = np.full(size, size)  # (U,) the node after each node's subtree
-        for run, nodes in zip(self._runs, closed, strict=True):
-            self._ends[nodes] = run.start
+        for branch, nodes in zip(self._branches, closed, strict=True):
+            self._ends[nodes] = branch.start
 
     def plan(self, width: int, device: torch.device) -> AttentionPlan:
-        """Divide the nodes into blocks. Runs are joined where that takes less time than two calls.
+        """Divide the nodes into blocks. Branches are joined where that takes less time than two calls.
 
         Args:
             width: number of channels of the attention, over all heads.
         """
         blocks: list[AttentionBlock] = []
         keys: list[Integers] = []
-        for runs in self._join_runs(_CALL_PRODUCTS // width):
-            nodes = np.arange(runs[0].start, runs[-1].start + runs[-1].size)
-            keys.append(np.concatenate([runs[0].before, nodes]))
-            chain = len(runs) == 1 and not len(runs[0].before)
+        for branches in self._join_branches(_CALL_PRODUCTS // width):
+            nodes = np.arange(branches[0].start, branches[-1].start + branches[-1].size)
+            keys.append(np.concatenate([branches[0].before, nodes]))
+            chain = len(branches) == 1 and not len(branches[0].before)
             bias = None if chain else torch.from_numpy(self._bias(nodes, keys[-1])).to(device)
             blocks.append(AttentionBlock(len(nodes), len(keys[-1]), bias))
         own = sum(map(len, keys)) == len(self.tokens)
@@ -107,28 +107,28 @@ class PrefixTree:
         reads = (keys <= queries[:, None]) & (queries[:, None] < self._ends[keys])
         return np.where(reads, np.float32(0), np.float32(-np.inf))
 
-    def _join_runs(self, call_pairs: int) -> Iterator[list[_Run]]:
-        """Yield the runs of each block.
+    def _join_branches(self, call_pairs: int) -> Iterator[list[_Branch]]:
+        """Yield the branches of each block.
 
         Args:
             call_pairs: number of pairs of a query and a key that take as long as a call.
         """
-        runs: list[_Run] = []
+        branches: list[_Branch] = []
         queries = 0
-        for run in self._runs:
-            if runs:
-                before, size = len(runs[0].before), queries + run.size
-                apart = queries * (before + queries) + run.size * (len(run.before) + run.size)
+        for branch in self._branches:
+            if branches:
+                before, size = len(branches[0].before), queries + branch.size
+                apart = queries * (before + queries) + branch.size * (len(branch.before) + branch.size)
                 if size * (before + size) > apart + call_pairs:
-                    yield runs
-                    runs, queries = [], 0
-            runs.append(run)
-            queries += run.size
-        yield runs
+                    yield branches
+                    branches, queries = [], 0
+            branches.append(branch)
+            queries += branch.size
+        yield branches
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Branch:
     """The nodes that one sequence adds to the tree, a chain."""
 
     start: int
