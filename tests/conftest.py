@@ -254,8 +254,8 @@ class Run:
             self._sleep()
         return result
 
-    def until_step(self, step: int) -> None:
-        self.until(lambda: len(self.metrics()) >= step)
+    def until_step(self, step: int, deadline_s: float = 60) -> None:
+        self.until(lambda: len(self.metrics()) >= step, deadline_s)
 
     def until_a_call(self) -> None:
         """Into the first train step."""

@@ -295,7 +295,7 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
                     def weights(self):
                         yield "noise", torch.tensor([self.noise])
 
-                return Drifting(MockTrainingConfig(seconds_per_step=0.1), context)
+                return Drifting(MockTrainingConfig(seconds_per_step=0.4), context)
 
             @hookimpl
             def stretto_training():
@@ -303,6 +303,7 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
             """
         )
     )
+    # Steps take much longer than answers, so that a checkpoint has finished groups beyond its batch.
     run = start(f"plugins=[{tmp_path}/drift.py]", "training=drift", "checkpoint.every=3", "steps=14")
     run.until_step(8)
     run.process.kill()
