@@ -46,6 +46,8 @@ from typing import Any
 
 import psutil
 
+from whole_runs import arguments_of
+
 ROOT = Path(__file__).parent.parent
 PLUGIN = Path(__file__).with_name("chaos_parts.py")
 GRACE_S = 3.0
@@ -306,7 +308,7 @@ class AttackedRun:
         if process.pid == self._process.pid:
             return "kernel"
         with suppress(psutil.Error):
-            arguments = process.cmdline() or [""]  # empty while a process ends
+            arguments = arguments_of(process) or [""]  # empty while a process ends
             return next((kind for kind, is_kind in KIND_TESTS.items() if is_kind(arguments)), "other")
         return "other"
 
@@ -393,7 +395,8 @@ def attack(name: str, setup: Setup, kills: Sequence[Kill], seed: str, root: Path
         result.failures.append(f"{failure}\n{run.text()}")
     finally:
         for process in run.living():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     result.resumes = run.resumes
     result.wall_s = time.monotonic() - began
     if not result.failures and setup is not IDENTICAL:  # those of runs that differ are needed

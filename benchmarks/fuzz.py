@@ -34,6 +34,7 @@ from stretto.array import Array
 from stretto.bus import messages
 from stretto.bus.messages import WORKER_VERBS, Message, Subjects
 from stretto.launcher import ROLES, Role
+from whole_runs import arguments_of
 
 _STEPS_AFTER = 5
 """The run must complete this many steps after the last hostile message."""
@@ -180,7 +181,7 @@ def memory(run: psutil.Process) -> dict[str, int]:
     found: dict[str, int] = {}
     for process in [run, *run.children(recursive=True)]:
         try:
-            arguments = process.cmdline()
+            arguments = arguments_of(process)
             name = "kernel" if process.pid == run.pid else Path(arguments[-1]).stem or Path(arguments[0]).name
             found[f"{name} {process.pid}"] = process.memory_info().rss
         except (psutil.NoSuchProcess, IndexError):

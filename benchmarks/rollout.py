@@ -24,6 +24,7 @@ import psutil
 from stretto.bus.client import connect
 from stretto.bus.messages import Heartbeat, Subjects
 from stretto.bus.server import Bootstrap
+from whole_runs import arguments_of
 
 EPISODES, GROUP, BATCH, STEPS = 512, 8, 128, 16
 
@@ -78,9 +79,8 @@ class Watch:
         """Add a heartbeat of the rollout worker."""
         if self._rollout is None:
             workers = self._run.children(recursive=True)
-            self._rollout = next(
-                each for each in workers if each.cmdline()[-1].endswith(f"/{beat.worker}.json")
-            )
+            name = f"{beat.worker}.json"
+            self._rollout = next(each for each in workers if Path(arguments_of(each)[-1]).name == name)
         cpu, rss = self._rollout.cpu_times(), self._rollout.memory_info().rss
         self.beats.append(Beat(beat.tickets, cpu.user + cpu.system, rss / 2**20, self._busy_s, self._tokens))
 

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["QUICKSTART", "summary_of"]
+import psutil
+
+__all__ = ["QUICKSTART", "arguments_of", "summary_of"]
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
 
@@ -22,3 +24,16 @@ def summary_of(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "stretto", "run", str(file), f"out={out}", *overrides]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads((out / "summary.json").read_text())
+
+
+def arguments_of(process: psutil.Process) -> list[str]:
+    """Return the arguments of a process; none while it ends. A forked worker has empty ones behind its own,
+    because the room is that of its server's command.
+
+    Raises:
+        psutil.Error: if the process is gone.
+    """
+    arguments = process.cmdline()
+    while arguments and not arguments[-1]:
+        arguments.pop()
+    return arguments
