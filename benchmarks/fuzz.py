@@ -34,7 +34,7 @@ from stretto.array import Array
 from stretto.bus import messages
 from stretto.bus.messages import WORKER_VERBS, Message, Subjects
 from stretto.launcher import ROLES, Role
-from whole_runs import arguments_of
+from whole_runs import arguments_of, mock_run_file
 
 _STEPS_AFTER = 5
 """The run must complete this many steps after the last hostile message."""
@@ -48,22 +48,18 @@ _VALUES: list[Any] = [
 
 
 def run_file(folder: Path) -> Path:
-    rows = "".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(100))
-    (folder / "rows.jsonl").write_text(rows)
-    file = folder / "run.yaml"
-    file.write_text(
-        f"""\
+    return mock_run_file(
+        folder,
+        100,
+        """\
 name: fuzz
-algorithm: {{use: grpo, group_size: 4}}
-training: {{use: mock, seconds_per_step: 0.1}}
-inference: {{use: mock, tokens_per_s: 5000, slots: 64, mean_tokens: 24}}
-reward: exact
-dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
-queue: {{batch_size: 4, max_staleness: 2, max_failures: 1000000}}
+algorithm: {use: grpo, group_size: 4}
+training: {use: mock, seconds_per_step: 0.1}
+inference: {use: mock, tokens_per_s: 5000, slots: 64, mean_tokens: 24}
+queue: {batch_size: 4, max_staleness: 2, max_failures: 1000000}
 steps: 100000
-"""
+""",
     )
-    return file
 
 
 def subjects_of(role: Role, names: Subjects) -> list[str]:

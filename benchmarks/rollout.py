@@ -24,29 +24,25 @@ import psutil
 from stretto.bus.client import connect
 from stretto.bus.messages import Heartbeat, Subjects
 from stretto.bus.server import Bootstrap
-from whole_runs import arguments_of
+from whole_runs import arguments_of, mock_run_file
 
 EPISODES, GROUP, BATCH, STEPS = 512, 8, 128, 16
 
 
 def run_file(folder: Path) -> Path:
-    rows = "".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(1000))
-    (folder / "rows.jsonl").write_text(rows)
-    file = folder / "run.yaml"
-    file.write_text(
+    return mock_run_file(
+        folder,
+        1000,
         f"""\
 name: rollout
 algorithm: {{use: grpo, group_size: {GROUP}}}
 training: {{use: mock, seconds_per_step: 0.1}}
 inference: {{use: mock, tokens_per_s: 10000, slots: {EPISODES}, mean_tokens: 64, sigma: 0.6}}
 rollout: {{concurrency: {EPISODES}}}
-reward: exact
-dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
 queue: {{batch_size: {BATCH}, max_staleness: {2 * EPISODES // BATCH - 1}}}
 steps: {STEPS}
-"""
+""",
     )
-    return file
 
 
 @dataclass

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import psutil
+
 from stretto.records.timeline import (
     KernelEnded,
     KernelStarted,
@@ -31,7 +33,7 @@ from stretto.records.timeline import (
     WorkerChanged,
     read_timeline,
 )
-from whole_runs import QUICKSTART
+from whole_runs import QUICKSTART, arguments_of, mock_run_file
 
 _POLL_S = 0.02
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -57,22 +59,18 @@ class Measured:
 
 def mock_file(folder: Path) -> Path:
     """A run file with mock engines, of which only the trainer imports torch."""
-    rows = "".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(64))
-    (folder / "rows.jsonl").write_text(rows)
-    file = folder / "run.yaml"
-    file.write_text(
-        f"""\
+    return mock_run_file(
+        folder,
+        64,
+        """\
 name: start
-algorithm: {{use: grpo, group_size: 4}}
-training: {{use: mock, seconds_per_step: 0.01}}
-inference: {{use: mock, tokens_per_s: 10000, slots: 16, mean_tokens: 8}}
-reward: exact
-dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
-queue: {{batch_size: 4}}
+algorithm: {use: grpo, group_size: 4}
+training: {use: mock, seconds_per_step: 0.01}
+inference: {use: mock, tokens_per_s: 10000, slots: 16, mean_tokens: 8}
+queue: {batch_size: 4}
 steps: 1
-"""
+""",
     )
-    return file
 
 
 def name_of(command: list[str]) -> str:
@@ -107,12 +105,12 @@ def look(root: int, seen: dict[int, Seen], now: float) -> None:
         if not ancestor:
             continue
         try:
-            command = Path("/proc", str(pid), "cmdline").read_text().rstrip("\0").split("\0")
-        except OSError:
+            command = arguments_of(psutil.Process(pid))
+        except psutil.Error:
             continue
         process = seen.setdefault(pid, Seen("", now, now))
         process.last, process.cpu_s = now, process_ticks / _TICKS
-        if command != [""]:
+        if command:
             process.name = name_of(command)
 
 

@@ -10,9 +10,24 @@ from typing import Any
 
 import psutil
 
-__all__ = ["QUICKSTART", "arguments_of", "summary_of"]
+__all__ = ["QUICKSTART", "arguments_of", "mock_run_file", "summary_of"]
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart" / "run.yaml"
+
+
+def mock_run_file(folder: Path, rows: int, sections: str) -> Path:
+    """Write a run file into a folder, beside a dataset of that many additions that reward `exact` scores.
+
+    Args:
+        sections: the sections other than `reward` and `dataset`, as YAML.
+    """
+    dataset = folder / "rows.jsonl"
+    dataset.write_text(
+        "".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(rows))
+    )
+    file = folder / "run.yaml"
+    file.write_text(f"{sections}reward: exact\ndataset: {{use: jsonl, path: {dataset}}}\n")
+    return file
 
 
 def summary_of(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
