@@ -43,7 +43,7 @@ def folder_with_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 async def forks(folder_with_modules: None, tmp_path: Path) -> AsyncIterator[ForkServer]:
     """A server whose processes find these modules."""
     del folder_with_modules
-    server = ForkServer(tmp_path / "forks.out", ["numpy.random"])
+    server = ForkServer(tmp_path, ["numpy.random"])
     yield server
     server.close()
     assert not psutil.pid_exists(server.pid)
@@ -99,7 +99,7 @@ async def test_the_local_launcher_forks_only_workers_with_the_servers_environmen
     folder_with_modules: None, tmp_path: Path
 ) -> None:
     del folder_with_modules
-    forks = ForkServer(tmp_path / "now.out", [])  # pytest changes the environment for each phase of a test
+    forks = ForkServer(tmp_path, [])  # pytest changes the environment for each phase of a test
     launcher = LocalLauncher(LauncherConfig(), Context(run="run", name="run", seed=0))
     launcher.use_forks(forks)
     jobs = [
@@ -127,10 +127,16 @@ async def test_a_process_has_what_it_needs_imported_before_it_starts(
 ) -> None:
     (tmp_path / "needed.py").write_text("import os\nprint('imported in', os.getpid(), flush=True)\n")
     (tmp_path / "uses.py").write_text("import needed\n")
+    (tmp_path / "later.py").write_text("print('and later', flush=True)\n")
     process = await forks.fork(command("uses"), tmp_path / "u.out", ["needed", "absent_module"])
+    assert process is not None
+    assert await process.wait() == 0
+    forks.keep_output(tmp_path / "forks.out")
+    process = await forks.fork(command("uses"), tmp_path / "u.out", ["later"])
     assert process is not None
     assert await process.wait() == 0
     assert (tmp_path / "u.out").read_text() == ""
     output = (tmp_path / "forks.out").read_text()
     assert f"imported in {forks.pid}" in output
     assert "No module named 'absent_module'" in output
+    assert "and later" in output

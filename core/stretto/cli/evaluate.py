@@ -28,6 +28,7 @@ from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
 from stretto.errors import ConfigError, offer
 from stretto.kernel.checkpoint import damage_of, newest_intact
+from stretto.kernel.forks import ForkServer
 from stretto.records.accuracy import estimate
 from stretto.records.intervals import Estimate
 from stretto.workers.answers import KeptAnswer
@@ -245,22 +246,24 @@ def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[st
 # --------------------------------------------------------------------------------------- running
 
 
-def run_evaluation(composed: Composed, threshold: float) -> tuple[Result | None, dict[str, Any], Path]:
-    """Run the evaluation to its end. Return its result, the run's summary, and the run's folder.
+def run_evaluation(
+    composed: Composed, folder: Path, forks: ForkServer | None, threshold: float
+) -> tuple[Result | None, dict[str, Any]]:
+    """Run the evaluation to its end. Return its result and the run's summary; see `stretto.kernel.life.run`.
 
     The result is None if the run did not complete or has no answer. Otherwise `summary.json` also gets the
     result.
     """
     from stretto.kernel.life import run
 
-    summary, folder = run(composed)
+    summary = run(composed, folder, forks)
     file = folder / "answers" / "step-000000.jsonl"
     if summary["status"] != "completed" or not file.exists():
-        return None, summary, folder
+        return None, summary
     decode = msgspec.json.Decoder(KeptAnswer).decode
     answers = [decode(line) for line in file.read_bytes().splitlines()]
     if not answers:
-        return None, summary, folder
+        return None, summary
     busy_s = summary["busy_s"]["generate"] / composed.config.inference.replicas
     result = result_of(
         answers,
@@ -273,7 +276,7 @@ def run_evaluation(composed: Composed, threshold: float) -> tuple[Result | None,
     temporary = folder / ".summary.json"
     temporary.write_text(json.dumps(full_summary, indent=1) + "\n")
     temporary.rename(folder / "summary.json")
-    return result, full_summary, folder
+    return result, full_summary
 
 
 # -------------------------------------------------------------------------------------- counting

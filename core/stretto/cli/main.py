@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -129,11 +129,17 @@ def options(
 def run(file: RunFile, overrides: Overrides = None) -> None:
     """Train: read the run file, start the run's processes, and show the run until it ends."""
     from stretto.assembly.compose import compose
+    from stretto.assembly.plan import run_folder
+    from stretto.kernel.forks import fork_server
 
-    composed = _accepted(compose(file, overrides or ()), starting=True)
-    from stretto.kernel.life import run_to_end
+    composed = compose(file, overrides or ())
+    folder = run_folder(composed.config)
+    with fork_server(composed, folder) as forks:
+        composed = _accepted(composed, starting=True)
+        from stretto.kernel.life import run_to_end
 
-    raise typer.Exit(run_to_end(composed))
+        status = run_to_end(composed, folder, forks)
+    raise typer.Exit(status)
 
 
 @app.command(cls=_WithOverrides)
@@ -145,16 +151,23 @@ def quickstart(
 ) -> None:
     """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
     from stretto.assembly.compose import compose
+    from stretto.assembly.plan import run_folder
     from stretto.cli.quickstart import copy_quickstart
+    from stretto.kernel.forks import fork_server
 
     if "=" in folder:  # `stretto quickstart steps=2`
         folder, overrides = "quickstart", [folder, *(overrides or ())]
-    with copy_quickstart(Path(folder)) as file:
-        composed = _accepted(compose(file, overrides or ()), starting=True)
-    typer.echo(f"the quickstart is in {folder}; to run it again: stretto run {file}", err=True)
-    from stretto.kernel.life import run_to_end
+    with ExitStack() as stack:
+        with copy_quickstart(Path(folder)) as file:
+            composed = compose(file, overrides or ())
+            out = run_folder(composed.config)
+            forks = stack.enter_context(fork_server(composed, out))
+            composed = _accepted(composed, starting=True)
+        typer.echo(f"the quickstart is in {folder}; to run it again: stretto run {file}", err=True)
+        from stretto.kernel.life import run_to_end
 
-    raise typer.Exit(run_to_end(composed))
+        status = run_to_end(composed, out, forks)
+    raise typer.Exit(status)
 
 
 @app.command(cls=_WithOverrides)
@@ -274,16 +287,21 @@ def evaluate(
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
+    from stretto.assembly.plan import run_folder
     from stretto.cli.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
     from stretto.cli.trust import require_trust
+    from stretto.kernel.forks import fork_server
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: no folder {str(json_file.absolute().parent)!r}")
     if (Path(source) / "config.yaml").is_file():
         require_trust(Path(source).absolute(), trusted=trust_plugins)
     evaluation = EvaluationOptions(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
-    composed = _accepted(compose_evaluation(source, evaluation, overrides or ()), starting=True)
-    result, summary, folder = run_evaluation(composed, threshold)
+    composed = compose_evaluation(source, evaluation, overrides or ())
+    folder = run_folder(composed.config)
+    with fork_server(composed, folder) as forks:
+        composed = _accepted(composed, starting=True)
+        result, summary = run_evaluation(composed, folder, forks, threshold)
     if result is None:
         from stretto.kernel.life import exit_status
         from stretto.kernel.view import final_lines

@@ -1,14 +1,14 @@
-"""`python -m stretto.kernel.fork_server OUTPUT SOCKET MODULE ...`: import modules once, and fork processes.
+"""`python -m stretto.kernel.fork_server FOLDER SOCKET MODULE ...`: import modules once, and fork processes.
 
-The kernel starts it with one end of a socket pair (see `stretto.kernel.forks`); the path of its own output
-is there for `ps`. A forked process does what
-`python -m MODULE ARGUMENT ...` does in a new interpreter: it has its own session, its log as output, and no
-part of another one's work, because the server only imports. It ends when the kernel closes the socket or is
-gone; the processes go on, and look after themselves.
+The kernel's process starts it with one end of a socket pair (see `stretto.kernel.forks`); the run's folder is
+there for `ps`. A forked process does what `python -m MODULE ARGUMENT ...` does in a new interpreter: it has
+its own session, its log as output, and no part of another one's work, because the server only imports. It
+ends when the kernel closes the socket or is gone; the processes go on, and look after themselves.
 
 Requests and answers are JSON, one a packet. `{"import": [...]}` names modules to import before the processes
 that need them. `{"fork": ID, "module": ..., "arguments": [...], "needs": [...]}` comes with the file for the
-output. The answers are `{"id": ID, "pid": ...}` with the process's pidfd, `{"id": ID, "error": ...}`, and
+process's output, and `{"output": true}` with the file for the server's own. The answers are
+`{"id": ID, "pid": ...}` with the process's pidfd, `{"id": ID, "error": ...}`, and
 `{"pid": ..., "status": ...}` when a process has ended.
 """
 
@@ -90,6 +90,8 @@ class _ForkLoop:
         if "fork" in request:
             id, module, arguments = request["fork"], request["module"], request["arguments"]
             self._orders.append(_ForkOrder(id, module, arguments, request["needs"], descriptors[0]))
+        elif "output" in request:
+            _write_to(descriptors[0])
         modules = request.get("import", request.get("needs", []))
         self._to_import += [each for each in modules if each not in (*self._to_import, *sys.modules)]
         return True
@@ -148,13 +150,19 @@ def _import(module: str) -> None:
     gc.freeze()  # a collection in a forked process would copy every page that it looks at
 
 
+def _write_to(file: int) -> None:
+    """Use an open file for stdout and stderr."""
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+
+
 def _run(order: _ForkOrder) -> None:
     """Be the process that was ordered."""
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (order.output, 1), (order.output, 2)):
-        os.dup2(source, target)
+    os.dup2(null, 0)
     os.close(null)
-    os.close(order.output)
+    _write_to(order.output)
     _draw_new_random_state()
     _show_command([sys.executable, "-m", order.module, *order.arguments])
     gc.enable()

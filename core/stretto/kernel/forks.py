@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from signal import Signals, pidfd_send_signal
@@ -23,9 +25,11 @@ from signal import Signals, pidfd_send_signal
 import anyio
 import structlog
 
+from stretto.assembly.compose import Composed
+from stretto.assembly.plan import imports_of, placement, workers
 from stretto.launcher import Resources, process_environment
 
-__all__ = ["ForkServer", "ForkedProcess"]
+__all__ = ["ForkServer", "ForkedProcess", "fork_server"]
 
 log = structlog.get_logger()
 
@@ -91,17 +95,42 @@ class ForkedProcess:
             loop.add_reader(descriptor, note)
 
 
+@contextmanager
+def fork_server(composed: Composed, folder: Path) -> Generator[ForkServer | None]:
+    """Have a fork server import what the workers of a run need, for the duration of the block. None on a
+    system that does not have what it needs: Linux with pidfds.
+
+    The imports take longer than all else that a run does before its workers start. So the server starts as
+    soon as the run file is read, and before the run is checked.
+
+    Args:
+        folder: the run's folder, which need not exist yet.
+    """
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        yield None
+        return
+    server = ForkServer(folder)
+    try:
+        with suppress(Exception):  # whatever a plugin raises here, the run's checks report
+            placed = placement(composed)
+            suited = [each for each in workers(composed.config, placed) if server.suits(each.resources)]
+            server.prepare([module for each in suited for module in imports_of(composed, placed, each)])
+        yield server
+    finally:
+        server.close()
+
+
 class ForkServer:
     """A running fork server, until `close`.
 
     Args:
-        output: file for what the imports write.
+        folder: the run's folder. The server only shows it, for `ps`.
         modules: modules that all processes need.
     """
 
-    def __init__(self, output: Path, modules: Sequence[str] = _MODULES) -> None:
+    def __init__(self, folder: Path, modules: Sequence[str] = _MODULES) -> None:
         self._env = process_environment(Resources(), ())
-        self._output = output
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - until `keep_output` or `close`
         self._ids = count()
         self._answers: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._processes: dict[int, ForkedProcess] = {}
@@ -109,23 +138,29 @@ class ForkServer:
         self.is_open = True
         """Whether the server can still fork."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "stretto.kernel.fork_server", str(output), str(theirs.fileno())]
-        with theirs, output.open("ab") as file:
+        command = [sys.executable, "-m", "stretto.kernel.fork_server", str(folder), str(theirs.fileno())]
+        with theirs:
             self._server = subprocess.Popen(
                 [*command, *modules],
                 stdin=subprocess.DEVNULL,
-                stdout=file,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 env=self._env,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
 
-    @classmethod
-    def start(cls, logs: Path) -> ForkServer | None:
-        """Start the server of a run, whose logs are in the folder `logs`. Return None on a system that does
-        not have what it needs: Linux with pidfds."""
-        return cls(logs / "forks.out") if sys.platform == "linux" and hasattr(os, "pidfd_open") else None
+    def keep_output(self, file: Path) -> None:
+        """Append to a file what the imports have written so far, and what they write from now on.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        with file.open("ab") as output:
+            self._output.seek(0)
+            shutil.copyfileobj(self._output, output)
+            with suppress(ConnectionError):  # it has ended, which `fork` finds and logs
+                socket.send_fds(self._socket, [json.dumps({"output": True}).encode()], [output.fileno()])
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Have the server import modules now, for processes that are forked later."""
@@ -171,7 +206,7 @@ class ForkServer:
                 return await answer
         except (ConnectionError, TimeoutError, ForkRefused) as error:
             why = str(error) or type(error).__name__
-            log.warning("no process is forked any more", why=why, output=str(self._output))
+            log.warning("no process is forked any more", why=why)
             self.is_open = False
             return None
         finally:
@@ -183,6 +218,7 @@ class ForkServer:
         self._socket.close()
         self._server.kill()
         self._server.wait()
+        self._output.close()
 
     def _read(self) -> None:
         """Take in one answer of the server."""

@@ -22,7 +22,6 @@ import structlog
 from stretto import tracing
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
-from stretto.assembly.plan import run_folder
 from stretto.bus.client import connect
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.errors import ConfigError, RunError, StrettoError, leaves
@@ -30,6 +29,7 @@ from stretto.kernel.changes import is_complete, newest_values, values_file, writ
 from stretto.kernel.checkpoint import KernelState, newest_intact
 from stretto.kernel.clean import cleaner_of
 from stretto.kernel.ending import Ending
+from stretto.kernel.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.view import View, final_lines, terminal
@@ -44,18 +44,21 @@ _LITTLE_ROOM = 2**20
 """Bytes. With less room, workers fail or fall silent for reasons that do not name the disk."""
 
 
-def run_to_end(composed: Composed) -> int:
-    """Train a run, print its final lines, and return the exit status."""
-    return _print_end(*run(composed))
+def run_to_end(composed: Composed, folder: Path, forks: ForkServer | None) -> int:
+    """Train a run, print its final lines, and return the exit status. See `run`."""
+    return _print_end(run(composed, folder, forks), folder)
 
 
-def run(composed: Composed) -> tuple[dict[str, Any], Path]:
-    """Train a run; return its summary and its folder.
+def run(composed: Composed, folder: Path, forks: ForkServer | None) -> dict[str, Any]:
+    """Train a run, and return its summary.
+
+    Args:
+        folder: the run's folder, which is made.
+        forks: a fork server for the run, from `stretto.kernel.forks.fork_server`.
 
     Raises:
         ConfigError: if the run's folder cannot be written, or if another process has begun a run in it.
     """
-    folder = run_folder(composed.config)
     with lock_run(folder / "bus"):
         if (folder / "config.yaml").exists():
             raise ConfigError(f"{composed.place('out')}: {folder} already holds a run", path="out")
@@ -63,8 +66,8 @@ def run(composed: Composed) -> tuple[dict[str, Any], Path]:
             write_values(folder, composed)
         except OSError as error:
             raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
-        summary, _ = _live(RunSetup(composed, folder, resumed=None))
-    return summary, folder
+        summary, _ = _live(RunSetup(composed, folder, resumed=None, forks=forks))
+    return summary
 
 
 @contextmanager
@@ -104,12 +107,15 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
     number = min(checkpoint[1].values, newest)
     while number < newest:
         former = compose(values_file(folder, number))
-        setup = RunSetup(former, folder, resumed=checkpoint, values=number, goes_on=False)
-        summary, next_values = _live(setup, accept_dataset)
+        with fork_server(former, folder) as forks:
+            setup = RunSetup(former, folder, resumed=checkpoint, forks=forks, values=number, goes_on=False)
+            summary, next_values = _live(setup, accept_dataset)
         if summary["status"] != "repeated":
             return _print_end(summary, folder)
         number, checkpoint = next_values or newest, _newest_checkpoint(folder)
-    summary, _ = _live(RunSetup(composed, folder, resumed=checkpoint, values=newest), accept_dataset)
+    with fork_server(composed, folder) as forks:
+        setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=newest)
+        summary, _ = _live(setup, accept_dataset)
     return _print_end(summary, folder)
 
 
@@ -156,7 +162,6 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
     view = View(setup.board.status, setup.folder)
     error: BaseException | None = None
     try:
-        setup.start_forks()
         async with anyio.create_task_group() as tasks:
             await tasks.start(ending.obey_signals)  # before the first process starts
             tasks.start_soon(view.run)
@@ -174,9 +179,6 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
             raise error from raised
         ending.end("failed", setup.composed.explain(error, setup.logs / "kernel.jsonl"))
         log.error("run failed", exc_info=error)
-    finally:
-        if setup.forks is not None:
-            setup.forks.close()
     if ending.status == "repeated" and not setup.report.begun:  # there was nothing to repeat
         return {"status": ending.status}, ending.next_values
     reason = ending.reason

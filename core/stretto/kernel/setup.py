@@ -45,6 +45,7 @@ class RunSetup:
         folder: Path,
         resumed: tuple[Path | None, KernelState] | None,
         *,
+        forks: ForkServer | None = None,
         values: int = 1,
         goes_on: bool = True,
     ) -> None:
@@ -53,6 +54,7 @@ class RunSetup:
         Args:
             resumed: the checkpoint's folder, or None for the beginning of the run, and its state. None for a
                 new run.
+            forks: the fork server of this kernel, if it has one.
             values: number of the run's values in `composed`.
             goes_on: whether the kernel continues to train after it has repeated the journal. If not, it
                 writes a checkpoint and ends, because other values come next.
@@ -83,15 +85,18 @@ class RunSetup:
         self.placement = Placement(config, self.graph)
         every = workers(config, self.placement)
         self.workers = every if goes_on else [each for each in every if each.role == "trainer"]
-        self._imports = {worker.id: imports_of(composed, self.placement, worker) for worker in self.workers}
-        self._launcher: Launcher = composed.make("launcher", self.context)
+        launcher: Launcher = composed.make("launcher", self.context)
+        if forks is not None and isinstance(launcher, ForkingLauncher):
+            forks.keep_output(self.logs / "forks.out")
+            launcher.use_forks(forks)
+            self.forks = forks
         self.transport: WeightsTransport = composed.make("weights", self.context)
         self.scheduler = Scheduler(_settings(composed, self.datasets, self.graph), algorithm.keep)
         self.fleet = Fleet(
-            self._launcher,
+            launcher,
             folder / "bus",
             self.logs,
-            self._imports,
+            {worker.id: imports_of(composed, self.placement, worker) for worker in self.workers},
             max_restarts=config.launcher.max_restarts,
         )
         self.report = Report(
@@ -106,16 +111,6 @@ class RunSetup:
         )
         self.board = StatusBoard(config.name, config.steps, folder, self.report, self.scheduler, self.fleet)
         self.trackers = Trackers(folder, config.trackers, self.report.problems)
-
-    def start_forks(self) -> None:
-        """Start the fork server, if the launcher can use it and the system has what it needs. Whoever calls
-        this closes it."""
-        launcher = self._launcher
-        if isinstance(launcher, ForkingLauncher) and (forks := ForkServer.start(self.logs)) is not None:
-            suited = [worker.id for worker in self.workers if forks.suits(worker.resources)]
-            forks.prepare([module for worker in suited for module in self._imports[worker]])
-            launcher.use_forks(forks)
-            self.forks = forks
 
     @property
     def layout(self) -> str:
