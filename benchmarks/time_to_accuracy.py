@@ -88,8 +88,8 @@ class Task:
 
 
 TASKS = {
-    "short": Task(QUICKSTART, prompts=32, max_tokens=32, steps=60, every=5, target=0.9, passes=1),
-    "long": Task(WORK / "counting-3", prompts=16, max_tokens=256, steps=30, every=3, target=0.9, passes=1),
+    "short": Task(QUICKSTART, prompts=32, max_tokens=32, steps=60, every=5, target=0.85, passes=1),
+    "long": Task(WORK / "counting-3", prompts=16, max_tokens=256, steps=30, every=3, target=0.8, passes=1),
 }
 
 

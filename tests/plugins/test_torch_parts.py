@@ -82,6 +82,23 @@ class Pool:
         return half + block.start * 2 + (head % 2) * block.capacity
 
 
+@pytest.mark.parametrize(
+    ("needs", "classes"),
+    [
+        ([10] * 40 + [50] * 30, {32: 40, 64: 30}),
+        ([10] * 4 + [50] * 30, {64: 34}),  # four rows need no call of attention of their own
+        ([10] * 4 + [50] * 30 + [500], {64: 34, 512: 1}),  # reading 30 short texts up to 512 would cost more
+        ([10, 500], {512: 2}),
+    ],
+)
+def test_a_size_class_that_costs_more_than_it_saves_joins_the_next(
+    needs: list[int], classes: dict[int, int]
+) -> None:
+    size_classes = SizeClasses(Shapes(128, context=512), 128 * 512, one_size_class=False)
+    plan = size_classes.plan(needs, [None] * len(needs))
+    assert {plan.blocks[start].capacity: stop - start for start, stop in plan.size_classes} == classes
+
+
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**32), length=st.sampled_from([96, 512, 608, 2080]), together=st.booleans())
 def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int, together: bool) -> None:
