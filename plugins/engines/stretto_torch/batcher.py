@@ -69,6 +69,8 @@ class Batcher:
             SlotSample, vocabulary=model.decoder.vocabulary, room=model.shapes.context, eos=model.eos
         )
         self._chunks: list[Chunk] = []
+        # Since when samples have been decoded without anything else than taking and sending in between.
+        self._decoding_since: float | None = None
 
     # ------------------------------------------------------------------------ calls that change the work
 
@@ -109,7 +111,7 @@ class Batcher:
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
         """Use these checked weights from the next token on. Return how many seconds the swap took."""
-        start = monotonic()
+        start, self._decoding_since = monotonic(), None
         self.targets.load(tensors)
         self.version = version
         ahead = [sample for sample in self._slots.running if sample.request.min_version > version]
@@ -169,6 +171,7 @@ class Batcher:
     def step(self) -> None:
         """Fill free slots if enough are free, and sample one token for every running sample."""
         start = monotonic()
+        begin = start if self._decoding_since is None else self._decoding_since
         for request in self._intake.late(start):
             self._end_all(self._intake.samples(request.id), "error", request.late)
         count = self._refill()
@@ -176,9 +179,11 @@ class Batcher:
         if self._slots.running:
             count += len(self._slots.running)
             self._take_out(self._slots.step(self.version))
+        now = monotonic()
         if count:
             self.figures.generated_tokens += count
-            self.figures.busy_s += monotonic() - start
+            self.figures.busy_s += now - begin
+        self._decoding_since = now if self._slots.running else None
 
     def logprobs(self, sequence: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,),
@@ -187,6 +192,7 @@ class Batcher:
         Raises:
             RequestError: if there are no weights yet, or the text cannot be computed.
         """
+        self._decoding_since = None
         context, vocabulary = self._model.shapes.context, self._model.decoder.vocabulary
         if self.version < 0:
             raise RequestError("no weights are served yet")
