@@ -233,7 +233,7 @@ SPEED = {
 def test_what_a_run_waits_for_is_said(rule: str) -> None:
     figures, suggestion = SPEED[rule]
     advice = only(advised(Steps()(60, **figures)), rule)
-    assert advice.since == 2  # the first step waits for the first evaluation
+    assert advice.since == 2  # the first step waits for the first groups
     assert suggestion in advice.message
 
 

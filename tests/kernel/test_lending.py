@@ -60,6 +60,21 @@ def test_a_single_engine_takes_turns_and_begins_with_the_evaluation() -> None:
     assert lent == [(105, True), (140, False), (175, True), (240, False)]  # longer each time
 
 
+def test_a_single_engine_serves_training_until_the_first_step() -> None:
+    lending = Lending(30)
+    assert lending.choose(Wish(0, (0,), untrained=True), {"a": None}, 0) == math.inf
+    assert lending.lent == frozenset()
+    lending.choose(Wish(0, (0,), resting=True, untrained=True), {"a": None}, 1)  # it has nothing to do
+    assert lending.lent == {"a"}
+    lending.choose(Wish(0, (0,), untrained=True), {"a": None}, 2)
+    assert lending.lent == frozenset()
+    lending.choose(Wish(0, (0,)), {"a": None}, 3)
+    assert lending.lent == {"a"}
+    lending = Lending(30)
+    lending.choose(Wish(0, (0,), untrained=True), training("a", "b"), 0)  # another one serves training
+    assert lending.lent == {"a"}
+
+
 def test_a_swap_may_take_longer_than_a_turn() -> None:
     lending = Lending(1)
     lending.choose(BESIDE, {"a": None}, 0)

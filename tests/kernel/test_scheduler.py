@@ -635,8 +635,9 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def evaluating(steps: int, every: int, max_staleness: int = 0) -> Scheduler:
-    """A scheduler of one group a batch and one row an evaluation, that of version 0 being over."""
+def evaluating(steps: int, every: int, max_staleness: int = 0) -> tuple[Scheduler, list[object]]:
+    """A scheduler of one group a batch and one row an evaluation, that of version 0 being over, and the
+    commands so far."""
     options = SchedulerSettings(
         steps=steps,
         batch_size=1,
@@ -647,10 +648,11 @@ def evaluating(steps: int, every: int, max_staleness: int = 0) -> Scheduler:
     )
     scheduler = Scheduler(options)
     scheduler.start()
-    [first] = issued(scheduler)
+    commands: list[object] = list(scheduler.commands())
+    first = evaluation_ticket(commands)
     assert first.exact_version == 0
     scheduler.group_done(done(first, 0, reward=0.25))
-    return scheduler
+    return scheduler, [*commands, *scheduler.commands()]
 
 
 def step(scheduler: Scheduler, commands: Sequence[object]) -> list[object]:
@@ -668,12 +670,13 @@ def evaluation_ticket(commands: Sequence[object]) -> Ticket:
     return ticket
 
 
-def test_first_and_last_evaluation_are_alone_and_others_run_beside() -> None:
-    scheduler = evaluating(steps=2, every=1)
-    result, issue = scheduler.commands()
+def test_the_last_evaluation_is_alone_and_others_run_beside_training() -> None:
+    scheduler, commands = evaluating(steps=2, every=1)
+    assert [each.ticket.purpose for each in commands if isinstance(each, Issue)] == ["train", "eval"]
+    result = commands[-1]
     assert isinstance(result, EvaluationDone)
     assert result.evaluation.accuracy == 0.25
-    middle = step(scheduler, [issue])
+    middle = step(scheduler, commands)
     ticket = evaluation_ticket(middle)
     assert (ticket.exact_version, scheduler.evaluating) == (1, 1)
     assert step(scheduler, middle) == []  # training went on beside it; the last one waits for it
@@ -688,8 +691,8 @@ def test_first_and_last_evaluation_are_alone_and_others_run_beside() -> None:
 
 
 def test_one_evaluation_waits_and_a_further_one_holds_training_back() -> None:
-    scheduler = evaluating(steps=9, every=1)
-    commands = step(scheduler, list(scheduler.commands()))
+    scheduler, commands = evaluating(steps=9, every=1)
+    commands = step(scheduler, commands)
     first = evaluation_ticket(commands)
     commands = step(scheduler, commands)
     assert scheduler.needed_versions == (1, 2)
@@ -706,8 +709,8 @@ def test_one_evaluation_waits_and_a_further_one_holds_training_back() -> None:
 
 @pytest.mark.parametrize(("oldest", "newest"), [(0, 1), (1, 2), (2, 2)])
 def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, newest: int) -> None:
-    scheduler = evaluating(steps=3, every=1)
-    commands = step(scheduler, list(scheduler.commands()))
+    scheduler, commands = evaluating(steps=3, every=1)
+    commands = step(scheduler, commands)
     ticket = evaluation_ticket(commands)
     step(scheduler, commands)
     scheduler.group_done(done(ticket, oldest, newest))
@@ -717,8 +720,8 @@ def test_an_evaluation_of_other_versions_than_its_own_is_no_result(oldest: int, 
 
 
 def test_evaluations_under_way_and_waiting_outlive_their_kernel() -> None:
-    scheduler = evaluating(steps=9, every=1)
-    step(scheduler, step(scheduler, list(scheduler.commands())))
+    scheduler, commands = evaluating(steps=9, every=1)
+    step(scheduler, step(scheduler, commands))
     snapshot = scheduler.snapshot()
     assert snapshot.evaluating == [1, 2]
     again = Scheduler(scheduler.settings)
@@ -730,7 +733,7 @@ def test_evaluations_under_way_and_waiting_outlive_their_kernel() -> None:
 
 
 def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:
-    scheduler = evaluating(steps=9, every=1)
+    scheduler, _ = evaluating(steps=9, every=1)
     assert scheduler.best == Evaluation(0, 0.25, 1, 0)
     scheduler.recall(Evaluation(version, score, 1, 0) for version, score in enumerate((0.1, 0.7, None, 0.7)))
     assert scheduler.best == Evaluation(1, 0.7, 1, 0)

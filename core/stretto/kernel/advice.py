@@ -594,7 +594,7 @@ def _slow_swaps(history: _History, knobs: _Knobs) -> _Finding | None:
 
 def _speed_lines(history: _History) -> list[Mapping[str, Any]] | None:
     """Return the newest lines of a run that samples. None if there are too few lines, or if they include the
-    first step, which waits for the first evaluation."""
+    first step, which waits for the first groups."""
     lines = list(history.lines)[-_SPEED_STEPS:]
     if len(lines) < _SPEED_STEPS or lines[0]["step"] == 1 or "ticket_generate_s" not in lines[-1]:
         return None

@@ -563,7 +563,8 @@ class Kernel:
                         await self._do(command)
             scheduler = self._scheduler
             resting = scheduler.resting or not self._setup.graph.samples
-            self._engines.lend(Wish(scheduler.evaluating, scheduler.needed_versions, resting))
+            untrained = scheduler.version == 0
+            self._engines.lend(Wish(scheduler.evaluating, scheduler.needed_versions, resting, untrained))
 
     async def _do(self, command: Command) -> None:
         match command:

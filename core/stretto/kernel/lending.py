@@ -4,10 +4,11 @@ A lent worker serves the weights of the evaluation, and only to the evaluation. 
 engine, all workers are lent. While training goes on, one of several workers is lent, or half of them if
 another evaluation waits.
 
-A single worker takes turns. It first serves the evaluation for some time, then training for the same time,
-then each for twice that time, and so on. The turns grow because an answer that the end of a turn interrupts
-may have to be sampled again, and must fit into a later turn. A turn begins when the engine serves the weights
-of that turn, so a slow load does not shorten the turn.
+A single worker takes turns. Before the first step it serves training, so that a fault of the training shows
+before an evaluation that may take long. Then it first serves the evaluation for some time, then training for
+the same time, then each for twice that time, and so on. The turns grow because an answer that the end of a
+turn interrupts may have to be sampled again, and must fit into a later turn. A turn begins when the engine
+serves the weights of that turn, so a slow load does not shorten the turn.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Wish:
     """Versions of the evaluation under way and of those that wait for it."""
     resting: bool = False
     """Whether training needs no engine now."""
+    untrained: bool = False
+    """Whether no step has been trained yet."""
 
 
 class Lending:
@@ -55,12 +58,13 @@ class Lending:
         Returns:
             The time of the next call if nothing changes before; infinite if no such call is needed.
         """
-        if wish.version is not None and not wish.resting and len(workers) == 1:
+        must_share = len(workers) == 1 and not wish.resting
+        if wish.version is not None and must_share and not wish.untrained:
             ((worker, serves),) = workers.items()
             turn_version = None if self._number % 2 else wish.version
             return self._take_turns(worker, now, is_loaded=serves == turn_version)
         self._number, self._ends = 0, math.inf
-        if wish.version is None:
+        if wish.version is None or must_share:
             number = 0
         elif wish.resting:
             number = len(workers)

@@ -209,7 +209,7 @@ class Report:
             **self._variant_ledgers(),
             "not_trained": self._not_trained(),
         }
-        if result.version > 1:  # the first step waits for the first evaluation
+        if result.version > 1:  # the first step waits for the first groups
             self._recent.append(self.last)
         self._draw(self.last)
         self._advise()

@@ -303,7 +303,7 @@ class Scheduler:
         self._filtered_in_a_row = 0
         self._left_out: set[int] = set()
         """Rows that are not fit to train on."""
-        self._state: Literal["new", "first evaluation", "training", "last evaluation", "over"] = "new"
+        self._state: Literal["new", "training", "last evaluation", "over"] = "new"
         self._closing = False
         self._held = False
         self._gate = DivergenceGate(settings.max_staleness)
@@ -373,7 +373,7 @@ class Scheduler:
 
     def waiting_for(self) -> str:
         """Describe in a few words what the next step waits for."""
-        if self._state in ("first evaluation", "last evaluation"):
+        if self._state == "last evaluation":
             return f"evaluation of version {self.evaluating}"
         if self._holding_back:
             evaluating, waiting = self.needed_versions[:2]
@@ -423,11 +423,8 @@ class Scheduler:
         self._closing, self._failures_in_a_row, self._filtered_in_a_row = False, 0, 0
         self._left_out.clear()
         if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
-            self._state = "first evaluation"
-            self._rounds_due.clear()  # the former kernel had begun it
-            self._begin_round(0)
-        else:
-            self._state = "training"
+            self._rounds_due = deque([0])  # a former kernel may have begun it
+        self._state = "training"
         self._reissue_all()
         self._proceed()
         self._next_round()
@@ -875,10 +872,7 @@ class Scheduler:
         self.evaluations.append(under_way.result())
         groups = tuple(sorted(under_way.groups, key=lambda group: group.ticket))
         self._commands.append(EvaluationDone(self.evaluations[-1], groups))
-        if self._state == "first evaluation":
-            self._state = "training"
-            self._proceed()
-        elif self._state == "last evaluation":
+        if self._state == "last evaluation":
             self._state = "over"
             self._commands.append(Finish())
         else:
