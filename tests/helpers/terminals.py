@@ -43,9 +43,10 @@ class Terminal:
                 time.sleep(0.02)
 
     def until_it_shows(self, text: str) -> None:
-        """Wait until it shows a text from now on."""
+        """Wait until it shows a text from now on. Lines may be broken: they hold the names of folders."""
         self.shown = ""
-        self.until(lambda: text in self.shown)
+        words = " ".join(text.split())
+        self.until(lambda: words in " ".join(self.shown.split()))
 
     def press(self, key: str) -> None:
         os.write(self._here, key.encode())
