@@ -130,7 +130,7 @@ class ForkServer:
 
     def __init__(self, folder: Path, modules: Sequence[str] = _MODULES) -> None:
         self._env = process_environment(Resources(), ())
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - until `keep_output` or `close`
+        self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - until `close`; the server appends
         self._ids = count()
         self._answers: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._processes: dict[int, ForkedProcess] = {}
