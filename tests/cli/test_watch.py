@@ -96,7 +96,8 @@ def test_any_newest_sample_leaves_the_view_alive(tmp_path: Path, newest: str, sh
             file.write_bytes(b"PAR1")
     (tmp_path / "config.yaml").write_text("name: quickstart\n")
     (tmp_path / STATUS).write_bytes(msgspec.json.encode(make_status()))
-    with lock_run(tmp_path / "bus"), watching(str(tmp_path)) as terminal:
+    # The message names the folder, however long its name is, and no line may break within the words.
+    with lock_run(tmp_path / "bus"), watching(str(tmp_path), columns=400) as terminal:
         terminal.until_it_shows("step 60/200")
         terminal.press("s")
         terminal.until_it_shows(shown)

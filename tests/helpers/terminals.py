@@ -17,7 +17,7 @@ from contextlib import contextmanager
 class Terminal:
     """A `stretto` process in a terminal of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, columns: int = 120) -> None:
         self._here, self._there = pty.openpty()
         os.set_blocking(self._here, False)
         self._before = termios.tcgetattr(self._there)
@@ -27,7 +27,7 @@ class Terminal:
             stdin=self._there,
             stdout=self._there,
             stderr=self._there,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+            env={**os.environ, "TERM": "xterm", "COLUMNS": f"{columns}", "LINES": "50"},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(self._there, termios.TIOCSCTTY, 0),
         )
@@ -43,10 +43,9 @@ class Terminal:
                 time.sleep(0.02)
 
     def until_it_shows(self, text: str) -> None:
-        """Wait until it shows a text from now on. Lines may be broken: they hold the names of folders."""
+        """Wait until it shows a text from now on."""
         self.shown = ""
-        words = " ".join(text.split())
-        self.until(lambda: words in " ".join(self.shown.split()))
+        self.until(lambda: text in self.shown)
 
     def press(self, key: str) -> None:
         os.write(self._here, key.encode())
@@ -69,8 +68,8 @@ class Terminal:
 
 
 @contextmanager
-def watching(*arguments: str) -> Generator[Terminal]:
-    terminal = Terminal("watch", *arguments)
+def watching(*arguments: str, columns: int = 120) -> Generator[Terminal]:
+    terminal = Terminal("watch", *arguments, columns=columns)
     try:
         yield terminal
     finally:
