@@ -19,8 +19,8 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stretto.cli.audit import AuditReport
     from stretto.cli.evaluate import Result
     from stretto.component import Kind
+    from stretto.kernel.forks import ForkServer
     from stretto.records.run import RunRecord
 
 __all__ = ["main"]
@@ -129,13 +130,9 @@ def options(
 def run(file: RunFile, overrides: Overrides = None) -> None:
     """Train: read the run file, start the run's processes, and show the run until it ends."""
     from stretto.assembly.compose import compose
-    from stretto.assembly.plan import run_folder
-    from stretto.kernel.forks import fork_server
 
     composed = compose(file, overrides or ())
-    folder = run_folder(composed.config)
-    with fork_server(composed, folder) as forks:
-        composed = _accepted(composed, starting=True)
+    with _accepted_start(composed) as (folder, forks):
         from stretto.kernel.life import run_to_end
 
         status = run_to_end(composed, folder, forks)
@@ -151,18 +148,14 @@ def quickstart(
 ) -> None:
     """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
     from stretto.assembly.compose import compose
-    from stretto.assembly.plan import run_folder
     from stretto.cli.quickstart import copy_quickstart
-    from stretto.kernel.forks import fork_server
 
     if "=" in folder:  # `stretto quickstart steps=2`
         folder, overrides = "quickstart", [folder, *(overrides or ())]
     with ExitStack() as stack:
         with copy_quickstart(Path(folder)) as file:
             composed = compose(file, overrides or ())
-            out = run_folder(composed.config)
-            forks = stack.enter_context(fork_server(composed, out))
-            composed = _accepted(composed, starting=True)
+            out, forks = stack.enter_context(_accepted_start(composed))
         typer.echo(f"the quickstart is in {folder}; to run it again: stretto run {file}", err=True)
         from stretto.kernel.life import run_to_end
 
@@ -287,10 +280,8 @@ def evaluate(
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
-    from stretto.assembly.plan import run_folder
     from stretto.cli.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
     from stretto.cli.trust import require_trust
-    from stretto.kernel.forks import fork_server
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json {json_file}: no folder {str(json_file.absolute().parent)!r}")
@@ -298,9 +289,7 @@ def evaluate(
         require_trust(Path(source).absolute(), trusted=trust_plugins)
     evaluation = EvaluationOptions(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
     composed = compose_evaluation(source, evaluation, overrides or ())
-    folder = run_folder(composed.config)
-    with fork_server(composed, folder) as forks:
-        composed = _accepted(composed, starting=True)
+    with _accepted_start(composed) as (folder, forks):
         result, summary = run_evaluation(composed, folder, forks, threshold)
     if result is None:
         from stretto.kernel.life import exit_status
@@ -675,6 +664,23 @@ def schema() -> None:
 
 
 # ----------------------------------------------------------------------------------------- helpers
+
+
+@contextmanager
+def _accepted_start(composed: Composed) -> Generator[tuple[Path, ForkServer | None]]:
+    """Refuse a run that has errors, while a fork server already imports what its workers need. Give the run's
+    folder and the server, for the duration of the block.
+
+    Raises:
+        ConfigError: as `_accepted`.
+    """
+    from stretto.assembly.plan import run_folder
+    from stretto.kernel.forks import fork_server
+
+    folder = run_folder(composed.config)
+    with fork_server(composed, folder) as forks:
+        _accepted(composed, starting=True)
+        yield folder, forks
 
 
 def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> Composed:
