@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
 
 __all__ = [
+    "AdjustableEngine",
     "CanaryConfig",
     "Chunk",
     "Emit",
@@ -262,6 +263,15 @@ class InferenceEngine(Protocol):
 
 
 # -------------------------------------------------------------------------------------- training
+
+
+@runtime_checkable
+class AdjustableEngine(InferenceEngine, Protocol):
+    """An inference engine whose `threads` is a `Measured` number."""
+
+    def use_threads(self, threads: int) -> None:
+        """Compute with this many threads from now on. Returns at once."""
+        ...
 
 
 class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):

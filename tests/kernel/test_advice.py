@@ -19,7 +19,7 @@ Line = dict[str, Any]
 
 RUN: dict[str, Any] = {
     "algorithm": {"group_size": 8, "correction": {"use": "decoupled"}, "entropy_coef": 0.0},
-    "training": {"lr": 3e-4, "clip_norm": 1.0, "processes": 1, "dtype": "float32"},
+    "training": {"lr": 3e-4, "clip_norm": 1.0, "threads": 1, "processes": 1, "dtype": "float32"},
     "inference": {"slots": 16, "replicas": 1, "cache_gb": 1.0, "dtype": "bfloat16", "canary": {"bound": 0.1}},
     "queue": {"batch_size": 32, "max_staleness": 2},
     "sampling": {"max_tokens": 32},
@@ -235,6 +235,23 @@ def test_what_a_run_waits_for_is_said(rule: str) -> None:
     advice = only(advised(Steps()(60, **figures)), rule)
     assert advice.since == 2  # the first step waits for the first groups
     assert suggestion in advice.message
+
+
+@pytest.mark.parametrize("rule", ["training_waits", "generation_waits", "slot_bound", "verifier_bound"])
+def test_where_no_core_is_idle_more_work_at_once_is_not_advised(rule: str) -> None:
+    figures, _ = SPEED[rule]
+    full = {**figures, "cores_used": 0.95}
+    assert rule not in {advice.rule for advice in advised(Steps()(60, **full))}
+    gpus = {**RUN, "inference": {**RUN["inference"], "gpus": 1}}
+    assert rule in {advice.rule for advice in advised(Steps()(60, **full), gpus)}
+
+
+def test_numbers_that_can_be_measured_are_offered_as_auto() -> None:
+    adviser = Adviser(RUN, measurable=["training.threads"])
+    for line in Steps()(60, train_s=0.98, generate_busy_s=0.1):
+        adviser.step(line)
+    advice = only(adviser.given, "generation_waits")
+    assert "set `training.threads` to auto (now 1)" in advice.message
 
 
 def test_memory_that_is_used_as_much_as_the_slots_is_not_the_bound() -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +39,9 @@ __all__ = [
     "find_path",
 ]
 
+_AUTO = "auto"
+"""The value of a `Measured` number that the run measures."""
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -57,6 +60,10 @@ class Composed:
     """Return where a key was written, for messages: `run.yaml:14: training.lr`, or `override training.lr`."""
     references: tuple[tuple[str, str], ...] = ()
     """Dotted keys whose value is a reference to another key, with its text, such as `${steps}`."""
+    measurable: tuple[str, ...] = ()
+    """Dotted keys of the numbers that may be `auto`."""
+    measured: tuple[str, ...] = ()
+    """Dotted keys of the numbers that are `auto`. `config` has 1 for each of them."""
     redact: Callable[[str], str] = str
     """Return a text in which interpolations stand for the values that they read from the environment."""
 
@@ -66,6 +73,13 @@ class Composed:
         for part in path.split("."):
             node = node[int(part)] if part.isdigit() else getattr(node, part)
         return node
+
+    def with_numbers(self, numbers: Mapping[str, int]) -> Composed:
+        """Return the run with these numbers, by dotted key, for those that are `auto`."""
+        config = self.config
+        for path, number in numbers.items():
+            config = _replaced(config, path.split("."), number)
+        return replace(self, config=config)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
         """Make the object of the component that the section at `path` chose.
@@ -148,17 +162,19 @@ def compose(
             for document in (plain, secret):
                 _inherit_sections(document)
             full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
+            for path in composed.measured:
+                owner, _, key = path.rpartition(".")
+                _at(full, owner)[key] = _AUTO
     except RecursionError as error:
         raise run_file.nested_too_deeply(file) from error
-    return Composed(
-        composed.config,
-        composed.plugins,
-        composed.components,
-        full,
-        tuple(notices),
-        source.place,
-        tuple((path, text) for path, text in run_file.references(source.raw) if _at(full, path) is not None),
-        source.redact,
+    texts = ((path, text) for path, text in run_file.references(source.raw) if _at(full, path) is not None)
+    return replace(
+        composed,
+        document=full,
+        notices=tuple(notices),
+        place=source.place,
+        references=tuple(texts),
+        redact=source.redact,
     )
 
 
@@ -227,9 +243,21 @@ class _Composer:
         _expand_names(data, struct)
         self._refuse_unknown(data, struct, "")
         _inherit_sampling(data)
+        measurable = list(_measurable(struct, data, ""))
+        measured = [path for path, section, key in measurable if section.get(key) == _AUTO]
+        for path, section, key in measurable:
+            if path in measured:
+                section[key] = 1
         config = self._convert(data, struct)
         config = cast("RunConfig", self._resolve_paths(config, ""))
-        return Composed(config, self.plugins, self.components, msgspec.to_builtins(config))
+        return Composed(
+            config,
+            self.plugins,
+            self.components,
+            msgspec.to_builtins(config),
+            measurable=tuple(path for path, _, _ in measurable),
+            measured=tuple(measured),
+        )
 
     def _structs_of(
         self, data: dict[str, Any], kinds: Mapping[str, Kind], notices: list[str]
@@ -548,6 +576,30 @@ def _structs_in(
         ):
             if isinstance(item_type, msgspec.inspect.StructType):
                 yield item_type.cls, (f"{path}.{index}", item)
+
+
+def _measurable(
+    struct: type[msgspec.Struct], data: Any, path: str
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the dotted key of every number that may be `auto`, with its section in the run file and its key
+    there. Sections that the run file does not have are left out."""
+    if not isinstance(data, dict):
+        return
+    section = cast("dict[str, Any]", data)
+    for field in msgspec.structs.fields(struct):
+        key = field.encode_name
+        key_path = f"{path}.{key}" if path else key
+        if "measured" in _marks(field.type):
+            yield key_path, section, key
+        for part, (inner, value) in _structs_in(field.type, section.get(key), key_path):
+            yield from _measurable(part, value, inner)
+
+
+def _replaced(struct: Any, path: Sequence[str], value: Any) -> Any:
+    """Return a struct with another value at a path of fields."""
+    key, *rest = path
+    new = _replaced(getattr(struct, key), rest, value) if rest else value
+    return msgspec.structs.replace(struct, **{key: new})
 
 
 def _marks(annotation: Any) -> set[str]:

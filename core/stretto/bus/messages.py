@@ -155,6 +155,8 @@ class Beacon(Message, frozen=True):
     """At `over` every worker leaves."""
     peers: tuple[Peer, ...]
     """Inference and verifier workers that can be called now."""
+    engine_threads: int = 0
+    """Number of compute threads of each inference engine; 0: as the run file says."""
 
 
 class Join(Message, frozen=True, tag="Join/2"):
@@ -748,6 +750,8 @@ class RunCall(Message, frozen=True, tag="Call/2"):
     """Context of the step."""
     links: tuple[Traceparent, ...] = ()
     """Contexts of the batch's tickets, of those that are traced."""
+    threads: int = 0
+    """Number of compute threads of each rank; 0: as the run file says."""
 
 
 class CallDone(Message, frozen=True, tag="CallDone/2"):
@@ -865,6 +869,8 @@ class JournalBatch(Message, frozen=True):
     """Training engines, processes and threads. With another layout, a repeated step may differ in some
     bits."""
     seed: int
+    threads: dict[str, int] = {}
+    """Number of compute threads of each worker group whose run file says `auto`, by the group's path."""
 
 
 class JournalStep(Message, frozen=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from stretto.assembly.variants import own_sections, run_of_variant, variants_of
 from stretto.bus.server import fault_of_server
 from stretto.component import Problem
 from stretto.config import RunConfig
+from stretto.cores import available_cores
 from stretto.dataset import Dataset, Row
 from stretto.environment import EnvironmentConfig
 from stretto.errors import ConfigError, StrettoError, place_of
@@ -741,7 +741,7 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
 
 
 def _thread_problems(config: RunConfig, placement: Placement) -> Iterator[Problem]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     run_workers = workers(config, placement)
     trainers = [worker for worker in run_workers if worker.role == "trainer" and config.steps]
     training = sum(worker.resources.threads for worker in trainers)
@@ -749,8 +749,9 @@ def _thread_problems(config: RunConfig, placement: Placement) -> Iterator[Proble
     if training + inference > cores:
         yield Problem(
             "training.threads",
-            f"{training} training + {inference} inference threads on {cores} cores: threads that share cores "
-            f"wait for each other and run up to 30 times slower; expected at most {cores} threads in all",
+            f"{training} training + {inference} inference threads on {cores:g} cores: threads that share "
+            "cores wait for each other and run up to 30 times slower; expected at most "
+            f"{cores:.0f} threads in all",
             "warning",
         )
 

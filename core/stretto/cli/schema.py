@@ -93,9 +93,11 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
     assert refs
     for struct in _all_structs(structs):
         for field in _info(struct).fields:
+            properties = definitions[struct.__name__]["properties"]
             if names := _names_of(field.type):
-                properties = definitions[struct.__name__]["properties"]
                 properties[field.encode_name] = _allow_name(properties[field.encode_name], names)
+            if _is_measured(field.type):
+                properties[field.encode_name] = _allow_name(properties[field.encode_name], ["auto"])
     for definition in definitions.values():
         for name, schema in definition.get("properties", {}).items():
             definition["properties"][name] = _allow_interpolation(schema)
@@ -151,8 +153,12 @@ def _names_of(info: types.Type) -> list[str]:
     return []
 
 
+def _is_measured(info: types.Type) -> bool:
+    return isinstance(info, types.Metadata) and (info.extra or {}).get("stretto") == "measured"
+
+
 def _allow_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Allow a name instead of the object: `correction: none` means `correction: {use: none}`."""
+    """Allow a name instead of the value: `correction: none` means `correction: {use: none}`."""
     metadata = {key: schema.pop(key) for key in ("description", "default") if key in schema}
     return {"anyOf": [{"enum": names}, *schema.pop("anyOf", [schema])], **metadata}
 
@@ -252,6 +258,8 @@ def _type_text(info: types.Type) -> str:
     """Return a type as readable text: `int >= 1`, `str | null`, `one of wait, drop`."""
     match info:
         case types.Metadata(type=inner, extra=extra):
+            if _is_measured(info):
+                return f"{_type_text(inner)} | auto"
             return "path" if (extra or {}).get("stretto") == "local_path" else _type_text(inner)
         case types.UnionType(types=parts):
             return " | ".join(_type_text(part) for part in parts)

@@ -35,6 +35,7 @@ from stretto.bus.server import write_private
 from stretto.cli.checks import faults_and_warnings
 from stretto.cli.sweep_grid import PlannedRun
 from stretto.cli.sweep_view import SweepView
+from stretto.cores import available_cores
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.changes import differences, is_complete
 from stretto.launcher import visible_gpus
@@ -78,7 +79,7 @@ class Needs:
 class Machine:
     """What a machine has for runs."""
 
-    cores: int
+    cores: float
     memory_gb: float
     gpus: tuple[str, ...]
     """Names, as in CUDA_VISIBLE_DEVICES."""
@@ -112,7 +113,7 @@ def default_folder(file: Path, run: PlannedRun) -> Path:
 
 def this_machine() -> Machine:
     """Return what this machine has now."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     return Machine(cores, _available_gb(), tuple(visible_gpus(os.environ)))
 
 

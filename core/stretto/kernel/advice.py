@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -49,11 +49,12 @@ class Adviser:
 
     Args:
         document: the composed run as a plain mapping. Messages name its keys and values.
+        measurable: keys of the numbers that may be `auto`.
     """
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, document: Mapping[str, Any], measurable: Collection[str] = ()) -> None:
         self._history = _History()
-        self._knobs = _Knobs(document)
+        self._knobs = _Knobs(document, measurable)
         self._true: Counter[str] = Counter()
         """Rule -> number of steps in a row at which its condition has held."""
         self._false: Counter[str] = Counter()
@@ -203,8 +204,9 @@ class _History:
 class _Knobs:
     """The keys and values of the run file, for suggestions."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, document: Mapping[str, Any], measurable: Collection[str]) -> None:
         self._document = document
+        self._measurable = measurable
 
     def get(self, path: str) -> Any:
         """Return the value at a dotted key; None if there is no such key."""
@@ -230,6 +232,10 @@ class _Knobs:
         if isinstance(now, (int, float)) and isinstance(value, (int, float)) and value > now:
             return f"raise `{path}` from {_text(now)} to {_text(value)}"
         return f"set `{path}` to {_text(value)} (now {_text(now)})"
+
+    def measure(self, path: str) -> str:
+        """Return a suggestion to let the run measure a number; empty if it cannot, or does already."""
+        return self.set(path, "auto") if path in self._measurable else ""
 
     def scale(self, path: str, factor: float) -> str:
         """Return a suggestion to multiply a key's number by a factor; empty if the value is not a number. An
@@ -494,10 +500,13 @@ def _training_waits(history: _History, knobs: _Knobs) -> _Finding | None:
     part, share = bottleneck(lines)
     if part != "generation" or share > 0.35:
         return None
+    if _cores_are_full(lines, knobs) and knobs.get("queue.max_staleness") != 0:
+        return None
     return _finding(
         lines[0]["step"],
         f"training waits for generation {1 - share:.0%} of the time",
         knobs.set("queue.max_staleness", 1) if knobs.get("queue.max_staleness") == 0 else "",
+        knobs.measure("inference.threads"),
         knobs.set("inference.replicas", int(knobs.number("inference.replicas", 1)) + 1),
     )
 
@@ -509,13 +518,15 @@ def _generation_waits(history: _History, knobs: _Knobs) -> _Finding | None:
         return None
     _, share = bottleneck(lines)
     busy = _total(lines, "generate_busy_s") / _total(lines, "step_s")
-    if share < 0.9 or busy > 0.3:
+    if share < 0.9 or busy > 0.3 or _cores_are_full(lines, knobs):
         return None
     replicas = int(knobs.number("inference.replicas", 1))
     return _finding(
         lines[0]["step"],
         f"generation waits for training: training works {share:.0%} of the time, the engines {busy:.0%}",
-        knobs.set("training.processes", int(knobs.number("training.processes", 1)) + 1),
+        knobs.measure("training.threads"),
+        knobs.measure("training.processes")
+        or knobs.set("training.processes", int(knobs.number("training.processes", 1)) + 1),
         knobs.set("inference.replicas", replicas - 1) if replicas > 1 else "",
     )
 
@@ -527,7 +538,7 @@ def _slot_bound(history: _History, knobs: _Knobs) -> _Finding | None:
     used, waiting = (_mean(lines, name) for name in ("slots_used", "samples_waiting"))
     if used is None or waiting is None or used < 0.85:
         return None
-    if waiting < 0.5 * knobs.number("inference.slots", math.inf):
+    if waiting < 0.5 * knobs.number("inference.slots", math.inf) or _cores_are_full(lines, knobs):
         return None
     return _finding(
         lines[0]["step"],
@@ -563,7 +574,7 @@ def _verifier_bound(history: _History, knobs: _Knobs) -> _Finding | None:
     if lines is None:
         return None
     part, share = bottleneck(lines)
-    if part != "verification":
+    if part != "verification" or _cores_are_full(lines, knobs):
         return None
     score_s, generate_s = (
         _total(lines, name) / len(lines) for name in ("ticket_score_s", "ticket_generate_s")
@@ -599,6 +610,13 @@ def _speed_lines(history: _History) -> list[Mapping[str, Any]] | None:
     if len(lines) < _SPEED_STEPS or lines[0]["step"] == 1 or "ticket_generate_s" not in lines[-1]:
         return None
     return lines
+
+
+def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
+    """Whether more work at once would not make a run without GPUs faster: its machine has no idle cores."""
+    gpus = knobs.number("training.gpus", 0) + knobs.number("inference.gpus", 0)
+    used = _mean(lines, "cores_used")
+    return not gpus and used is not None and used > 0.9
 
 
 def _lines_that_wait_for_engines(history: _History) -> list[Mapping[str, Any]] | None:

@@ -40,8 +40,12 @@ class Ending:
         self.over.set()
 
     def drain(self, status: State, reason: str) -> None:
-        """Ask the kernel to finish the step under way, write a checkpoint, and end the run."""
-        if not self.drain_requested.is_set():
+        """Ask the kernel to finish the step under way, write a checkpoint, and end the run.
+
+        With the status `repeated` another kernel goes on afterwards, unless the run is drained for good
+        meanwhile.
+        """
+        if not self.drain_requested.is_set() or self.drain_status == "repeated":
             self.drain_status, self.drain_reason = status, reason
             self.drain_requested.set()
 

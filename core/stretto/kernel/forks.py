@@ -159,6 +159,7 @@ class ForkServer:
         with file.open("ab") as output:
             self._output.seek(0)
             shutil.copyfileobj(self._output, output)
+            self._output.truncate(0)  # a later kernel of the run asks again
             with suppress(ConnectionError):  # it has ended, which `fork` finds and logs
                 socket.send_fds(self._socket, [json.dumps({"output": True}).encode()], [output.fileno()])
 

@@ -7,10 +7,11 @@ checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import msgspec
@@ -47,6 +48,7 @@ from stretto.kernel.canary import EngineErrors
 from stretto.kernel.changes import differences, values_file
 from stretto.kernel.checkpoint import KernelState, checkpoint_name
 from stretto.kernel.checkpointer import Checkpointer
+from stretto.kernel.division import StepLoad
 from stretto.kernel.ending import Ending
 from stretto.kernel.engines import Engines
 from stretto.kernel.fleet import FleetMember
@@ -509,7 +511,8 @@ class Kernel:
                 await changed.wait()
 
     async def _beacon(self, state: Literal["running", "over"]) -> None:
-        beacon = Beacon(self._lease_epoch, self._scheduler.version, state, self._fleet.peers())
+        threads = self._setup.division.numbers.get("inference.threads", 0)
+        beacon = Beacon(self._lease_epoch, self._scheduler.version, state, self._fleet.peers(), threads)
         await self._bus.publish(self._names.beacon, beacon)
 
     def _take_in_swap(self, worker: str, done: SwapDone) -> None:
@@ -620,6 +623,7 @@ class Kernel:
         self._notify()
         self._setup.notify_plugins("stretto_step_finished", metrics=metrics)
         self._drain_if_failing(version)
+        self._divide_cores(metrics)
         if due:
             await self._checkpointer.save()
             self._scheduler.release()
@@ -637,12 +641,14 @@ class Kernel:
         rows = _rows(start.groups)
         ahead = _rows(tuple(self._scheduler.done_groups))
         needed = self._scheduler.needed_versions
+        threads = self._setup.threads
         recorded, results, figures = anyio.Event(), list[StepResult](), list[float]()
 
         async def record() -> None:
             tickets = tuple(group.ticket for group in start.groups)
             incarnation, layout = self._journal.incarnation, self._setup.layout
-            batch = JournalBatch(incarnation, start.version, rows, tickets, layout, self._config.seed)
+            seed = self._config.seed
+            batch = JournalBatch(incarnation, start.version, rows, tickets, layout, seed, threads)
             with tracing.span("journal"):
                 await self._journal.append(batch, "batch", start.version)
             recorded.set()
@@ -655,7 +661,7 @@ class Kernel:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(record)
                 incarnation = self._journal.incarnation
-                step = self._trainers.step(incarnation, start.version, rows, ahead, trace, recorded)
+                step = self._trainers.step(incarnation, start.version, rows, ahead, trace, recorded, threads)
                 results.append(await step)
             await self._published.wait()
             async with anyio.create_task_group() as tasks:
@@ -684,6 +690,25 @@ class Kernel:
             collapse := self._report.adviser.message_of("reward_collapse", version)
         ):
             self._ending.drain("failed", f"reward collapse (on_collapse: stop): {collapse}")
+
+    def _divide_cores(self, line: Mapping[str, Any]) -> None:
+        """Let the numbers that are `auto` follow from the figures of a step. Steps beside an evaluation do
+        not count. Another number of processes needs new processes: the next kernel starts them."""
+        division, composed = self._setup.division, self._setup.composed
+        if division.settled or self._scheduler.evaluating is not None or not self._setup.graph.samples:
+            return
+        load = StepLoad(
+            line["tokens"], line["step_s"], line["train_s"], line["generate_busy_s"], line["cores_used"]
+        )
+        if not division.step(load):
+            return
+        log.info("cores divided", settled=division.settled, **division.numbers)
+        self._notify()
+        if any(
+            key.endswith(".processes") and number != composed.section(key)
+            for key, number in division.numbers.items()
+        ):
+            self._ending.drain("repeated", "another number of processes")
 
     async def _end_evaluation(self, done: EvaluationDone) -> None:
         """Record a complete evaluation: its answers if the run keeps them, its journal entry, its report."""

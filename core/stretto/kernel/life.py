@@ -28,6 +28,7 @@ from stretto.errors import ConfigError, RunError, StrettoError, leaves
 from stretto.kernel.changes import is_complete, newest_values, values_file, write_values
 from stretto.kernel.checkpoint import KernelState, newest_intact
 from stretto.kernel.clean import cleaner_of
+from stretto.kernel.division import division_of
 from stretto.kernel.ending import Ending
 from stretto.kernel.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
@@ -66,8 +67,7 @@ def run(composed: Composed, folder: Path, forks: ForkServer | None) -> dict[str,
             write_values(folder, composed)
         except OSError as error:
             raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
-        summary, _ = _live(RunSetup(composed, folder, resumed=None, forks=forks))
-    return summary
+        return _live_to_the_end(composed, folder, None, forks)
 
 
 @contextmanager
@@ -114,8 +114,9 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
             return _print_end(summary, folder)
         number, checkpoint = next_values or newest, _newest_checkpoint(folder)
     with fork_server(composed, folder) as forks:
-        setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=newest)
-        summary, _ = _live(setup, accept_dataset)
+        summary = _live_to_the_end(
+            composed, folder, checkpoint, forks, values=newest, accept_dataset=accept_dataset
+        )
     return _print_end(summary, folder)
 
 
@@ -140,6 +141,29 @@ def _print_end(summary: Mapping[str, Any], folder: Path) -> int:
     except OSError:  # the process that read the output has ended; the run is not affected
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_status(summary)
+
+
+def _live_to_the_end(
+    composed: Composed,
+    folder: Path,
+    checkpoint: tuple[Path | None, KernelState] | None,
+    forks: ForkServer | None,
+    *,
+    values: int = 1,
+    accept_dataset: bool = False,
+) -> dict[str, Any]:
+    """Run kernels until the run ends, and return the summary.
+
+    A kernel that finds that another number of processes may be faster writes a checkpoint and ends; the next
+    one goes on from there with that number (`stretto.kernel.division`).
+    """
+    division = division_of(composed, folder)
+    while True:
+        setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=values, division=division)
+        summary, _ = _live(setup, accept_dataset)
+        if summary["status"] != "repeated":
+            return summary
+        checkpoint = _newest_checkpoint(folder)
 
 
 def _live(setup: RunSetup, accept_dataset: bool = False) -> tuple[dict[str, Any], int | None]:

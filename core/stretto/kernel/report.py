@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from stretto.bus.messages import Evaluation, SwapDone
+from stretto.cores import CoreMeter
 from stretto.engine import CanaryConfig
 from stretto.kernel.advice import Adviser, bottleneck, causes
 from stretto.kernel.canary import CanaryRecord
@@ -118,6 +119,7 @@ class Report:
         self.problems: list[str] = []
         """Problems that did not end the run, for the summary."""
         self._drifts = CanaryRecord(canary, self.problems)
+        self._cores = CoreMeter()
 
     def begin(self) -> None:
         """Begin to change the run's files. The lines after the checkpoint go aside, because their steps are
@@ -333,6 +335,7 @@ class Report:
             "ticket_generate_s": _mean([group.generate_s for group in start.groups]),
             "ticket_score_s": _mean([group.score_s for group in start.groups]),
             "swap_pause_s": (self.swap_pause_s - self._paused_s) / engines,
+            "cores_used": self._cores.read(),
             **self._fleet.load_figures(),
         }
         self._paused_s, self._verified_s = self.swap_pause_s, verified_s

@@ -234,6 +234,8 @@ class TrainerWorker:
         self._expect(message.version)
         self._incarnation = message.incarnation
         call = self._calls[message.name]
+        if message.threads:
+            await self._thread.run(_use_threads, message.threads)
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
         start = time.perf_counter()
@@ -420,6 +422,15 @@ class TrainerWorker:
         shown = {id for id, group in zip(ids, groups, strict=True) if keeps(group)}
         if last and shown:
             self._recorder.add(self._incarnation, self._version, kept, ids, shown)
+
+
+def _use_threads(threads: int) -> None:
+    """Let this thread compute with so many threads."""
+    import torch
+
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+        log.info("threads", number=threads)
 
 
 def _numbers(rows: Sequence[int]) -> Tensor:
