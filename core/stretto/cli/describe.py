@@ -79,19 +79,24 @@ def _worker_rows(composed: Composed, placement: Placement) -> Iterator[list[str]
     run_workers = workers(composed.config, placement)
     for group in placement.groups.values():
         component = f"{group.path}: {composed.components[group.path].name}"
-        yield _row("trainer", len(group.workers), group.section, component)
+        yield _row(composed, "trainer", group.path, len(group.workers), group.section, component)
     sections = {"inference": "inference", "rollout": "workflow"}
     sections["verifier"] = "reward" if composed.config.reward is not None else "workflow"
     for role, section in sections.items():
         members = [worker for worker in run_workers if worker.role == role]
         if members:
             component = f"{section}: {composed.components[section].name}"
-            yield _row(role, len(members), members[0].resources, component)
+            yield _row(composed, role, role, len(members), members[0].resources, component)
 
 
-def _row(role: str, processes: int, resources: Resources, component: str) -> list[str]:
+def _row(
+    composed: Composed, role: str, path: str, processes: int, resources: Resources, component: str
+) -> list[str]:
+    """Return the row of the processes whose resources are at `path`."""
+    numbers = {"processes": processes, "threads": resources.threads}
+    counts = ["auto" if f"{path}.{key}" in composed.measured else str(numbers[key]) for key in numbers]
     share = f"{resources.share:g}" if resources.gpus else ""
-    return [role, str(processes), str(resources.threads), str(resources.gpus), share, component]
+    return [role, *counts, str(resources.gpus), share, component]
 
 
 def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:

@@ -13,24 +13,32 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import structlog
 
 from stretto.assembly.compose import Composed
 from stretto.cores import available_cores
 
 __all__ = ["CoreDivision", "StepLoad", "division_of"]
 
+log = structlog.get_logger()
+
 _STEPS = 6
-"""Number of steps whose median speed is compared."""
+"""Number of steps that are measured before the first trial, and the fewest of a trial."""
+_MOST_STEPS = 16
+"""Number of steps after which a trial is decided, however uncertain the difference is."""
 _SETTLING = 2
-"""Number of steps to leave out after a start and after each change."""
-_GAIN = 1.05
-"""A change is kept if steps are faster by this factor: less can be noise."""
+"""Number of steps to leave out after a start of processes."""
+_GAIN = 1.03
+"""A change is kept if steps are faster by this factor."""
 _HOPELESS = 0.6
 """A trial ends early when each of its first two steps is slower by this factor."""
-_BUSY = 0.2
+_BUSY = 0.75
+"""A part that works for less than this share of the time gets nothing more."""
+_WORTHLESS = 0.2
 """A core that is idle for at most this share of the time is not worth a trial."""
 
 
@@ -51,7 +59,22 @@ class StepLoad:
     @property
     def speed(self) -> float:
         """Trained tokens a second."""
-        return self.tokens / max(self.step_s, 1e-9)
+        return max(self.tokens, 1) / max(self.step_s, 1e-9)
+
+
+@dataclass
+class _Trial:
+    """Steps with more of something, to compare with the best numbers so far."""
+
+    key: str
+    numbers: Mapping[str, int]
+    loads: list[StepLoad] = field(default_factory=list[StepLoad])
+
+    @property
+    def alternates(self) -> bool:
+        """Whether every other step has the best numbers, so that a machine whose speed drifts cannot decide.
+        Threads can change with every step, processes cannot."""
+        return self.key.endswith(".threads")
 
 
 class CoreDivision:
@@ -73,28 +96,26 @@ class CoreDivision:
         most: int,
         file: Path | None = None,
     ) -> None:
-        self.numbers = dict.fromkeys(keys, 1)
-        """The present number of each key."""
+        self.numbers: Mapping[str, int] = dict.fromkeys(keys, 1)
+        """The number of each key for the next step."""
         self.settled = not self.numbers
         """Whether the division tries nothing more."""
         self._members = members
         self._cores = cores
         self._most = most
         self._file = file
-        self._loads: list[StepLoad] = []
         self._settling = _SETTLING
-        self._best: list[StepLoad] = []
-        """Steps with the best numbers so far; empty before the first measurement."""
-        self._former: dict[str, int] | None = None
-        """During a trial: the best numbers so far."""
-        self._tried = ""
-        """During a trial: the key that it is about."""
+        """Number of steps still to leave out."""
+        self._loads: list[StepLoad] = []
+        """Steps with the best numbers: those since the present trial began, or since the start."""
+        self._trial: _Trial | None = None
         self._closed = set[str]()
         """Keys of which a larger number was not faster."""
         if file is not None and file.exists():
             kept = json.loads(file.read_bytes())
             self.numbers |= {key: number for key, number in kept["numbers"].items() if key in self.numbers}
             self.settled = self.settled or (kept["settled"] and kept["numbers"].keys() == self.numbers.keys())
+        self._best = self.numbers
 
     def step(self, load: StepLoad) -> bool:
         """Take in the figures of a step. Return whether the numbers have changed: the next step has to use
@@ -104,75 +125,79 @@ class CoreDivision:
         if self._settling:
             self._settling -= 1
             return False
-        self._loads.append(load)
-        if len(self._loads) < _STEPS and not self._is_hopeless():
-            return False
-        before = dict(self.numbers)
-        self._judge()
-        self._try_next()
-        self._loads, self._settling = [], _SETTLING
-        self._keep()
+        before, trial = self.numbers, self._trial
+        loads = self._loads if trial is None or before is self._best else trial.loads
+        loads.append(load)
+        if trial is None:
+            if len(loads) == _STEPS:
+                self._try_next()
+        elif (faster := _is_faster(trial.loads, self._loads)) is not None:
+            self._judge(trial, faster=faster)
+            self._try_next()
+        elif trial.alternates:
+            self.numbers = trial.numbers if before is self._best else self._best
         return self.numbers != before
 
-    def _is_hopeless(self) -> bool:
-        bound = _HOPELESS * _speed(self._best) if self._best else 0.0
-        return len(self._loads) > 1 and all(load.speed < bound for load in self._loads)
-
-    def _judge(self) -> None:
-        """Keep the numbers that were measured last, or return to the best ones."""
-        if self._former is None or _speed(self._loads) > _GAIN * _speed(self._best):
-            self._best = self._loads
+    def _judge(self, trial: _Trial, *, faster: bool) -> None:
+        """Keep the numbers of a trial, or return to the best ones."""
+        if faster:
+            self._best, self._loads = trial.numbers, trial.loads
         else:
-            self.numbers = self._former
-            self._closed.add(self._tried)
-        self._former = None
+            self._closed.add(trial.key)
+        self._trial = None
 
     def _try_next(self) -> None:
         """Begin the next trial; settle if nothing is left to try."""
-        for key in self._candidates():
-            if numbers := self._more(key):
-                self._former, self._tried = self.numbers, key
-                self.numbers = self.numbers | numbers
-                return
-        self.settled = True
+        moves = ((key, self._more(key)) for key in self._candidates())
+        key, more = next((move for move in moves if move[1]), ("", {}))
+        self.settled = not more
+        self.numbers = self._best
+        log.info("cores divided", **self._best, next=more)
+        if more:
+            self._trial = _Trial(key, {**self._best, **more})
+            self.numbers = self._trial.numbers
+            if self._trial.alternates:
+                self._loads = []
+            else:
+                self._settling = _SETTLING
+        self._keep()
 
     def _candidates(self) -> list[str]:
-        """Return the keys of the parts that work for at least half of the time, the busiest part first, and
-        threads before processes."""
-        total = sum(load.step_s for load in self._best)
+        """Return the keys of the parts that work most of the time, the busiest part first, and threads before
+        processes."""
+        total = sum(load.step_s for load in self._loads)
         shares = {
-            True: sum(load.train_s for load in self._best) / total,
-            False: sum(load.generate_s for load in self._best) / total,
+            True: sum(load.train_s for load in self._loads) / total,
+            False: sum(load.generate_s for load in self._loads) / total,
         }
-        keys = [key for key in self.numbers if key not in self._closed and shares[_trains(key)] >= 0.5]
+        keys = [key for key in self._best if key not in self._closed and shares[_trains(key)] >= _BUSY]
         return sorted(keys, key=lambda key: (-shares[_trains(key)], key.endswith(".processes")))
 
     def _more(self, key: str) -> dict[str, int]:
         """Return the larger number to try for a key, with the numbers that follow from it; empty if there are
         no cores for more. Ranks may also take the place of threads."""
-        used = sum(load.cores_used for load in self._best) / len(self._best)
+        used = sum(load.cores_used for load in self._loads) / len(self._loads)
         idle = (1 - used) * self._cores
         if key.endswith(".threads"):
-            number = self.numbers[key]
-            more = math.ceil(idle / self._processes(key) - _BUSY)
+            number = self._best[key]
+            more = math.ceil(idle / self._processes(key) - _WORTHLESS)
             return {key: min(2 * number, number + more)} if more else {}
         threads = key.removesuffix("processes") + "threads"
-        cores = self.numbers[key] * self.numbers.get(threads, 1) + round(idle)
+        cores = self._best[key] * self._best.get(threads, 1) + math.ceil(idle - _WORTHLESS)
         ranks = 2 ** (min(cores, self._most).bit_length() - 1)  # parts of a batch are then equal
-        if ranks <= self.numbers[key]:
+        if ranks <= self._best[key]:
             return {}
-        return {key: ranks, **({threads: 1} if threads in self.numbers else {})}
+        return {key: ranks, **({threads: 1} if threads in self._best else {})}
 
     def _processes(self, key: str) -> int:
         """Return the number of processes that have the threads of a key."""
-        return self.numbers.get(key.removesuffix("threads") + "processes", self._members.get(key, 1))
+        return self._best.get(key.removesuffix("threads") + "processes", self._members.get(key, 1))
 
     def _keep(self) -> None:
         """Write the best numbers so far to the file."""
         if self._file is not None:
-            kept = {"numbers": self._former or self.numbers, "settled": self.settled}
             aside = self._file.with_name(f".{self._file.name}")
-            aside.write_text(json.dumps(kept, indent=1) + "\n")
+            aside.write_text(json.dumps({"numbers": self._best, "settled": self.settled}, indent=1) + "\n")
             aside.rename(self._file)
 
 
@@ -188,8 +213,17 @@ def division_of(composed: Composed, folder: Path) -> CoreDivision:
     return CoreDivision(composed.measured, members, available_cores(), config.queue.batch_size, file)
 
 
-def _speed(loads: Iterable[StepLoad]) -> float:
-    return statistics.median(load.speed for load in loads)
+def _is_faster(loads: Sequence[StepLoad], former: Sequence[StepLoad]) -> bool | None:
+    """Return whether steps are faster than the former ones; None if only more steps can tell."""
+    if len(loads) < 2 or len(former) < 2:
+        return None
+    new, old = ([math.log(load.speed) for load in each] for each in (loads, former))
+    if max(new) < statistics.mean(old) + math.log(_HOPELESS):
+        return False
+    gain = statistics.mean(new) - statistics.mean(old) - math.log(_GAIN)
+    error = math.hypot(*(statistics.stdev(each) / math.sqrt(len(each)) for each in (new, old)))
+    sure = len(new) >= _STEPS and abs(gain) > 2 * error
+    return gain > 0 if sure or len(new) == _MOST_STEPS else None
 
 
 def _trains(key: str) -> bool:

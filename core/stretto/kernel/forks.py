@@ -195,11 +195,12 @@ class ForkServer:
         Raises:
             OSError: if the log file cannot be opened.
         """
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket, self._read)
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # each kernel of a run has its own
+            self._loop = loop
+            loop.add_reader(self._socket, self._read)
         id = next(self._ids)
-        answer = self._answers[id] = self._loop.create_future()
+        answer = self._answers[id] = loop.create_future()
         request = {"fork": id, "module": command[2], "arguments": command[3:], "needs": list(imports)}
         try:
             with log_file.open("ab") as output, anyio.fail_after(_ANSWER_S):

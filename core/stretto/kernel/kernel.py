@@ -695,14 +695,12 @@ class Kernel:
         """Let the numbers that are `auto` follow from the figures of a step. Steps beside an evaluation do
         not count. Another number of processes needs new processes: the next kernel starts them."""
         division, composed = self._setup.division, self._setup.composed
-        if division.settled or self._scheduler.evaluating is not None or not self._setup.graph.samples:
+        if division.settled or self._scheduler.evaluating is not None:
             return
-        load = StepLoad(
-            line["tokens"], line["step_s"], line["train_s"], line["generate_busy_s"], line["cores_used"]
-        )
+        generate_s = line.get("generate_busy_s", 0.0)  # a run may read its sequences from a dataset
+        load = StepLoad(line["tokens"], line["step_s"], line["train_s"], generate_s, line["cores_used"])
         if not division.step(load):
             return
-        log.info("cores divided", settled=division.settled, **division.numbers)
         self._notify()
         if any(
             key.endswith(".processes") and number != composed.section(key)

@@ -193,6 +193,7 @@ class Report:
             "time_s": round(self.wall_s, 3),
             "step_s": round(step_s, 4),
             "train_s": round(train_s, 4),
+            "cores_used": round(self._cores.read(), 4),
             **sampled,
             "tokens": tokens,
             "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
@@ -335,7 +336,6 @@ class Report:
             "ticket_generate_s": _mean([group.generate_s for group in start.groups]),
             "ticket_score_s": _mean([group.score_s for group in start.groups]),
             "swap_pause_s": (self.swap_pause_s - self._paused_s) / engines,
-            "cores_used": self._cores.read(),
             **self._fleet.load_figures(),
         }
         self._paused_s, self._verified_s = self.swap_pause_s, verified_s

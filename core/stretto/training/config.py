@@ -54,7 +54,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
 
     threads: Measured = 1
     """Number of compute threads of each process. More threads than cores make a run many times slower. `auto`
-    measures over the first steps which number is best (docs/engines.md, "Cores")."""
+    measures over the first steps which number is best (docs/cores.md)."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer. `sgd` has no momentum and keeps no state; it is meant for comparisons."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -26,7 +26,7 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
 
     processes: Measured = 1
     """Number of ranks (processes) of the worker group. `auto` measures over the first steps whether more
-    ranks are faster than more threads (docs/engines.md, "Cores")."""
+    ranks are faster than more threads (docs/cores.md)."""
     tensor_parallel: PositiveInt = 1
     """Number of ranks that compute each layer together, for models of the Llama, Qwen2 and Gemma types; must
     divide `processes`. Rank r is number r % tensor_parallel of its group."""
