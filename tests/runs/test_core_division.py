@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from stretto.assembly.compose import compose
+from stretto.errors import ConfigError
+from stretto.kernel.division import division_of
+
 Start = Callable[..., Any]
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -89,8 +93,14 @@ def test_another_number_of_processes_goes_over_a_checkpoint(start: Start, tmp_pa
     run.assert_audit_is_clean()
 
 
-def test_auto_is_refused_where_the_number_cannot_change(refusals: Callable[..., list[str]]) -> None:
-    faults = refusals(
-        f"model={MODEL}", "inference=torch", "inference.threads=auto", "inference.deterministic=true"
-    )
-    assert any("inference.threads" in fault and "deterministic" in fault for fault in faults), faults
+def test_auto_stays_out_where_another_engine_or_deterministic_needs_a_fixed_number(
+    tmp_path: Path,
+) -> None:
+    quickstart = MODEL.parent / "run.yaml"
+    composed = compose(quickstart, ["training=mock"])
+    assert composed.measured == ("inference.threads",)
+    assert any("'mock' does not use threads" in note for note in composed.notices), composed.notices
+    deterministic = compose(quickstart, ["inference.deterministic=true"])
+    assert dict(division_of(deterministic, tmp_path).numbers) == {"training.threads": 1}
+    with pytest.raises(ConfigError, match=r"training\.threads: cannot be measured for this component"):
+        compose(quickstart, ["training=mock", "training.threads=auto"])

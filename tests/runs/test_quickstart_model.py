@@ -126,7 +126,7 @@ def without_carries(prompt: str) -> str:
 @pytest.mark.timeout(400)
 def test_the_quickstart_teaches_the_model_to_carry(tmp_path: Path) -> None:
     document = yaml.safe_load((FOLDER / "run.yaml").read_text())
-    assert set(document["training"]) == {"use", "lr"}  # the engine's own settings are enough
+    assert set(document["training"]) == {"use", "lr", "threads"}  # the engine's own settings are enough
     assert document["evaluation"]["sampling"]["temperature"] == 0
     out = tmp_path / "out"
     command = [sys.executable, "-m", "stretto", "run", str(FOLDER / "run.yaml"), f"out={out}"]

@@ -201,10 +201,10 @@ def test_a_full_disk_at_a_checkpoint_is_told_and_the_run_goes_on(cramped: Any) -
 def test_an_outcome_that_no_step_could_use_fails_its_ticket(start: Start) -> None:
     """And what is no outcome at all is refused and counted."""
     run = start("steps=25", "queue.max_failures=1000")
-    run.until_step(2)
     code = """
 import asyncio, json, sys, msgspec, nats
 from stretto.bus.messages import GroupDone
+sys.stdin.readline()  # the imports may take longer than the run
 login = json.load(open(sys.argv[1]))
 async def main():
     client = await nats.connect(login["url"], user=login["user"], password=login["password"])
@@ -218,7 +218,11 @@ async def main():
     await client.close()
 asyncio.run(main())
 """
-    subprocess.run([sys.executable, "-c", code, str(run.folder / "bus" / "rollout.json")], check=True)
+    command = [sys.executable, "-c", code, str(run.folder / "bus" / "rollout.json")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as writer:
+        run.until_step(2)
+        writer.communicate(b"now\n")
+    assert writer.returncode == 0
     summary = run.assert_completed(25)
     assert summary["refused_messages"] > 0
     assert summary["ledger"]["failed"] == summary["reasons"].pop(

@@ -366,11 +366,16 @@ class _Composer:
     def _drop_stale_keys(
         self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
     ) -> None:
-        """If an override replaces a section's component, remove keys that only the former one has."""
+        """If an override replaces a section's component, remove keys that only the former one has, and `auto`
+        where only the former one can change its number."""
         if not self.source.is_overridden(f"{path}.use"):
             return
-        accepted = {field.encode_name for field in msgspec.structs.fields(component.config)}
-        unknown = [key for key in section if key not in accepted]
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(component.config)}
+        unknown = [
+            key
+            for key, value in section.items()
+            if key not in fields or (value == _AUTO and _is_fixed(fields[key]))
+        ]
         stale = [key for key in unknown if not self.source.is_overridden(f"{path}.{key}")]
         former = self._former_keys(kind, path)
         stale = [key for key in stale if former is None or key in former]
@@ -469,8 +474,10 @@ class _Composer:
                     source = f", from ${{{origin}}}"
                 except msgspec.ValidationError as cause:  # the fault is where the value comes from
                     message, path = _message_and_path(cause)[0], origin
-            value = _at(data, path)
-            text = _plain_message(message, value, _annotation_at(struct, path))
+            value, annotation = _at(data, path), _annotation_at(struct, path)
+            text = _plain_message(message, value, annotation)
+            if value == _AUTO and _is_fixed(annotation):
+                text = "cannot be measured for this component; expected a number (see docs/cores.md)"
             value_text = "" if isinstance(value, dict) else f"; found {value!r}{source}"
             raise self.source.error(path, f"{text}{value_text}", value) from error
 
@@ -593,6 +600,12 @@ def _measurable(
             yield key_path, section, key
         for part, (inner, value) in _structs_in(field.type, section.get(key), key_path):
             yield from _measurable(part, value, inner)
+
+
+def _is_fixed(annotation: Any) -> bool:
+    """Whether a field is a number that cannot be `auto`."""
+    info = msgspec.inspect.type_info(annotation)
+    return isinstance(info, msgspec.inspect.IntType)
 
 
 def _replaced(struct: Any, path: Sequence[str], value: Any) -> Any:

@@ -126,7 +126,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         yield from _odd_values(config)
         if config.tracing is not None and (module := _missing_module(*_TRACING_MODULES)):
             yield Problem("tracing", f"needs {module!r}: pip install 'stretto[otel]'")
-        yield from _thread_problems(composed, placement)
+        yield from _thread_problems(config, placement)
         yield from _plugin_problems(composed, "launcher", partial(_launcher_problems, composed, placement))
         if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
             needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
@@ -740,14 +740,7 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _thread_problems(composed: Composed, placement: Placement) -> Iterator[Problem]:
-    config = composed.config
-    if config.inference.deterministic and "inference.threads" in composed.measured:
-        yield Problem(
-            "inference.threads",
-            "is auto, so it may change while the run goes on; with `deterministic` the bits of an answer "
-            "depend on it: give a number",
-        )
+def _thread_problems(config: RunConfig, placement: Placement) -> Iterator[Problem]:
     cores = available_cores()
     run_workers = workers(config, placement)
     trainers = [worker for worker in run_workers if worker.role == "trainer" and config.steps]

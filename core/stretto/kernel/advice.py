@@ -616,7 +616,7 @@ def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
     """Whether more work at once would not make a run without GPUs faster: its machine has no idle cores."""
     gpus = knobs.number("training.gpus", 0) + knobs.number("inference.gpus", 0)
     used = _mean(lines, "cores_used")
-    return not gpus and used is not None and used > 0.9
+    return not gpus and used is not None and used > 0.85
 
 
 def _lines_that_wait_for_engines(history: _History) -> list[Mapping[str, Any]] | None:

@@ -38,7 +38,7 @@ _HOPELESS = 0.6
 """A trial ends early when each of its first two steps is slower by this factor."""
 _BUSY = 0.75
 """A part that works for less than this share of the time gets nothing more."""
-_WORTHLESS = 0.2
+_WORTHLESS = 0.3
 """A core that is idle for at most this share of the time is not worth a trial."""
 
 
@@ -54,7 +54,7 @@ class StepLoad:
     generate_s: float
     """Seconds in which the engines worked: mean over engines."""
     cores_used: float
-    """Share of the cores that was busy."""
+    """Share of the cores that the run used."""
 
     @property
     def speed(self) -> float:
@@ -202,15 +202,18 @@ class CoreDivision:
 
 
 def division_of(composed: Composed, folder: Path) -> CoreDivision:
-    """Return the division of a run. A resumed run begins with the numbers that were best so far."""
+    """Return the division of a run. A resumed run begins with the numbers that were best so far. An engine
+    that is to give the same bits whatever happens keeps its one thread."""
     config, members = composed.config, dict[str, int]()
-    for key in composed.measured:
+    fixed = {"inference.threads"} if config.inference.deterministic else set[str]()
+    keys = [key for key in composed.measured if key not in fixed]
+    for key in keys:
         owner, _, name = key.rpartition(".")
         if name == "threads":
             section = composed.section(owner)
             members[key] = section.replicas if owner == "inference" else section.processes
     file = folder / "division.json"
-    return CoreDivision(composed.measured, members, available_cores(), config.queue.batch_size, file)
+    return CoreDivision(keys, members, available_cores(), config.queue.batch_size, file)
 
 
 def _is_faster(loads: Sequence[StepLoad], former: Sequence[StepLoad]) -> bool | None:

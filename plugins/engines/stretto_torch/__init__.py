@@ -41,7 +41,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
 
     threads: Measured = 1
     """Number of compute threads. More threads than cores make a run many times slower. `auto` measures over
-    the first steps which number is best (docs/cores.md); not with `deterministic`."""
+    the first steps which number is best (docs/cores.md); with `deterministic` it stays 1."""
     slots: PositiveInt = 32
     """Number of samples decoded at once. A larger number raises the total tokens per second and lowers those
     of each sample. On one core the gain flattens out at about 32."""
