@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Component",
+    "ComponentParts",
     "Context",
     "Head",
     "Importable",
@@ -77,6 +78,12 @@ Importable = Annotated[
 ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 
 
+class ComponentParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Components that a component is made of, each under its own name: the type of the key `parts` of a
+    section. The parts are of the kind of the section, and each is written like such a section. The factory of
+    the component gets the objects of its parts as third argument, by name."""
+
+
 class Context(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about the run that a component may need."""
 
@@ -131,10 +138,12 @@ class Component(Generic[ConfigT]):
 
     name: str
     """The name that users write after `use:`; equal to the name of the entry point."""
-    factory: Callable[[ConfigT, Context], Any]
-    """Makes the object that implements the contract of the kind. Import large libraries here. `stretto check`
-    makes the object too, in a separate process and with an empty `Context.folder`, so side effects, such as
-    opening a connection or a file, belong in the object's methods."""
+    factory: Callable[..., Any]
+    """`factory(config, context)` makes the object that implements the contract of the kind, and
+    `factory(config, context, parts)` does if the section has `parts` (see `ComponentParts`). Import large
+    libraries here. `stretto check` makes the object too, in a separate process and with an empty
+    `Context.folder`, so side effects, such as opening a connection or a file, belong in the object's
+    methods."""
     config: type[ConfigT]
     """Struct of the component's section: a subclass of the kind's base, such as `RewardConfig`."""
     summary: str
@@ -155,6 +164,7 @@ class Component(Generic[ConfigT]):
     """Whether an inference engine supports vision-language models, and prompts in which image tokens
     represent the images of a row. Used for inference engines only."""
     reward_columns: tuple[str, ...] | None = None
-    """For a workflow: the columns that it passes to the reward in addition to those of the row. If this is
-    empty, `stretto check` scores the first row. If it names columns, `check` tests whether the reward accepts
-    the call. None, the default, means unknown: `check` only makes the reward."""
+    """For a workflow: the columns that it passes to the reward in addition to those of the row, such as
+    `completion_tokens` if it passes whole answers to `Session.score`. If this names no other column, `stretto
+    check` scores the first row. If it does, `check` tests whether the reward accepts the call. None, the
+    default, means unknown: `check` only makes the reward."""

@@ -8,9 +8,10 @@ There are two forms; the name of the first parameter tells which one it is:
 Both may be `async`. `columns` are the other columns of the row; a function without `**columns` receives
 only the columns that it names. The second form is that of TRL: it also receives `prompts`, and
 `completions` are lists of messages when the row's prompt is a list of chat messages. In the first form,
-`prompt` is the prompt of the row unchanged and `completion` is always text. A dict must contain `reward`;
-stretto averages and reports its other numbers. None, NaN or an exception is a failure, and fails the
-ticket.
+`prompt` is the prompt of the row unchanged and `completion` is always text. A workflow that scores whole
+answers of the policy adds the column `completion_tokens`, the length of an answer in tokens. A dict must
+contain `reward`; stretto averages and reports its other numbers. None, NaN or an exception is a failure, and
+fails the ticket.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     answer_memory_mb: PositiveInt | None = None
     """Limit of memory for scoring one answer, in MiB, in addition to the memory that the scoring process
     already uses. The rules of `answer_cpu_s` apply. None for no limit. Linux only."""
+
+    @property
+    def limits(self) -> tuple[float | None, int | None]:
+        """`answer_cpu_s` and `answer_memory_mb` as they apply."""
+        return self.answer_cpu_s, self.answer_memory_mb
 
 
 class Reward(Protocol):

@@ -209,7 +209,8 @@ class Session(Protocol):
 
         Args:
             columns: additional columns that the reward receives by name, with one value (plain data) for each
-                answer.
+                answer. If all answers are `Answer`s, `completion_tokens` is one of them: their lengths in
+                tokens.
 
         Raises:
             RewardError: if the reward raised, took too long, or gave no number.

@@ -29,7 +29,7 @@ from stretto import Component, RewardConfig, hookimpl
 
 @hookimpl
 def stretto_reward():
-    yield Component("length", lambda config, context: (lambda prompt, completion: 1.0), RewardConfig, "short")
+    yield Component("brevity", lambda config, context: (lambda prompt, completion: 1.0), RewardConfig, "1")
 """
 
 
@@ -111,29 +111,29 @@ def test_listing_names_imports_nothing(installed: list[EntryPoint], tmp_path: Pa
 def test_a_broken_plugin_says_why_and_leaves_the_others(installed: list[EntryPoint], tmp_path: Path) -> None:
     write(tmp_path / "acme_extra.py", "import no_such_library")
     write(tmp_path / "acme_typo.py", REWARD.replace("stretto_reward", "stretto_rewards"))
-    write(tmp_path / "acme_other.py", REWARD.replace('"length"', '"width"'))
+    write(tmp_path / "acme_other.py", REWARD.replace('"brevity"', '"width"'))
     write(tmp_path / "acme_base.py", REWARD.replace("RewardConfig", "DatasetConfig"))
     write(tmp_path / "acme_raises.py", REWARD.replace("yield", "1 / 0; yield"))
     reasons = {
         "acme_extra": "ModuleNotFoundError: No module named 'no_such_library'",
         "acme_typo": "stretto_rewards",
-        "acme_other": "implements stretto_reward for ['width'], not for 'length'",
+        "acme_other": "implements stretto_reward for ['width'], not for 'brevity'",
         "acme_base": "must extend RewardConfig",
         "acme_raises": "ZeroDivisionError",
     }
     for module, reason in reasons.items():
-        installed[:] = [entry("length", module, "reward")]
+        installed[:] = [entry("brevity", module, "reward")]
         with pytest.raises(PluginError, match=re.escape(reason)):
-            Plugins().get("reward", "length")
+            Plugins().get("reward", "brevity")
         [line] = [line for line in Plugins().listing() if line.error]
-        assert (line.name, line.distribution, line.version) == ("length", "acme", "1.2")
+        assert (line.name, line.distribution, line.version) == ("brevity", "acme", "1.2")
         assert reason in line.error
 
 
 def test_two_distributions_with_one_name_are_refused_and_one_can_be_picked(
     installed: list[EntryPoint], tmp_path: Path
 ) -> None:
-    write(tmp_path / "acme_exact.py", REWARD.replace('"length"', '"exact"'))
+    write(tmp_path / "acme_exact.py", REWARD.replace('"brevity"', '"exact"'))
     installed.append(entry("exact", "acme_exact", "reward", "acme-rl"))
     with pytest.raises(
         PluginError, match=r"'acme-rl' and 'stretto' offer .*; choose one, for example `use: acme-rl:exact`"
@@ -148,14 +148,14 @@ def test_a_plugin_by_path_is_listed_and_used(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", '{"prompt": "a"}\n')
     file = write(
         tmp_path / "run.yaml",
-        "name: a\nsteps: 1\nplugins: [my_reward.py]\nalgorithm: grpo\nreward: length\n"
+        "name: a\nsteps: 1\nplugins: [my_reward.py]\nalgorithm: grpo\nreward: brevity\n"
         "dataset: {use: jsonl, path: rows.jsonl}\n",
     )
     composed = compose(file)
     assert composed.config.plugins == (str(tmp_path / "my_reward.py"),)
     assert composed.components["reward"].summary == "short"
-    file.write_text(file.read_text().replace("reward: length", "reward: lenght"))
-    with pytest.raises(PluginError, match=r"run\.yaml:5: reward\.use: .*did you mean 'length'\?"):
+    file.write_text(file.read_text().replace("reward: brevity", "reward: brevty"))
+    with pytest.raises(PluginError, match=r"run\.yaml:5: reward\.use: .*did you mean 'brevity'\?"):
         compose(file)
     file.write_text(file.read_text().replace("my_reward.py", "absent.py"))
     with pytest.raises(ConfigError, match=r"no such file or folder: 'absent\.py'"):
@@ -164,7 +164,7 @@ def test_a_plugin_by_path_is_listed_and_used(tmp_path: Path) -> None:
 
 def test_a_missing_extra_is_named_with_what_to_install() -> None:
     component: Component[Any] = Component(
-        "x", lambda config, context: None, plugins.BASES["reward"], "", requires={"no_such_lib": "acme[x]"}
+        "x", object, plugins.BASES["reward"], "", requires={"no_such_lib": "acme[x]"}
     )
     assert plugins.missing_extra(component) == "'x' needs 'no_such_lib': pip install 'acme[x]'"
 
@@ -176,7 +176,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         PluginError, match=r"no launcher 'slur'; did you mean 'slurm'\? \(not in this version\)"
     ):
         Plugins().get("launcher", "slur")
-    with pytest.raises(PluginError, match=r"no reward 'zzz'; installed: exact, function, math"):
+    with pytest.raises(PluginError, match=r"no reward 'zzz'; installed: exact, format, function"):
         Plugins().get("reward", "zzz")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto import Context
-from stretto.children.reward import score_group
+from stretto.user_code.scoring import score_group
 from stretto_exact import ExactConfig
 from stretto_exact import make as make_exact
 from stretto_math import MathConfig

@@ -28,7 +28,7 @@ from stretto.assembly.sections import (
     KeySource,
     kind_of,
 )
-from stretto.component import Component, Context, Kind
+from stretto.component import Component, ComponentParts, Context, Kind
 from stretto.config import EvaluationConfig, Groups, RunConfig, VariantConfig, Variants
 from stretto.errors import PluginError, StrettoError, foreign_frames, nearest, offer, place_of
 
@@ -39,6 +39,8 @@ __all__ = [
     "find_path",
 ]
 
+_PARTS = "parts"
+"""The key of a section whose type may be `ComponentParts`."""
 _AUTO = "auto"
 """The value of a `Measured` number that the run measures."""
 
@@ -94,8 +96,14 @@ class Composed:
         """
         section = self.section(path) if section is None else section
         with _redacted_errors(self.redact):
+            parts = getattr(section, _PARTS, None)
+            made = (
+                [{name: self.make(f"{path}.{_PARTS}.{name}", context) for name in parts.__struct_fields__}]
+                if isinstance(parts, ComponentParts)
+                else []
+            )
             try:
-                component = self.components[path].factory(section, context)
+                component = self.components[path].factory(section, context, *made)
             except StrettoError:
                 raise
             except Exception as error:
@@ -268,8 +276,39 @@ class _Composer:
             if (section := self._section(data, path, kind)) is not None:
                 component = self._component(kind, path, section)
                 self._drop_stale_keys(kind, path, section, component, notices)
-                structs[path] = component.config
+                structs[path] = self._with_parts(data, path, kind, component.config, notices)
         return structs
+
+    def _with_parts(
+        self, data: dict[str, Any], path: str, kind: Kind, struct: type[msgspec.Struct], notices: list[str]
+    ) -> type[msgspec.Struct]:
+        """Return the struct of a section with its `parts` narrowed to the structs of their components."""
+        fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
+        if fields.get(_PARTS) is not ComponentParts:
+            return struct
+        parts = _at(data, f"{path}.{_PARTS}") or {}
+        if not isinstance(parts, dict):
+            raise self.source.error(
+                f"{path}.{_PARTS}", f"expected a mapping of names, found {parts!r}", parts
+            )
+        names = [str(name) for name in cast("dict[Any, Any]", parts)]
+        for name in names:
+            self._expect_name(f"{path}.{_PARTS}.{name}", name, "a part")
+        structs = self._structs_of(data, {f"{path}.{_PARTS}.{name}": kind for name in names}, notices)
+        own = [(name, structs[f"{path}.{_PARTS}.{name}"]) for name in names]
+        narrow = msgspec.defstruct("ComponentParts", own, bases=(ComponentParts,), kw_only=True, frozen=True)
+        return msgspec.defstruct(
+            struct.__name__, [(_PARTS, narrow)], bases=(struct,), kw_only=True, frozen=True
+        )
+
+    def _expect_name(self, path: str, name: str, what: str) -> None:
+        """Refuse a name that cannot be a key of a run file's section."""
+        if not re.fullmatch(GROUP_NAME, name) or name in SECTIONS:
+            raise self.source.error(
+                path,
+                f"{name!r} cannot be the name of {what}; expected a-z, 0-9 and _, a letter first, and not "
+                "the name of a section",
+            )
 
     def _load_paths(self, data: dict[str, Any]) -> None:
         paths = data.get("plugins") or []
@@ -294,12 +333,7 @@ class _Composer:
             if not isinstance(entries, dict):
                 raise self.source.error(path, f"expected a mapping of names, found {entries!r}", entries)
             for name in cast("dict[str, Any]", entries):
-                if not re.fullmatch(GROUP_NAME, str(name)) or name in SECTIONS:
-                    raise self.source.error(
-                        f"{path}.{name}",
-                        f"{name!r} cannot be the name of a worker group; expected a-z, 0-9 and _, a letter "
-                        "first, and not the name of a section",
-                    )
+                self._expect_name(f"{path}.{name}", str(name), "a worker group")
                 kinds[f"{path}.{name}"] = kind
         return kinds
 

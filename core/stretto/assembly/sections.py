@@ -45,13 +45,21 @@ VARIANT_NAME = r"[a-z][a-z0-9_]{0,31}"
 _NAMED_KEY = re.compile(rf"groups\.{GROUP_NAME}|variants\.{VARIANT_NAME}\.({'|'.join(VARIANT_SECTIONS)})")
 
 
+_PARTS = ".parts."
+"""Between the key of a section and the name of one of its parts (see `stretto.component.ComponentParts`)."""
+
+
 def names_component(path: str) -> bool:
     """Whether the section at a dotted key chooses a component."""
+    owner, part, name = path.rpartition(_PARTS)
+    if part:
+        return names_component(owner) and re.fullmatch(GROUP_NAME, name) is not None
     return path in SECTIONS or _NAMED_KEY.fullmatch(path) is not None
 
 
 def kind_of(path: str) -> Kind:
     """Return the kind of the component that the section at a dotted key chooses."""
+    path = path.partition(_PARTS)[0]
     if path.startswith("variants."):
         return VARIANT_SECTIONS[path.rpartition(".")[2]]
     return SECTIONS.get(path) or (LIST_SECTIONS | NAMED_SECTIONS)[path.partition(".")[0]]

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from stretto.children.protocol import serve
-from stretto.children.reward import accepted
 from stretto.environment import Feedback, feedback_of
 from stretto.user_code.importable import load_importable
+from stretto.user_code.scoring import accepted
 
 __all__ = ["COMMAND", "Question", "Reaction", "setup_frame"]
 

@@ -6,12 +6,9 @@ Then it answers each `Task` with a `ScoringResult`.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -19,10 +16,10 @@ from stretto.assembly.compose import compose_mapping
 from stretto.children.limits import LIMIT_METRICS, AnswerLimits, score_within
 from stretto.children.protocol import serve, try_to_ask
 from stretto.component import Context
-from stretto.errors import ConfigError, RewardError
-from stretto.reward import RewardValue, is_number
+from stretto.errors import ConfigError
+from stretto.user_code.scoring import score_group, scores_groups
 
-__all__ = ["COMMAND", "ScoringResult", "Task", "accepted", "score_group", "setup_frame", "try_to_score"]
+__all__ = ["COMMAND", "ScoringResult", "Task", "setup_frame", "try_to_score"]
 
 COMMAND = (sys.executable, "-m", "stretto.children.reward")
 
@@ -46,146 +43,6 @@ class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
     over: dict[int, str] = {}
     """Completions that scored 0 because they exceeded a limit of one answer or ended the process: index ->
     reason."""
-
-
-def score_group(
-    reward: Callable[..., Any],
-    row: Mapping[str, Any],
-    completions: tuple[str, ...],
-    each: Mapping[str, Sequence[Any]],
-) -> list[tuple[float, dict[str, float]]]:
-    """Call a reward in the form that its signature has (see `stretto.reward`), and return its scores.
-
-    Args:
-        completions: the answers; empty to see only whether the reward can be called with these columns.
-        each: columns with one value for each completion.
-
-    Raises:
-        RewardError: if the reward needs a column that the row does not have.
-        ValueError: if the reward does not return a finite number for every completion.
-    """
-    parameters = inspect.signature(reward).parameters
-    columns = {name: value for name, value in row.items() if name != "prompt"}
-    _require_columns(reward, parameters, [*columns, *each])
-    if not completions:
-        return []
-    if "completions" in parameters:
-        values = _call_on_group(reward, parameters, row["prompt"], columns, completions, each)
-    else:
-        columns_of_each = [
-            {name: values[i] for name, values in each.items()} for i in range(len(completions))
-        ]
-        values = _await_all(
-            [
-                _call_on_one(reward, parameters, row["prompt"], columns | more, text)
-                for text, more in zip(completions, columns_of_each, strict=True)
-            ]
-        )
-    if len(values) != len(completions):
-        raise ValueError(f"the reward returned {len(values)} values for {len(completions)} completions")
-    return [_number(value, index) for index, value in enumerate(values)]
-
-
-def _require_columns(
-    reward: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
-) -> None:
-    """Refuse a reward that needs a column which is missing. Python would report only a missing argument."""
-    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [
-        each.name for each in parameters.values() if each.kind not in free and each.default is each.empty
-    ]
-    by_name = {"completions", "prompts"} if "completions" in parameters else {"completion", "prompt"}
-    if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by position
-        needed = needed[2:]
-    missing = [name for name in needed if name not in by_name and name not in columns]
-    if missing:
-        code = getattr(inspect.unwrap(reward), "__code__", None)
-        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-        raise RewardError(
-            f"the reward needs {', '.join(map(repr, missing))}{where}, but the row has no such column; "
-            f"its columns: {', '.join(columns) or 'none'}"
-        )
-
-
-def _call_on_one(
-    reward: Callable[..., Any],
-    parameters: Mapping[str, inspect.Parameter],
-    prompt: Any,
-    columns: Mapping[str, Any],
-    completion: str,
-) -> Any:
-    """Call the plain form: by name, or (prompt, completion) by position if no parameter is `completion`."""
-    if "completion" in parameters:
-        offered = {**columns, "prompt": prompt, "completion": completion}
-        return reward(**accepted(parameters, offered))
-    return reward(prompt, completion, **accepted(parameters, columns))
-
-
-def _call_on_group(
-    reward: Callable[..., Any],
-    parameters: Mapping[str, inspect.Parameter],
-    prompt: Any,
-    columns: Mapping[str, Any],
-    completions: tuple[str, ...],
-    each: Mapping[str, Sequence[Any]],
-) -> list[RewardValue]:
-    """Call TRL's form: each argument is a list with one entry for each completion. Completions of a chat are
-    messages."""
-    n = len(completions)
-    chat = not isinstance(prompt, str)
-    texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)
-    repeated = {name: [value] * n for name, value in columns.items() if name != "completions"}
-    offered = {**repeated, **each, "prompts": [prompt] * n}
-    result = reward(completions=texts, **accepted(parameters, offered))
-    [values] = _await_all([result])
-    return list(cast("list[RewardValue]", values))
-
-
-def accepted(parameters: Mapping[str, inspect.Parameter], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `offered` that a function accepts by name."""
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(offered)
-    return {name: value for name, value in offered.items() if name in parameters}
-
-
-def _await_all(values: list[Any]) -> list[Any]:
-    """Await the awaitable values, all at the same time, and return all values in order."""
-    if not any(inspect.isawaitable(value) for value in values):
-        return values
-
-    async def value_of(value: Any) -> Any:
-        return await value if inspect.isawaitable(value) else value
-
-    async def all_of() -> list[Any]:
-        return list(await asyncio.gather(*(value_of(value) for value in values)))
-
-    return asyncio.run(all_of())
-
-
-def _number(value: RewardValue, index: int) -> tuple[float, dict[str, float]]:
-    metrics: dict[str, float] = {}
-    if isinstance(value, Mapping):
-        if "reward" not in value:
-            raise ValueError(f"the reward of completion {index} is a dict without 'reward': {value!r}")
-        if odd := [name for name in cast("Mapping[Any, Any]", value) if not isinstance(name, str)]:
-            raise ValueError(
-                f"the reward of completion {index} is a dict with the key {odd[0]!r}; a metric's name is text"
-            )
-        metrics = {name: float(number) for name, number in value.items() if name != "reward"}
-        value = value["reward"]
-    if value is None or not is_number(number := float(value)):
-        raise ValueError(f"the reward of completion {index} is {value!r}, {_fault(value)}")
-    for name, metric in metrics.items():
-        if not is_number(metric):
-            raise ValueError(f"{name!r} of completion {index} is {metric!r}, {_fault(metric)}")
-    return number, metrics
-
-
-def _fault(value: float | None) -> str:
-    """Return why a value that is not valid for a reward or a metric is not valid."""
-    if value is None or not math.isfinite(value):
-        return "not a finite number"
-    return "beyond the range of float32, the dtype of trainers"
 
 
 def setup_frame(document: Mapping[str, Any], context: Context) -> bytes:
@@ -218,8 +75,8 @@ class _Scorer:
         self._reward = composed.make("reward", context)
         config = composed.config.reward
         assert config is not None, "a run without a reward has no scoring process"
-        self._limits = AnswerLimits(config.answer_cpu_s, config.answer_memory_mb)
-        if self._limits and "completions" in inspect.signature(self._reward).parameters:
+        self._limits = AnswerLimits(*config.limits)
+        if self._limits and scores_groups(self._reward):
             raise ConfigError(
                 "reward.answer_cpu_s and reward.answer_memory_mb limit the scoring of one answer, but this "
                 "reward scores all answers of a group in one call; remove the limits, or give the reward the "

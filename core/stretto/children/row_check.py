@@ -11,15 +11,16 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from stretto.assembly.compose import compose_mapping
+from stretto.assembly.compose import Composed, compose_mapping
 from stretto.component import Context
 from stretto.user_code.child_process import last_line, run_child
 
-__all__ = ["RowFaults", "faults_of_rows"]
+__all__ = ["RowFaults", "faults_of_rows", "rewards_of"]
 
 _MAX_ROWS = 10_000
 _MAX_S = 4.0
@@ -40,11 +41,16 @@ class RowFaults(msgspec.Struct, frozen=True):
     """Index and fault of the checked rows with a fault, in the order of the dataset, at most `_MAX_SHOWN`."""
 
 
+def rewards_of(composed: Composed) -> list[str]:
+    """Return the dotted keys of the run's reward and of its parts; empty without a reward."""
+    return [path for path in composed.components if path == "reward" or path.startswith("reward.parts.")]
+
+
 def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, timeout_s: float) -> RowFaults:
     """Check rows with the run's reward, in a child process.
 
     Args:
-        document: the composed run; its reward's component has a `check_row`.
+        document: the composed run.
         path: dotted key of the dataset's section in the run.
 
     Raises:
@@ -60,8 +66,11 @@ def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, tim
 
 def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaults:
     composed = compose_mapping(document)
-    check_row, config = composed.components["reward"].check_row, composed.section("reward")
-    assert check_row is not None, "only rewards that check rows start this process"
+    checks = [
+        partial(check_row, composed.section(reward))
+        for reward in rewards_of(composed)
+        if (check_row := composed.components[reward].check_row) is not None
+    ]
     dataset = composed.make(path, context)
     rows = len(dataset)
     order = random.Random(0).sample(range(rows), min(rows, _MAX_ROWS))
@@ -70,7 +79,7 @@ def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaul
         if read and time.monotonic() > end:
             break
         columns = {name: value for name, value in dataset[index].items() if name != "prompt"}
-        if fault := check_row(config, columns):
+        if fault := next(filter(None, (check(columns) for check in checks)), ""):
             faults[index] = fault
         read += 1
     return RowFaults(rows, read, len(faults), tuple(sorted(faults.items())[:_MAX_SHOWN]))

@@ -26,6 +26,7 @@ from stretto.assembly.placement import Placement
 from stretto.assembly.plan import Worker, context_of, run_folder, workers
 from stretto.assembly.plan import placement as placement_of
 from stretto.assembly.plugins import missing_extra
+from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, run_of_variant, variants_of
 from stretto.bus.server import fault_of_server
 from stretto.component import Problem
@@ -54,6 +55,8 @@ _LOOK_S = 2.0
 """Time limit of the search for a prompt that is short enough."""
 _CONNECT_S = 3.0
 """Time limit of the connection to the nats-server at `bus.url`."""
+_LENGTH_COLUMN = "completion_tokens"
+"""The column with the length of an answer; in a trial it is 1."""
 _ANSWER = "0"
 """The answer that the reward scores in its trial."""
 _TRACING_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
@@ -219,8 +222,9 @@ def _component_problems(composed: Composed, path: str, placement: Placement | No
         reported: set[Problem] = set()
         for run in runs or [config]:
             for problem in component.check(composed.section(path), run):
-                if path.startswith("groups.") and problem.path.startswith("training"):
-                    problem = replace(problem, path=path + problem.path.removeprefix("training"))
+                kind = kind_of(path)  # a check names the keys of its kind's usual section
+                if path.startswith(("groups.", f"{kind}.parts.")) and problem.path.startswith(kind):
+                    problem = replace(problem, path=path + problem.path.removeprefix(kind))
                 if problem not in reported:
                     reported.add(problem)
                     yield problem
@@ -314,12 +318,12 @@ def _scoring_tasks(
         "evaluation.dataset": evaluation.samples if evaluation is not None else 0,
     }
     hidden = IMAGE_COLUMNS if is_vision_language(known_config(composed.config.model)) else ()
-    empty_columns = msgspec.msgpack.encode({name: [] for name in columns})
+    known = set(columns) <= {_LENGTH_COLUMN}  # the values of other columns are the workflow's
     return {
         path: Task(
             msgspec.msgpack.encode({name: value for name, value in row.items() if name not in hidden}),
-            () if columns else (_ANSWER,) * samples[path],
-            empty_columns,
+            (_ANSWER,) * samples[path] if known else (),
+            msgspec.msgpack.encode({name: [1] * samples[path] if known else [] for name in columns}),
         )
         for path, row in first_rows.items()
         if samples[path]
@@ -369,10 +373,11 @@ def _tool_trial_problems(config: RunConfig, failed_sections: Set[str]) -> Iterat
 
 def _row_problems(composed: Composed, failed_sections: Set[str]) -> Iterator[Problem]:
     """Check rows of the datasets with the reward's `check_row`, in a child process."""
-    reward = composed.components.get("reward")
-    if reward is None or reward.check_row is None or "reward" in failed_sections:
+    from stretto.children.row_check import faults_of_rows, rewards_of
+
+    checked = [path for path in rewards_of(composed) if composed.components[path].check_row is not None]
+    if not checked or "reward" in failed_sections:
         return
-    from stretto.children.row_check import faults_of_rows
 
     document = msgspec.to_builtins(composed.config)
     for path in ("dataset", "evaluation.dataset"):

@@ -19,7 +19,7 @@ from msgspec import inspect as types
 
 from stretto.assembly.plugins import KINDS, Plugins, missing_extra
 from stretto.assembly.sections import LIST_SECTIONS, NAMED_SECTIONS, SECTIONS, VARIANT_SECTIONS
-from stretto.component import Component, Kind
+from stretto.component import Component, ComponentParts, Kind
 from stretto.config import EvaluationConfig, RunConfig, VariantConfig
 from stretto.errors import PluginError
 
@@ -85,6 +85,18 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         section = _section_schema(choices[kind], plugins.names(kind), properties[key])
         section["anyOf"].append({"type": "object"})  # without `use`, it takes over the run's own keys
         properties[key] = section
+    for kind, structs_of_kind in choices.items():
+        section = _section_schema(structs_of_kind, plugins.names(kind), {})
+        for struct in structs_of_kind:
+            fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
+            if fields.get("parts") is ComponentParts:
+                properties = definitions[struct.__name__]["properties"]
+                description = properties["parts"]["description"]
+                properties["parts"] = {
+                    "type": "object",
+                    "additionalProperties": section,
+                    "description": description,
+                }
     run["properties"]["variants"] = {
         "type": "object",
         "additionalProperties": {"$ref": "#/$defs/VariantConfig"},
@@ -270,7 +282,7 @@ def _type_text(info: types.Type) -> str:
             bounds = [(">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt)]
             return name + "".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
         case types.StructType(cls=cls):
-            return cls.__name__
+            return "map of names to sections" if cls is ComponentParts else cls.__name__
         case types.ListType(item_type=item) | types.VarTupleType(item_type=item):
             return f"list of {_type_text(item)}"
         case types.DictType(key_type=key, value_type=value):

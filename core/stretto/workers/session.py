@@ -195,9 +195,12 @@ class RolloutSession:
     ) -> list[Score]:
         """Let the verifiers score answers to the prompt's row."""
         texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
+        sampled = [answer for answer in answers if not isinstance(answer, str)]
+        lengths = {"completion_tokens": [len(answer.tokens) for answer in sampled]}
+        more = {**(lengths if len(sampled) == len(answers) else {}), **(columns or {})}
         with self._clocks.score:
             results = await self._services.verifiers.score(
-                self._row(prompt), texts, columns or {}, traceparent=self._trace
+                self._row(prompt), texts, more, traceparent=self._trace
             )
         return [Score(reward, metrics) for reward, metrics in results]
 

@@ -159,7 +159,7 @@ class _Rewards:
 
     def __init__(self, context: WorkerContext, composed: Composed, config: RewardConfig) -> None:
         self._timeout_s = config.timeout_s
-        self._answer_s = config.answer_cpu_s or 0.0
+        self._answer_s = config.limits[0] or 0.0
         self._num_logged = 0
         setup = reward.setup_frame(msgspec.to_builtins(composed.config), context.component_context)
         program = Program("the scoring process", guarded(reward.COMMAND), setup)

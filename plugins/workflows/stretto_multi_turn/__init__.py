@@ -115,5 +115,5 @@ def stretto_workflow() -> Iterator[Component[MultiTurnConfig]]:
         MultiTurnConfig,
         "several turns: an environment answers the policy",
         check,
-        reward_columns=("messages", "turns"),
+        reward_columns=("completion_tokens", "messages", "turns"),
     )

@@ -33,5 +33,5 @@ def stretto_workflow() -> Iterator[Component[WorkflowConfig]]:
         SingleTurn,
         WorkflowConfig,
         "one answer to each prompt, scored by the reward",
-        reward_columns=(),
+        reward_columns=("completion_tokens",),
     )

@@ -158,5 +158,5 @@ def stretto_workflow() -> Iterator[Component[ToolUseConfig]]:
         ToolUseConfig,
         "several turns: the policy may call Python functions and MCP servers",
         check,
-        reward_columns=("messages", "turns", "tool_calls"),
+        reward_columns=("completion_tokens", "messages", "turns", "tool_calls"),
     )

@@ -1,0 +1,92 @@
+"""Reward `sum`: the weighted sum of several rewards, with each of them in the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stretto import Component, Context, RewardConfig, hookimpl
+from stretto.component import ComponentParts
+from stretto.user_code.scoring import score_group, scores_groups
+
+__all__ = ["SumConfig"]
+
+
+class SumConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the reward `sum`.
+
+    The metrics have the reward of each part under its name, before the weight, and its other metrics as
+    `part/metric`. The first part is the main one: its `accuracy`, or its reward if it has none, is the
+    accuracy of the sum, so evaluations judge the content and not the form.
+    """
+
+    parts: ComponentParts = ComponentParts()
+    """The rewards, each written `name: {use: …}` like `reward`. Without limits of its own, the sum has the
+    `answer_cpu_s` and `answer_memory_mb` of its parts, added up. `timeout_s` of a part is not used."""
+    weights: Mapping[str, float] = {}
+    """Weight of each part, by name; 1 for a part without an entry."""
+
+    def __post_init__(self) -> None:
+        names = self.parts.__struct_fields__
+        if not names:
+            raise ValueError("parts: expected at least one, such as `parts: {right: exact}`")
+        if odd := [name for name in self.weights if name not in names]:
+            raise ValueError(f"weights: no part {odd[0]!r}; the parts: {', '.join(names)}")
+
+    @property
+    def limits(self) -> tuple[float | None, int | None]:
+        """The limits of one answer: its own, or the sums of those that parts have."""
+        parts = [getattr(self.parts, name).limits for name in self.parts.__struct_fields__]
+        seconds = [cpu_s for cpu_s, _ in parts if cpu_s is not None]
+        megabytes = [memory_mb for _, memory_mb in parts if memory_mb is not None]
+        return (
+            self.answer_cpu_s or (sum(seconds) if seconds else None),
+            self.answer_memory_mb or (sum(megabytes) if megabytes else None),
+        )
+
+
+def make(config: SumConfig, context: Context, parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return the scoring function. It scores whole groups, so that a part that waits for a server does so for
+    all answers at once; with limits it scores one answer per call, unless a part scores groups."""
+    del context
+    weights = {name: config.weights.get(name, 1.0) for name in parts}
+
+    def total(
+        row: Mapping[str, Any], texts: Sequence[str], each: Mapping[str, Sequence[Any]]
+    ) -> list[dict[str, float]]:
+        scores = {name: score_group(part, row, tuple(texts), each) for name, part in parts.items()}
+        return [
+            _summed({name: scores[name][index] for name in parts}, weights) for index in range(len(texts))
+        ]
+
+    def of_one(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
+        return total({**columns, "prompt": prompt}, [completion], {})[0]
+
+    def of_group(
+        completions: Sequence[Any], prompts: Sequence[Any], **columns: Any
+    ) -> list[dict[str, float]]:
+        texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+        return total({"prompt": prompts[0]}, texts, columns)
+
+    limited = any(config.limits) and not any(map(scores_groups, parts.values()))
+    return of_one if limited else of_group
+
+
+def _summed(
+    scores: Mapping[str, tuple[float, Mapping[str, float]]], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the reward and the metrics of one answer, from the reward and the metrics of each part."""
+    main = next(iter(scores))
+    reward, metrics = scores[main]
+    return {
+        "reward": sum(weights[name] * value for name, (value, _) in scores.items()),
+        "accuracy": metrics.get("accuracy", reward),
+        **{name: value for name, (value, _) in scores.items()},
+        **{f"{name}/{key}": value for name, (_, own) in scores.items() for key, value in own.items()},
+    }
+
+
+@hookimpl
+def stretto_reward() -> Iterator[Component[SumConfig]]:
+    """The component of this package."""
+    yield Component("sum", make, SumConfig, "the weighted sum of several rewards, each of them logged")
