@@ -5,7 +5,7 @@
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
 - Verify: `check` a run file, `audit` a run that has ended.
 - `track` sends to trackers what they have not received.
-- Describe the installation: `plugins`, `schema`.
+- Describe the installation: `plugins`, `schema`; `doctor` says what is wrong with it.
 
 Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
 before the run started a worker, or a run cannot be audited; 130 interrupted.
@@ -19,7 +19,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from itertools import pairwise
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from stretto.assembly.compose import Composed
     from stretto.cli.audit import AuditReport
+    from stretto.cli.doctor import Finding
     from stretto.cli.evaluate import Result
     from stretto.component import Kind
     from stretto.kernel.forks import ForkServer
@@ -643,6 +644,26 @@ def plugins(
 
 
 @app.command()
+def doctor(
+    distribution: Annotated[
+        str | None, typer.Argument(metavar="DIST", help="Examine the plugins of this distribution only.")
+    ] = None,
+    path: Annotated[list[Path] | None, typer.Option(help="Also load this plugin file.")] = None,
+) -> None:
+    """Examine the installed plugins and this machine: what is wrong, and what to install. Exit status 1 if
+    there is a fault."""
+    from stretto.assembly.plugins import Plugins
+    from stretto.cli.doctor import examine_machine, examine_plugins
+
+    installed = Plugins()
+    for file in path or []:
+        installed.add_path(file.resolve())
+    shown = [*examine_plugins(distribution, installed), *([] if distribution else examine_machine())]
+    _list_findings(shown)
+    raise typer.Exit(int(any(finding.level == "fault" for finding in shown)))
+
+
+@app.command()
 def invite(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id of a new worker: rollout-7.")],
@@ -775,6 +796,21 @@ def _list_components(installed: Any, kind: str | None) -> None:
         error = printable(f"unusable: {line.error}")
         summary = Text(error, style="red") if line.error else line.summary
         table.add_row(line.kind, line.name, line.distribution, line.version, summary)
+    _print_table(table)
+
+
+def _list_findings(findings: Sequence[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "", "note": "dim", "warning": "yellow", "fault": "red"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for column in ("level", "subject", "text"):
+        table.add_column(column, overflow="fold", no_wrap=column != "text")
+    for finding in findings:
+        table.add_row(
+            Text(finding.level, style=styles[finding.level]), finding.subject, printable(finding.text)
+        )
     _print_table(table)
 
 
