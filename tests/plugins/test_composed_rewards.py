@@ -131,6 +131,7 @@ def test_a_sum_has_the_limits_of_its_parts(tmp_path: Path) -> None:
         ({"use": "sum", "parts": ["math"]}, r"reward\.parts: expected a mapping of names"),
         ({"use": "sum", "parts": {"a": "math"}, "weights": {"b": 1}}, r"weights: no part 'b'; the parts: a"),
         ({"use": "sum"}, r"reward\.parts: this key is required"),
+        ({"use": "sum", "parts": {"accuracy": "math"}}, r"no part can be called 'accuracy'"),
         ({"use": "sum", "parts": {}}, r"parts: expected at least one"),
         ({"use": "format"}, r"needs tags or pattern"),
         ({"use": "format", "pattern": "("}, r"pattern: '\(' is no regular expression"),

@@ -30,6 +30,8 @@ class SumConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         names = self.parts.__struct_fields__
         if not names:
             raise ValueError("parts: expected at least one, such as `parts: {right: exact}`")
+        if "accuracy" in names:
+            raise ValueError("parts: no part can be called 'accuracy', because the sum reports one")
         if odd := [name for name in self.weights if name not in names]:
             raise ValueError(f"weights: no part {odd[0]!r}; the parts: {', '.join(names)}")
 
