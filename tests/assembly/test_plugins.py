@@ -29,7 +29,8 @@ from stretto import Component, RewardConfig, hookimpl
 
 @hookimpl
 def stretto_reward():
-    yield Component("brevity", lambda config, context: (lambda prompt, completion: 1.0), RewardConfig, "1")
+    make = lambda config, context: (lambda prompt, completion: 1.0)
+    yield Component("brevity", make, RewardConfig, "short")
 """
 
 

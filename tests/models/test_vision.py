@@ -466,7 +466,7 @@ def test_a_whole_run_of_grpo(start: Start, vision_models: Models, rows: Path, tm
     folder = vision_models("qwen2_5_vl")
     (tmp_path / "reward.py").write_text(
         "def score(prompt, completion, **columns):\n"
-        "    assert columns.keys() == {'answer', 'target'}, columns  # and no images\n"
+        "    assert columns.keys() == {'answer', 'target', 'completion_tokens'}, columns  # and no images\n"
         "    return sum(map(ord, completion)) % 7\n"
     )
     run = start(
