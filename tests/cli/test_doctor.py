@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.assembly.plugins import Plugins
-from stretto.cli.doctor import Finding, examine_machine, examine_plugins
+from stretto.cli.doctor import Observation, examine_machine, examine_plugins
 from stretto.errors import PluginError
 
 GOOD = '''
@@ -31,7 +31,7 @@ def stretto_reward():
 '''
 
 
-def findings(folder: Path, source: str) -> list[Finding]:
+def findings(folder: Path, source: str) -> list[Observation]:
     """What is found about a plugin file, without what is well."""
     file = folder / "acme.py"
     file.write_text(textwrap.dedent(source))

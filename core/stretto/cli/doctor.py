@@ -29,7 +29,7 @@ from stretto.errors import BusError, PluginError, nearest
 from stretto.launcher import visible_gpus
 from stretto.user_code.sandbox import sandbox_problem
 
-__all__ = ["Finding", "examine_machine", "examine_plugins"]
+__all__ = ["Observation", "examine_machine", "examine_plugins"]
 
 Level = Literal["ok", "note", "warning", "fault"]
 
@@ -40,7 +40,7 @@ _SHARED_MEMORY_GB = 1.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class Observation:
     """One line of the report."""
 
     level: Level
@@ -50,7 +50,7 @@ class Finding:
     text: str
 
 
-def examine_plugins(name: str | None, plugins: Plugins) -> list[Finding]:
+def examine_plugins(name: str | None, plugins: Plugins) -> list[Observation]:
     """Examine all components of a distribution, or of all distributions.
 
     Raises:
@@ -67,24 +67,26 @@ def examine_plugins(name: str | None, plugins: Plugins) -> list[Finding]:
     return [finding for line in chosen for finding in _examine(line, listing, plugins)]
 
 
-def examine_machine() -> list[Finding]:
+def examine_machine() -> list[Observation]:
     """Return the facts about this machine that runs depend on."""
     return [
-        Finding("ok", "python", f"{platform.python_version()} at {sys.executable}, {platform.platform()}"),
-        Finding("ok", "cores", f"{available_cores():g} of {os.cpu_count()}"),
+        Observation(
+            "ok", "python", f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
+        ),
+        Observation("ok", "cores", f"{available_cores():g} of {os.cpu_count()}"),
         *_memory(),
-        Finding("ok", "gpus", ", ".join(visible_gpus(os.environ)) or "none visible"),
+        Observation("ok", "gpus", ", ".join(visible_gpus(os.environ)) or "none visible"),
         _server(),
         _loopback(),
         _sandbox(),
-        Finding("ok", "libraries", ", ".join(_versions()) or "none of those that engines need"),
+        Observation("ok", "libraries", ", ".join(_versions()) or "none of those that engines need"),
     ]
 
 
 # ------------------------------------------------------------------------------------------ plugins
 
 
-def _examine(line: Listing, listing: Iterable[Listing], plugins: Plugins) -> Iterator[Finding]:
+def _examine(line: Listing, listing: Iterable[Listing], plugins: Plugins) -> Iterator[Observation]:
     subject = f"{line.kind} {line.name}"
     rivals = [
         each.distribution
@@ -92,7 +94,7 @@ def _examine(line: Listing, listing: Iterable[Listing], plugins: Plugins) -> Ite
         if (each.kind, each.name) == (line.kind, line.name) and each.distribution != line.distribution
     ]
     if rivals:
-        yield Finding(
+        yield Observation(
             "warning",
             subject,
             f"{', '.join(rivals)} offers it too, so a run file has to name one: "
@@ -101,15 +103,15 @@ def _examine(line: Listing, listing: Iterable[Listing], plugins: Plugins) -> Ite
     try:
         component = plugins.get(line.kind, f"{line.distribution}:{line.name}")
     except PluginError as error:
-        yield Finding("fault", subject, str(error))
+        yield Observation("fault", subject, str(error))
         return
     faults = list(_faults_of(component))
-    yield from (Finding("fault", subject, fault) for fault in faults)
-    yield from (Finding("warning", subject, warning) for warning in _warnings_of(component))
+    yield from (Observation("fault", subject, fault) for fault in faults)
+    yield from (Observation("warning", subject, warning) for warning in _warnings_of(component))
     if missing := missing_extra(component):
-        yield Finding("note", subject, missing)
+        yield Observation("note", subject, missing)
     elif not faults:
-        yield Finding("ok", subject, f"{line.distribution} {line.version}: {component.summary}")
+        yield Observation("ok", subject, f"{line.distribution} {line.version}: {component.summary}")
 
 
 def _faults_of(component: Component[Any]) -> Iterator[str]:
@@ -153,40 +155,40 @@ def _warnings_of(component: Component[Any]) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------ machine
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[Observation]:
     if hasattr(os, "sysconf"):
         gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        yield Finding("ok", "memory", f"{gigabytes:.1f} GiB")
+        yield Observation("ok", "memory", f"{gigabytes:.1f} GiB")
     shared = Path("/dev/shm")  # noqa: S108 - where weights go, and not to write a file here
     if shared.is_dir():
         free = shutil.disk_usage(shared).free / 2**30
         few = free < _SHARED_MEMORY_GB
         advice = "; a container gets more with `--shm-size`, or use `weights: file`" if few else ""
-        yield Finding("warning" if few else "ok", "shared memory", f"{free:.1f} GiB free{advice}")
+        yield Observation("warning" if few else "ok", "shared memory", f"{free:.1f} GiB free{advice}")
 
 
-def _server() -> Finding:
+def _server() -> Observation:
     try:
         path = binary()
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (BusError, OSError, subprocess.SubprocessError) as error:
-        return Finding("fault", "nats-server", str(error))
-    return Finding("ok", "nats-server", f"{done.stdout.strip().removeprefix('nats-server: ')} at {path}")
+        return Observation("fault", "nats-server", str(error))
+    return Observation("ok", "nats-server", f"{done.stdout.strip().removeprefix('nats-server: ')} at {path}")
 
 
-def _loopback() -> Finding:
+def _loopback() -> Observation:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
     except OSError as error:
-        return Finding("fault", "loopback", f"no port of 127.0.0.1 can be used: {error}")
-    return Finding("ok", "loopback", "ports of 127.0.0.1 can be used")
+        return Observation("fault", "loopback", f"no port of 127.0.0.1 can be used: {error}")
+    return Observation("ok", "loopback", "ports of 127.0.0.1 can be used")
 
 
-def _sandbox() -> Finding:
+def _sandbox() -> Observation:
     if problem := sandbox_problem():
-        return Finding("warning", "sandbox", f"{problem}; tools and agents need it, or `sandbox: unsafe`")
-    return Finding("ok", "sandbox", "bubblewrap works")
+        return Observation("warning", "sandbox", f"{problem}; tools and agents need it, or `sandbox: unsafe`")
+    return Observation("ok", "sandbox", "bubblewrap works")
 
 
 def _versions() -> Iterator[str]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from stretto.assembly.compose import Composed
     from stretto.cli.audit import AuditReport
-    from stretto.cli.doctor import Finding
+    from stretto.cli.doctor import Observation
     from stretto.cli.evaluate import Result
     from stretto.component import Kind
     from stretto.kernel.forks import ForkServer
@@ -799,7 +799,7 @@ def _list_components(installed: Any, kind: str | None) -> None:
     _print_table(table)
 
 
-def _list_findings(findings: Sequence[Finding]) -> None:
+def _list_findings(findings: Sequence[Observation]) -> None:
     from rich.table import Table
     from rich.text import Text
 
