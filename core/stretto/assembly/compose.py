@@ -683,9 +683,13 @@ def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
 
 
 def _message_and_path(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Split msgspec's error into its message and the dotted path of the value."""
+    """Split msgspec's error into its message and the dotted path of the value. The path ends at a mapping
+    with keys of any names: msgspec does not tell them."""
     message, _, place = str(error).partition(" - at ")
-    return message, place.strip("`").removeprefix("$").removeprefix(".").replace("[", ".").replace("]", "")
+    if place.startswith("`key` in "):
+        message, place = f"a key: {message[0].lower()}{message[1:]}", place.removeprefix("`key` in ")
+    path = place.strip("`").removeprefix("$").removeprefix(".").partition("[...]")[0]
+    return message, path.replace("[", ".").replace("]", "")
 
 
 def _plain_message(message: str, value: Any, annotation: Any) -> str:

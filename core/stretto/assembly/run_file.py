@@ -111,6 +111,11 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
         loaded = source.load()
     except FileNotFoundError:
         raise ConfigError(f"no run file {str(source.file)!r}", value=str(source.file)) from None
+    except IsADirectoryError:
+        inside = source.file / "run.yaml"
+        hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""
+        text = f"{str(source.file)!r} is a folder; expected a run file{hint}"
+        raise ConfigError(text, value=str(source.file)) from None
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{source.file}: cannot be read as YAML: {error}") from error
     except RecursionError as error:

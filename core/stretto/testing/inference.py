@@ -1,21 +1,7 @@
-"""The contract of inference engines as pytest tests, for engine authors to run against their own engine.
+"""The contract of inference engines as tests: of one engine alone, and of whole runs of several processes.
 
-    from stretto.testing import EngineUnderTest, InferenceConformance, RunConformance
-
-    ACME = EngineUnderTest("acme", {"slots": 8}, seeds=True)
-
-    class TestAcme(InferenceConformance):
-        engine = ACME
-
-    class TestAcmeInRuns(RunConformance):
-        engine = ACME
-
-`InferenceConformance` tests the engine alone, through `stretto.engine.InferenceEngine`. It starts one engine
-once for almost all of its tests. `RunConformance` starts whole runs with several processes and kills some of
-them. Both make their own tiny models and compare every logprob with the forward pass of transformers, so they
-need pytest and `stretto[torch]`.
-
-With `pytest.register_assert_rewrite("stretto.testing")` in a conftest.py, failures show the compared values.
+The tests make tiny models and compare every logprob with the forward pass of transformers, so they need
+`stretto[torch]`. An engine without a model has tests of its own.
 """
 
 from __future__ import annotations
@@ -44,12 +30,13 @@ from numpy.typing import NDArray
 
 from stretto.array import Array
 from stretto.assembly.plugins import Plugins
-from stretto.component import Component, Context
+from stretto.component import Component, Context, Kind
 from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError, one_error
 from stretto.hooks import hookimpl
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import FolderPublisher, open_version
+from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.workflow import Answer, Prompt, Score, Session, Trajectory, WorkflowConfig
 
 if TYPE_CHECKING:
@@ -535,6 +522,14 @@ def request(
 
 # ------------------------------------------------------------------------------------- the engine
 
+
+def _any_tensors(version: int) -> dict[str, Tensor]:
+    """Return the weights of an engine without a model."""
+    import torch
+
+    return {"steps": torch.tensor([version])}
+
+
 _BLOCK = 16
 """Engines store keys and values in blocks of a multiple of this many tokens, or token by token."""
 _DELIVERY_S = 0.25
@@ -542,16 +537,103 @@ _DELIVERY_S = 0.25
 them."""
 
 
-class InferenceConformance:
+class InferenceConformance(ComponentConformance):
     """The contract of `InferenceEngine`, tested with one engine that starts once and swaps between two
-    models."""
+    models.
 
+    `use`, `options` and `plugins` name the engine, as for every kind; `engine` says more about it, and then
+    names it alone. An engine whose component has `needs_model=False` has the tests in `without_model` only:
+    nothing is compared with a model."""
+
+    kind: ClassVar[Kind] = "inference"
     engine: ClassVar[EngineUnderTest]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "engine" in vars(cls):
+            cls.use, cls.options, cls.plugins = cls.engine.use, cls.engine.options, cls.engine.plugins
+        elif {"use", "options", "plugins"} & vars(cls).keys() and hasattr(cls, "use"):
+            cls.engine = EngineUnderTest(cls.use, cls.options, cls.plugins)
+
+    # ---------------------------------------------------------------------------- without a model
+
+    @pytest.fixture
+    def without_model(self, under_test: ComponentUnderTest, tmp_path: Path) -> Iterator[ServedEngine]:
+        """An engine that needs no model, before its first swap."""
+        if under_test.component.needs_model:
+            pytest.skip("it has a model: the other tests say more")
+        with ServedEngine(self.engine, tmp_path, tmp_path).running() as served:
+            yield served
+
+    def test_without_a_model_nothing_is_sampled_before_the_first_swap(
+        self, without_model: ServedEngine
+    ) -> None:
+        """Then every answer has its version, and finite logprobs; also more of them than slots."""
+        query = request(n=without_model.load().slots + 3, max_tokens=30)
+        without_model.ask(query)
+        load = without_model.until_load(lambda load: load.waiting == len(query.seeds))
+        assert (load.version, load.running) == (-1, 0), f"before the first swap, its figures are {load}"
+        report = without_model.swap_tensors(_any_tensors(0))
+        assert report.version == 0, f"the first swap reports version {report.version}"
+        assert report.digest == digest_of(_hashes(_any_tensors(0)).items()), "it reports another digest"
+        for sample in without_model.finished(query):
+            assert sample.finish in ("stop", "length"), f"an answer ended with {sample.finish!r}"
+            assert 1 <= len(sample.tokens) <= 30, f"an answer has {len(sample.tokens)} tokens of at most 30"
+            assert set(sample.versions) == {0}, f"an answer has the versions {set(sample.versions)}"
+            assert all(-np.inf < logprob <= 0 for logprob in sample.logprobs), f"logprobs {sample.logprobs}"
+        idle = without_model.until_load(lambda load: load.running == load.waiting == 0)
+        assert idle.generated_tokens > 0, f"after {len(query.seeds)} answers, its figures are {idle}"
+
+    def test_without_a_model_answers_go_on_over_a_swap(self, without_model: ServedEngine) -> None:
+        """Versions never fall within an answer, and a request waits for the version that it needs."""
+        without_model.swap_tensors(_any_tensors(0))
+        running, needy = request(max_tokens=400), request(max_tokens=5, min_version=1)
+        without_model.ask(running, needy)
+        without_model.until((running.id, 0), tokens=1)
+        assert without_model.load().waiting == 1, "a request for a newer version does not wait"
+        without_model.swap_tensors(_any_tensors(1))
+        (late,), (whole,) = without_model.finished(needy), without_model.finished(running)
+        assert set(late.versions) == {1}, f"it needs version 1 and has tokens of {set(late.versions)}"
+        assert whole.versions == sorted(whole.versions), "the versions of an answer fall"
+        load = without_model.load()
+        assert (load.version, load.swaps) == (1, 2), f"after two swaps, its figures are {load}"
+
+    def test_without_a_model_answers_end_on_request_and_at_their_deadline(
+        self, without_model: ServedEngine
+    ) -> None:
+        """Also those that wait. Unknown requests do not matter."""
+        without_model.swap_tensors(_any_tensors(0))
+        aborted, late = request(n=2, min_version=9), request(min_version=9, deadline_s=0.1)
+        without_model.ask(aborted, late)
+        without_model.abort("unheard of")
+        without_model.abort(aborted.id)
+        without_model.abort(aborted.id)
+        finishes = [sample.finish for sample in without_model.finished(aborted)]
+        assert finishes == ["abort", "abort"], f"aborted answers ended with {finishes}"
+        [sample] = without_model.finished(late)
+        assert sample.finish == "error", f"at its deadline, an answer ended with {sample.finish!r}"
+        without_model.until_load(lambda load: load.running == load.waiting == 0)
+
+    def test_without_a_model_an_answer_begun_elsewhere_goes_on(self, without_model: ServedEngine) -> None:
+        """After the tokens that the client has. A request that comes again is not started twice."""
+        without_model.swap_tensors(_any_tensors(0))
+        query = request(n=2, max_tokens=20, begun=([3] * 7, [4] * 20), have=(7, 20))
+        without_model.ask(query, query)
+        part, whole = without_model.finished(query)
+        assert part.start == 7, f"it went on at token {part.start}, and the client has 7"
+        assert len(part.tokens) <= 13, f"it sent {len(part.tokens)} tokens; 13 were missing at most"
+        assert (whole.tokens, whole.finish) == ([], "length"), f"an answer that was complete: {whole}"
+
+    # ------------------------------------------------------------------------------- with a model
 
     @pytest.fixture(scope="class")
     @classmethod
-    def models(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, TinyModel]:
+    def models(
+        cls, under_test: ComponentUnderTest, tmp_path_factory: pytest.TempPathFactory
+    ) -> tuple[TinyModel, TinyModel]:
         """Two models of one architecture; the engine starts with the folder of the first."""
+        if not under_test.component.needs_model:
+            pytest.skip("it has no model")
         parent = tmp_path_factory.mktemp("models")
         first = TinyModel.make(parent / "a", seed=0, layers=_DEEP)
         return first, TinyModel.make(parent / "b", seed=1, layers=_DEEP)
@@ -598,8 +680,12 @@ class InferenceConformance:
         assert (sample.finish, set(sample.versions)) == ("length", {0})
         started.assert_own_logprobs(early, sample)
 
-    def test_a_model_that_cannot_be_loaded_is_told_by_start(self, tmp_path: Path) -> None:
+    def test_a_model_that_cannot_be_loaded_is_told_by_start(
+        self, under_test: ComponentUnderTest, tmp_path: Path
+    ) -> None:
         """`start` raises EngineError, and `stop` then ends everything that was started."""
+        if not under_test.component.needs_model:
+            pytest.skip("it has no model")
         empty = tmp_path / "empty"
         empty.mkdir()
         with pytest.raises(EngineError):

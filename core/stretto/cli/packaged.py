@@ -1,0 +1,26 @@
+"""The examples that are part of the package: `stretto quickstart` and `stretto new` copy them."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from stretto.errors import ConfigError
+
+__all__ = ["EXAMPLES", "packaged_folder"]
+
+EXAMPLES = "examples"
+"""Where a checkout has the folders that a wheel has in the package `stretto`."""
+
+
+def packaged_folder(name: str) -> Path:
+    """Return the folder `name` of a wheel's package, or of the checkout's examples.
+
+    Raises:
+        ConfigError: if this installation has neither.
+    """
+    package = Path(str(files("stretto")))
+    for folder in (package / name, package.parents[1] / EXAMPLES / name):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"the files of {name!r} are missing from this installation (looked below {package})")

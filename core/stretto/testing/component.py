@@ -1,0 +1,138 @@
+"""What every component of a plugin promises, of whichever kind, and how its tests make it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from stretto.assembly.compose import Composed, compose
+from stretto.assembly.plan import context_of
+from stretto.component import Component, Context, Kind
+
+__all__ = ["ComponentConformance", "ComponentUnderTest"]
+
+_ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+
+
+class ComponentUnderTest:
+    """A component in a composed run file, as a run has it."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        section: Mapping[str, Any],
+        run: Mapping[str, Any],
+        plugins: tuple[str, ...],
+        folder: Path,
+    ) -> None:
+        self.folder = folder
+        """An empty folder for the run; the run file and its rows are beside it."""
+        self.path = "trackers.0" if kind == "tracker" else kind
+        """Dotted key of the component's section."""
+        self.composed = _composed(kind, section, run, plugins, folder)
+        folder.mkdir()
+
+    @property
+    def component(self) -> Component[Any]:
+        """The component, as its plugin offers it."""
+        return self.composed.components[self.path]
+
+    @property
+    def config(self) -> Any:
+        """The component's section."""
+        return self.composed.section(self.path)
+
+    def context(self, **facts: Any) -> Context:
+        """Return the run's context, with other values for some facts."""
+        own = context_of(self.composed.config, run="conformance", folder=str(self.folder))
+        return msgspec.structs.replace(own, **facts)
+
+    def make(self, **facts: Any) -> Any:
+        """Make the object, as a worker of the run does. See `context`.
+
+        Raises:
+            ContractError: if the object does not keep the contract of its kind.
+        """
+        return self.composed.make(self.path, self.context(**facts))
+
+
+def _composed(
+    kind: Kind, section: Mapping[str, Any], run: Mapping[str, Any], plugins: tuple[str, ...], folder: Path
+) -> Composed:
+    """Compose a run file with the component, whose other sections name components that need nothing."""
+    rows = folder.with_name("rows.jsonl")
+    rows.write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
+    document = {
+        "name": "conformance",
+        "steps": 1,
+        "plugins": list(plugins),
+        "algorithm": {"use": "grpo", "group_size": 2},
+        "training": "mock",
+        "inference": "mock",
+        "reward": "exact",
+        "dataset": {"use": "jsonl", "path": str(rows)},
+        **run,
+    }
+    own = {"trackers": [section]} if kind == "tracker" else {kind: section}
+    file = folder.with_name("run.yaml")
+    file.write_text(json.dumps({**document, **own}))  # JSON is YAML
+    return compose(file)
+
+
+class ComponentConformance:
+    """The tests that all kinds share. Each kind has a subclass of its own."""
+
+    kind: ClassVar[Kind]
+    use: ClassVar[str]
+    """Name of the component, as in a run file."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """More keys of the component's section."""
+    plugins: ClassVar[tuple[str, ...]] = ()
+    """Plugin files to load the component from, if it is not installed."""
+    run: ClassVar[Mapping[str, Any]] = {}
+    """Other sections of the run file, for a component that needs certain ones."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def section(cls) -> Mapping[str, Any]:
+        """The component's section. A class whose options name files that a test has to write first defines
+        this fixture anew."""
+        return {"use": cls.use, **cls.options}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def under_test(
+        cls, section: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory
+    ) -> ComponentUnderTest:
+        """The component in a composed run file. This finds it, and refuses wrong keys and values."""
+        folder = tmp_path_factory.mktemp(cls.__name__) / "run"
+        return ComponentUnderTest(cls.kind, section, cls.run, cls.plugins, folder)
+
+    def test_its_config_is_frozen_and_refuses_unknown_keys(self, under_test: ComponentUnderTest) -> None:
+        """Otherwise a misspelt key of a run file would do nothing, silently."""
+        config = under_test.component.config
+        assert config.__struct_config__.forbid_unknown_fields, (
+            f"{config.__name__} accepts unknown keys; add forbid_unknown_fields=True"
+        )
+        assert config.__struct_config__.frozen, f"{config.__name__} can be changed; add frozen=True"
+
+    def test_its_check_finds_no_error_in_these_options(self, under_test: ComponentUnderTest) -> None:
+        """What is missing on this machine does not count."""
+        check = under_test.component.check
+        found = [] if check is None else list(check(under_test.config, under_test.composed.config))
+        errors = [problem for problem in found if problem.severity == "error"]
+        assert not errors, f"its check finds {errors[0].path}: {errors[0].message}"
+
+    def test_its_factory_makes_an_object_of_the_contract_and_no_file(
+        self, under_test: ComponentUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`stretto check` makes the object too, without a run's folder."""
+        monkeypatch.chdir(tmp_path)
+        under_test.make(folder="")
+        made = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")]
+        assert not made, f"its factory makes {made[0]!r}; make files and connections in the methods"

@@ -1,0 +1,217 @@
+"""The contract of training engines as tests: the numbers of the engine `torch`. They need stretto[torch]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import pytest
+
+from stretto.algorithm import Loss
+from stretto.component import Kind
+from stretto.engine import TrainingEngine
+from stretto.errors import EngineError
+from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.testing.inference import VOCABULARY, make_tiny_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.rl.batch import Batch
+
+__all__ = ["TrainingConformance"]
+
+_NUMBERS = {"lr": 0.1, "eps": 1.0, "clip_norm": None}
+"""Keys of both engines, if they have them. A large epsilon makes AdamW's step nearly linear."""
+_LENGTHS = (6, 13, 4, 9)
+
+
+class TrainingConformance(ComponentConformance):
+    """The contract of `stretto.engine.TrainingEngine` in a group of one process. The engine `torch` is the
+    reference for outputs, loss, the weights after a step, and checkpoints."""
+
+    kind: ClassVar[Kind] = "training"
+    trains: ClassVar[bool] = True
+    """Whether the engine trains a model. False for one that only computes `forward`."""
+    tolerance: ClassVar[float] = 1e-4
+    """Maximum difference between a number and that of `torch`, absolute and relative."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A tiny model."""
+        return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+    @pytest.fixture
+    def engine(self, under_test: ComponentUnderTest, model: Path) -> Iterator[TrainingEngine]:
+        """The engine, with the model loaded."""
+        engine = self._made(under_test, model)
+        engine.load(None)
+        yield engine
+        engine.stop()
+
+    @pytest.fixture
+    def torch_engine(self, model: Path, tmp_path: Path) -> Iterator[TrainingEngine]:
+        """The engine `torch`, with the same model."""
+        other = ComponentUnderTest("training", {"use": "torch", **_NUMBERS}, {}, (), tmp_path / "run")
+        engine: TrainingEngine = other.make(model=str(model))
+        engine.load(None)
+        yield engine
+        engine.stop()
+
+    def test_its_outputs_are_those_of_torch(
+        self, under_test: ComponentUnderTest, engine: TrainingEngine, torch_engine: TrainingEngine
+    ) -> None:
+        """The logprob of every token, at two temperatures."""
+        _needs_model(under_test)
+        for temperature in (1.0, 0.7):
+            found = engine.forward(_batch(), temperature=temperature)
+            expected = torch_engine.forward(_batch(), temperature=temperature)
+            assert found.dtype == expected.dtype, (
+                f"`forward` returns {found.dtype}; expected {expected.dtype}"
+            )
+            assert not found.requires_grad, "`forward` returns a tensor with gradient"
+            self._assert_close(f"the logprobs at temperature {temperature}", found, expected)
+
+    @pytest.mark.parametrize("reduction", ["token", "sequence", "sequence_sum"])
+    def test_a_step_is_that_of_torch(
+        self,
+        under_test: ComponentUnderTest,
+        engine: TrainingEngine,
+        torch_engine: TrainingEngine,
+        reduction: Any,
+    ) -> None:
+        """Loss, norm of the gradient, statistics, and all weights afterwards."""
+        self._needs_training(under_test)
+        loss = Loss(_loss, reduction)
+        found = engine.train(_batch(), loss, temperature=1.0)
+        expected = torch_engine.train(_batch(), loss, temperature=1.0)
+        for name in ("loss", "grad_norm", "lr", "advantage", "advantage_max"):
+            assert found[name] == pytest.approx(expected[name], rel=self.tolerance, abs=self.tolerance), (
+                f"{name} is {found[name]}, and {expected[name]} with torch"
+            )
+        weights, right = _weights(engine), _weights(torch_engine)
+        assert weights.keys() == right.keys(), (
+            f"`weights` names {sorted(weights.keys() ^ right.keys())[:3]}, or lacks them, other than torch"
+        )
+        for name, tensor in right.items():
+            self._assert_close(f"tensor {name!r} after the step", weights[name], tensor)
+
+    def test_a_step_reports_its_figures_and_changes_the_weights(
+        self, under_test: ComponentUnderTest, engine: TrainingEngine
+    ) -> None:
+        """`loss`, `grad_norm`, `lr` and `micro_batches`. So does an engine without a model."""
+        if not self.trains:
+            pytest.skip("it trains no model")
+        import torch
+
+        before = _weights(engine)
+        figures = engine.train(_batch(), Loss(_loss, "token"), temperature=1.0)
+        missing = {"loss", "grad_norm", "lr", "micro_batches"} - figures.keys()
+        assert not missing, f"`train` does not return {', '.join(sorted(missing))}"
+        after = _weights(engine)
+        assert any(not torch.equal(before[name], after[name]) for name in before), "a step changes no weight"
+
+    def test_from_a_checkpoint_it_goes_on_as_before(
+        self, under_test: ComponentUnderTest, engine: TrainingEngine, model: Path, tmp_path: Path
+    ) -> None:
+        """Weights and optimizer: the next step is the same one. `load` also goes back to it."""
+        if not self.trains:
+            pytest.skip("it trains no model")
+        loss, folder = Loss(_loss, "token"), tmp_path / "checkpoint"
+        folder.mkdir()
+        engine.train(_batch(1), loss, temperature=1.0)
+        engine.save(folder)
+        engine.train(_batch(2), loss, temperature=1.0)
+        expected = _weights(engine)
+        other = self._made(under_test, model)
+        for resumed in (other, engine):
+            resumed.load(folder)
+            resumed.train(_batch(2), loss, temperature=1.0)
+            found = _weights(resumed)
+            for name, tensor in expected.items():
+                self._assert_close(f"tensor {name!r}, one step after `load`,", found[name], tensor)
+        other.stop()
+
+    def test_a_checkpoint_has_a_model_for_other_programs(
+        self, under_test: ComponentUnderTest, engine: TrainingEngine, tmp_path: Path
+    ) -> None:
+        """In `model/`, in the format of Hugging Face; and no pickle anywhere."""
+        self._needs_training(under_test)
+        from transformers import AutoModelForCausalLM
+
+        engine.save(tmp_path)
+        pickles = [
+            file.name for file in tmp_path.rglob("*") if file.suffix in (".bin", ".pt", ".pkl", ".pth")
+        ]
+        assert not pickles, f"the checkpoint has {pickles[0]!r}; expected safetensors and JSON"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        tensors = dict(loaded.named_parameters())
+        for name, tensor in _weights(engine).items():
+            self._assert_close(f"tensor {name!r} of `model/`", tensors[name].detach(), tensor)
+
+    def test_what_cannot_be_loaded_is_an_error(self, under_test: ComponentUnderTest, tmp_path: Path) -> None:
+        """`load` raises EngineError for a model that is not there."""
+        _needs_model(under_test)
+        engine = self._made(under_test, tmp_path / "nowhere")
+        with pytest.raises(EngineError):
+            engine.load(None)
+
+    # ------------------------------------------------------------------------------------ private
+
+    def _made(self, under_test: ComponentUnderTest, model: Path) -> TrainingEngine:
+        known = {field.name for field in msgspec.structs.fields(type(under_test.config))}
+        numbers = {name: value for name, value in _NUMBERS.items() if name in known}
+        section = msgspec.structs.replace(under_test.config, **numbers)
+        context = under_test.context(model=str(model), trainable=self.trains)
+        return under_test.composed.make("training", context, section)
+
+    def _needs_training(self, under_test: ComponentUnderTest) -> None:
+        _needs_model(under_test)
+        if not self.trains:
+            pytest.skip("it trains no model")
+
+    def _assert_close(self, what: str, found: Tensor, expected: Tensor) -> None:
+        import torch
+
+        assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}"
+        off = (found.double() - expected.double()).abs().max().item()
+        close = torch.allclose(found.double(), expected.double(), rtol=self.tolerance, atol=self.tolerance)
+        assert close, f"{what}: differs by {off:.2g}"
+
+
+def _needs_model(under_test: ComponentUnderTest) -> None:
+    if not under_test.component.needs_model:
+        pytest.skip("it has no model")
+
+
+def _batch(seed: int = 0) -> Batch:
+    """Return random sequences, of which the second half is trained on."""
+    import torch
+
+    from stretto.rl.batch import Batch
+
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(_LENGTHS)
+    halves = [position >= length // 2 for length in _LENGTHS for position in range(length)]
+    return Batch(
+        _LENGTHS,
+        {
+            "tokens": torch.randint(4, VOCABULARY, (total,), generator=generator),
+            "loss_mask": torch.tensor(halves),
+            "advantages": torch.randn(total, generator=generator),
+        },
+        {"group": torch.arange(len(_LENGTHS)) // 2},
+    )
+
+
+def _loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return -A log pi, which is linear."""
+    advantages = batch["advantages"]
+    return -advantages * logprobs, {"advantage": advantages, "advantage_max": advantages}
+
+
+def _weights(engine: TrainingEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}

@@ -1,0 +1,253 @@
+"""The contract of weight transports as tests."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+
+from stretto.component import Kind
+from stretto.errors import NoAnswer, Refused, StrettoError, WeightsError
+from stretto.models.digest import digest_of, tensor_hash
+from stretto.models.version_files import open_version
+from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.weights import Publisher, Subscriber, WeightsNote, WeightsTransport, Wire
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["WeightsConformance"]
+
+_Handler = Callable[[bytes], Awaitable[bytes]]
+
+
+def _tensors(version: int) -> dict[str, Tensor]:
+    """Return the tensors of a version: several dtypes, and one that is larger than a message."""
+    import torch
+
+    return {
+        "model.embed.weight": torch.arange(40_000, dtype=torch.float32).reshape(400, 100) + version,
+        "model.norm.weight": torch.full((7,), 0.5 + version).bfloat16(),
+        "model.steps": torch.tensor([version, 2**40]),
+        "lm_head.weight": torch.full((3, 1, 2), -float(version), dtype=torch.float16),
+    }
+
+
+class _LocalWire:
+    """A `stretto.weights.Wire` between two ends in this process."""
+
+    limit = 2**16
+
+    def __init__(self, handlers: dict[str, _Handler], address: str) -> None:
+        self._handlers = handlers
+        self.address = address
+
+    def answer(self, handler: _Handler) -> None:
+        """Answer the questions to this address."""
+        self._handlers[self.address] = handler
+
+    async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
+        """Ask the publisher at an address."""
+        if address not in self._handlers:
+            raise NoAnswer(address, address, deadline_s)
+        with anyio.fail_after(deadline_s):
+            try:
+                answer = await self._handlers[address](bytes(question))
+            except StrettoError as error:
+                raise Refused(address, str(error)) from error
+        assert len(answer) <= self.limit, f"an answer has {len(answer)} bytes; the limit is {self.limit}"
+        return bytes(answer)
+
+
+class _Ends:
+    """The publisher of a run and its subscribers."""
+
+    def __init__(self, under_test: ComponentUnderTest) -> None:
+        self._under_test = under_test
+        self._run = f"conformance-{secrets.token_hex(4)}"  # folders have its name; tests run side by side
+        self._handlers: dict[str, _Handler] = {}
+        self._subscribers: list[Subscriber] = []
+        self.publisher: Publisher = self.transport("trainer-0").publisher(self._wire("trainer-0"))
+
+    def transport(self, worker: str) -> WeightsTransport:
+        """Return the transport as a worker has it."""
+        return self._under_test.make(run=self._run, worker=worker)
+
+    def subscriber(self) -> Subscriber:
+        """Return the end of one more engine."""
+        worker = f"inference-{len(self._subscribers)}"
+        self._subscribers.append(self.transport(worker).subscriber(self._wire(worker)))
+        return self._subscribers[-1]
+
+    async def publish(self, version: int, *needed: int) -> WeightsNote:
+        """Publish a version in a thread, as a trainer does."""
+        tensors = iter(_tensors(version).items())
+        return await anyio.to_thread.run_sync(self.publisher.publish, version, tensors, needed)
+
+    async def close(self) -> None:
+        """Close all ends, and remove what they have left."""
+        for subscriber in self._subscribers:
+            subscriber.close()
+        await anyio.to_thread.run_sync(self.publisher.close)
+        self.transport("kernel").clean()
+
+    def _wire(self, worker: str) -> Wire:
+        return _LocalWire(self._handlers, f"{worker}/nonce")
+
+
+class WeightsConformance(ComponentConformance):
+    """The contract of `stretto.weights.WeightsTransport`: an engine gets exactly the tensors that the trainer
+    has published, or an error. Needs torch."""
+
+    kind: ClassVar[Kind] = "weights"
+
+    @classmethod
+    def stored(cls, note: WeightsNote, section: Mapping[str, Any]) -> list[Path]:
+        """Return the files with the tensors of a published version, which a test damages. By default, those
+        in the folder that is the note's address."""
+        del section
+        return sorted(Path(note.address).glob("*.safetensors"))
+
+    def test_every_version_arrives_as_it_was_published(self, under_test: ComponentUnderTest) -> None:
+        """Every tensor of it, with its hash, at two engines."""
+
+        async def body(ends: _Ends) -> None:
+            subscribers = [ends.subscriber(), ends.subscriber()]
+            for version in range(4):
+                note = await ends.publish(version)
+                assert note.version == version, f"version {version} has a note of version {note.version}"
+                for subscriber in subscribers:
+                    await _assert_arrives(subscriber, note)
+
+        _run(under_test, body)
+
+    def test_a_late_engine_gets_the_newest_version(self, under_test: ComponentUnderTest) -> None:
+        """Publishing did not wait for it. A version that is gone is a WeightsError."""
+
+        async def body(ends: _Ends) -> None:
+            notes = [await ends.publish(version) for version in range(8)]
+            subscriber = ends.subscriber()
+            await _assert_arrives(subscriber, notes[-1])
+            with suppress(WeightsError):  # it may be gone, but it must not be another version
+                await _assert_arrives(subscriber, notes[0])
+
+        _run(under_test, body)
+
+    def test_versions_that_evaluations_need_stay(self, under_test: ComponentUnderTest) -> None:
+        """Until no later `publish` names them."""
+
+        async def body(ends: _Ends) -> None:
+            notes = [await ends.publish(version, 1) for version in range(8)]
+            await _assert_arrives(ends.subscriber(), notes[1])
+
+        _run(under_test, body)
+
+    def test_a_version_can_be_copied(self, under_test: ComponentUnderTest, tmp_path: Path) -> None:
+        """For a checkpoint. One that was never published cannot."""
+
+        async def body(ends: _Ends) -> None:
+            note = await ends.publish(2)
+            await anyio.to_thread.run_sync(ends.publisher.copy, 2, tmp_path / "copy")
+            _assert_equal(open_version(note, tmp_path / "copy").tensors(), 2)
+            with pytest.raises(WeightsError):
+                await anyio.to_thread.run_sync(ends.publisher.copy, 3, tmp_path / "other")
+
+        _run(under_test, body)
+
+    def test_other_weights_than_the_announced_ones_are_refused(self, under_test: ComponentUnderTest) -> None:
+        """The digest of the note decides. The subscriber then goes on with the right one."""
+
+        async def body(ends: _Ends) -> None:
+            note = await ends.publish(0)
+            subscriber = ends.subscriber()
+            wrong = msgspec.structs.replace(note, digest="0" * len(note.digest))
+            await _assert_refused(subscriber, wrong, "weights with another digest than the note's")
+            await _assert_arrives(subscriber, note)
+
+        _run(under_test, body)
+
+    def test_damaged_weights_are_refused(
+        self, under_test: ComponentUnderTest, section: Mapping[str, Any]
+    ) -> None:
+        """One bit of one tensor is enough."""
+
+        async def body(ends: _Ends) -> None:
+            note = await ends.publish(0)
+            files = self.stored(note, section)
+            if not files:
+                pytest.skip("it names no files with the tensors of a version (`stored`)")
+            data = bytearray(files[-1].read_bytes())
+            data[-1] ^= 1
+            files[-1].write_bytes(data)
+            await _assert_refused(ends.subscriber(), note, "damaged weights")
+
+        _run(under_test, body)
+
+    def test_nothing_is_left_after_the_end(self, under_test: ComponentUnderTest) -> None:
+        """Neither a version nor a file in the run's folder, also when a publisher was killed."""
+
+        async def body(ends: _Ends) -> None:
+            note = await ends.publish(0)
+            ends.transport("kernel").clean()
+            await _assert_refused(ends.subscriber(), note, "a version that `clean` has removed")
+
+        _run(under_test, body)
+        left = [file for file in under_test.folder.rglob("*") if file.is_file()]
+        assert not left, f"{left[0]} is left after `close` and `clean`"
+
+
+def _run(under_test: ComponentUnderTest, body: Callable[[_Ends], Coroutine[Any, Any, None]]) -> None:
+    """Call `body` with the ends of a run of its own, and close them."""
+
+    @asynccontextmanager
+    async def closed() -> AsyncGenerator[_Ends]:
+        ends = _Ends(under_test)
+        try:
+            yield ends
+        finally:
+            await ends.close()
+
+    async def whole() -> None:
+        async with closed() as ends:
+            await body(ends)
+
+    anyio.run(whole)
+
+
+async def _assert_arrives(subscriber: Subscriber, note: WeightsNote) -> None:
+    """Receive a version, and compare it with what was published."""
+    update = await subscriber.receive(note)
+    try:
+        assert update.note.version == note.version, f"received version {update.note.version} for {note}"
+        hashes = {name: tensor_hash(tensor) for name, tensor in _tensors(note.version).items()}
+        assert dict(update.hashes()) == hashes, f"the hashes of version {note.version} differ"
+        assert digest_of(update.hashes().items()) == note.digest, "the digest of the hashes is not the note's"
+        _assert_equal(update.tensors(), note.version)
+    finally:
+        update.close()
+
+
+def _assert_equal(found: Mapping[str, Tensor], version: int) -> None:
+    import torch
+
+    expected = _tensors(version)
+    assert found.keys() == expected.keys(), f"version {version} has the tensors {sorted(found)}"
+    for name, tensor in expected.items():
+        same = found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        assert same, f"tensor {name!r} of version {version} is not the published one"
+
+
+async def _assert_refused(subscriber: Subscriber, note: WeightsNote, what: str) -> None:
+    try:
+        update = await subscriber.receive(note)
+    except WeightsError:
+        return
+    update.close()
+    raise AssertionError(f"`receive` returned {what}; expected a WeightsError")

@@ -1,0 +1,366 @@
+"""The contract of workflows as tests, and a session without a run, for tests of what a workflow does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import anyio
+import numpy as np
+import pytest
+
+from stretto.agents.conversation import Conversation, conversation_in
+from stretto.component import Kind
+from stretto.engine import Sampling
+from stretto.environment import EnvironmentConfig, Feedback, columns_of_turn, feedback_of
+from stretto.errors import EngineError, one_error
+from stretto.models.tokenizer import ByteTokenizer
+from stretto.reward import is_number
+from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.tools import Tool, ToolAnswer, ToolsConfig, tool_of
+from stretto.user_code.importable import load_importable
+from stretto.workflow import Answer, Prompt, Score, Trajectory, texts_and_columns
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from stretto.models.tokenizer import Message, Tokenizer
+    from stretto.workflow import OnTokens, Workflow
+
+__all__ = ["FakeSession", "Generated", "ScoreCall", "WorkflowConformance", "assert_valid_trajectories"]
+
+
+class Generated(NamedTuple):
+    """One sample that a workflow asked a `FakeSession` for."""
+
+    prompt_ids: NDArray[np.int32]
+    """(P,) ids of the prompt."""
+    sampling: Sampling
+    conversation_id: str
+    """Empty outside of a conversation."""
+    answer: Answer
+
+
+class ScoreCall(NamedTuple):
+    """One call of `FakeSession.score`."""
+
+    texts: list[str]
+    columns: Mapping[str, Sequence[Any]]
+    """The columns besides those of the row, `completion_tokens` included."""
+
+
+class FakeSession:
+    """A `stretto.workflow.Session` without a run: a script answers, and tools, environment and reward are
+    plain functions. It records what the workflow asks of it.
+
+    Tokens are bytes, unless there is another tokenizer. Token i of an answer has the logprob -0.5 - 0.001 i
+    and the version 3 + i // 8, so a workflow that mixes them up shows.
+
+    Args:
+        answers: the texts of the answers, one after the other, and again from the first one; or a function of
+            the prompt's text and the number of the conversation, from 0 (outside of a conversation: the
+            number of the sample).
+        size: `group_size`.
+        reward: reward of a text.
+        tools: functions that the policy may call.
+        environment: an environment, as a run file names one.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[str] | Callable[[str, int], str],
+        *,
+        size: int = 2,
+        tokenizer: Tokenizer | None = None,
+        sampling: Sampling | None = None,
+        reward: Callable[[str], float] = len,
+        tools: Sequence[Callable[..., Any]] = (),
+        environment: Callable[..., Any] | None = None,
+    ) -> None:
+        self.group_size = size
+        self.sampling = sampling or Sampling(max_tokens=400)
+        self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
+        self.generated: list[Generated] = []
+        """Every sample, in the order in which it was asked for."""
+        self.scored: list[ScoreCall] = []
+        """Every call of `score`."""
+        self._answers = answers
+        self._reward = reward
+        self._tools: list[Tool] = [tool_of(function) for function in tools]
+        self._environment = environment
+        self._numbers: dict[str, int] = {}
+        """Number of each conversation, from 0."""
+
+    async def generate(
+        self,
+        prompt_ids: NDArray[np.int32],
+        *,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        conversation_id: str = "",
+        on_tokens: OnTokens | None = None,
+    ) -> list[Answer]:
+        """Return the next n answers of the script, cut off at `max_tokens`."""
+        number = self._number_of(conversation_id) if conversation_id else None
+        sampling = sampling or self.sampling
+        answers: list[Answer] = []
+        for sample in range(n):
+            answer = self._answer(prompt_ids, sampling, sample if number is None else number)
+            self.generated.append(Generated(prompt_ids, sampling, conversation_id, answer))
+            answers.append(answer)
+            if on_tokens is not None:
+                on_tokens(sample, answer.tokens)
+        return answers
+
+    def conversation(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        limit: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Conversation:
+        """Begin a conversation, as in a run."""
+        name = f"c{len(self._numbers) + 1}"
+        self._number_of(name)
+        return conversation_in(self, name, prompt, tools=tools, limit=limit, on_tokens=on_tokens)
+
+    async def score(
+        self,
+        prompt: Prompt,
+        answers: Sequence[Answer | str],
+        *,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> list[Score]:
+        """Score texts with the function, and add the metric `scored`."""
+        del prompt
+        texts, more = texts_and_columns(answers, columns or {})
+        for name, values in more.items():
+            assert len(values) == len(texts), (
+                f"the column {name!r} has {len(values)} values for {len(texts)} answers"
+            )
+        self.scored.append(ScoreCall(texts, more))
+        return [Score(float(self._reward(text)), {"scored": 1.0}) for text in texts]
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """Return the schemas of the tools."""
+        return [tool.schema for tool in self._tools]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call a tool in this process, without a sandbox."""
+        tool = next((tool for tool in self._tools if tool.name == name), None)
+        if tool is None:
+            return ToolAnswer(f"error: no tool {name!r}", failed=True)
+        return ToolAnswer(str(await tool.run(arguments)))
+
+    async def feedback(
+        self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
+    ) -> Feedback:
+        """Call the environment in this process."""
+        assert self._environment is not None, (
+            "the workflow asks for feedback: give the session an environment"
+        )
+        state = dict(state)
+        question = {**prompt.row, **columns_of_turn(conversation, state)}
+        return feedback_of(self._environment(**question), state)
+
+    def _number_of(self, conversation_id: str) -> int:
+        return self._numbers.setdefault(conversation_id, len(self._numbers))
+
+    def _answer(self, prompt_ids: NDArray[np.int32], sampling: Sampling, number: int) -> Answer:
+        if callable(self._answers):
+            text = self._answers(self.tokenizer.decode(prompt_ids), number)
+        else:
+            text = self._answers[len(self.generated) % len(self._answers)]
+        tokens = self.tokenizer.encode_text(text)
+        finish = "stop" if len(tokens) <= sampling.max_tokens else "length"
+        tokens = tokens[: sampling.max_tokens]
+        positions = np.arange(len(tokens))
+        return Answer(
+            tokens=tokens,
+            logprobs=(-0.5 - 0.001 * positions).astype(np.float32),
+            versions=(3 + positions // 8).astype(np.int32),
+            finish=finish,
+            text=self.tokenizer.decode(tokens),
+            engine="inference-0",
+        )
+
+
+def assert_valid_trajectories(trajectories: Sequence[Trajectory], session: FakeSession) -> None:
+    """Assert that a trainer can train on the trajectories that a workflow made with this session.
+
+    Each has columns of one length, finite numbers, and a reward. Its trained tokens are whole answers of the
+    session, in the context in which they were sampled, with their own logprobs and versions.
+
+    Raises:
+        AssertionError: with the number of the trajectory, and what is wrong.
+    """
+    assert trajectories, "the workflow returned no trajectory"
+    assert not trajectories[0].part, "trajectory 0 is a part, but there is none before it"
+    for number, trajectory in enumerate(trajectories):
+        try:
+            _assert_columns(trajectory)
+            _assert_score(trajectory)
+            _assert_sampled(trajectory, session.generated)
+        except AssertionError as error:
+            raise AssertionError(f"trajectory {number}: {error}") from error
+
+
+def _assert_columns(trajectory: Trajectory) -> None:
+    mask = trajectory.loss_mask
+    kinds = {"tokens": "i", "loss_mask": "b", "logprobs": "f", "versions": "i"}
+    for name, kind in kinds.items():
+        column = getattr(trajectory, name)
+        assert column.shape == (len(trajectory.tokens),), (
+            f"{name} has the shape {column.shape}, and tokens {trajectory.tokens.shape}"
+        )
+        assert column.dtype.kind == kind, f"{name} has the dtype {column.dtype}"
+    assert mask.any(), "loss_mask marks no token, so there is nothing to train"
+    assert not mask[0], "loss_mask marks the first token, which the policy cannot have sampled"
+    logprobs, versions = trajectory.logprobs, trajectory.versions
+    assert np.isfinite(logprobs).all(), f"logprobs are not finite: {logprobs[~np.isfinite(logprobs)]}"
+    assert (logprobs <= 0).all(), f"a logprob is above 0: {logprobs.max()}"
+    assert (logprobs[~mask] == 0).all(), "logprobs are not 0 where loss_mask is False"
+    assert (versions[mask] >= 0).all(), "a sampled token has no version"
+    assert (versions[~mask] == -1).all(), "versions are not -1 where loss_mask is False"
+
+
+def _assert_score(trajectory: Trajectory) -> None:
+    score = trajectory.score
+    for name, number in {"reward": score.reward, **score.metrics}.items():
+        assert isinstance(number, (int, float)), f"{name!r} is {number!r}; expected a number"
+        assert is_number(number), f"{name!r} is {number!r}, not a finite number"
+    assert trajectory.finish in ("stop", "length"), f"finish is {trajectory.finish!r}"
+    assert trajectory.engine, "engine is empty; expected that of the last answer"
+
+
+def _assert_sampled(trajectory: Trajectory, generated: Sequence[Generated]) -> None:
+    """Go through the trained tokens, one answer after the other."""
+    start = 0
+    while (trained := np.flatnonzero(trajectory.loss_mask[start:])).size:
+        start += int(trained[0])
+        same_context = [
+            each.answer for each in generated if np.array_equal(each.prompt_ids, trajectory.tokens[:start])
+        ]
+        assert same_context, f"no answer was sampled after the first {start} tokens"
+        fitting = [answer for answer in same_context if _is_at(answer, trajectory, start)]
+        assert fitting, (
+            f"the trained tokens from {start} on are not an answer that was sampled there, with its own "
+            "logprobs and versions"
+        )
+        start += max(len(answer.tokens) for answer in fitting)
+
+
+def _is_at(answer: Answer, trajectory: Trajectory, start: int) -> bool:
+    here = slice(start, start + len(answer.tokens))
+    return bool(
+        trajectory.loss_mask[here].all()
+        and np.array_equal(trajectory.tokens[here], answer.tokens)
+        and np.array_equal(trajectory.logprobs[here], answer.logprobs)
+        and np.array_equal(trajectory.versions[here], answer.versions)
+    )
+
+
+class _BrokenSession(FakeSession):
+    """A session without an engine that can serve."""
+
+    async def generate(self, *_: Any, **__: Any) -> list[Answer]:
+        """Fail."""
+        raise EngineError("no engine can serve this request")
+
+
+class WorkflowConformance(ComponentConformance):
+    """The contract of `stretto.workflow.Workflow`: trajectories of what the policy sampled, and nothing kept
+    from one prompt to the next."""
+
+    kind: ClassVar[Kind] = "workflow"
+    row: ClassVar[Mapping[str, Any]] = {"prompt": "1+1=", "answer": "2"}
+    """A row, with the columns that the workflow needs."""
+    answers: ClassVar[Sequence[str]] = ("2", "It is 3.", "one more than one, so: 2")
+    """What the policy answers, in turn."""
+    group_size: ClassVar[int] = 3
+
+    @classmethod
+    def session(cls, under_test: ComponentUnderTest, answers: Sequence[str]) -> FakeSession:
+        """Return a session of the row. It calls the environment or the tools that the section names."""
+        return FakeSession(answers, size=cls.group_size, **_user_code(under_test.config))
+
+    def test_its_trajectories_are_what_the_policy_sampled(self, under_test: ComponentUnderTest) -> None:
+        """Each token with the logprob and the version that it was sampled with."""
+        session = self.session(under_test, self.answers)
+        [trajectories] = self._played(under_test, session)
+        assert_valid_trajectories(trajectories, session)
+
+    def test_prompts_at_the_same_time_do_not_mix(self, under_test: ComponentUnderTest) -> None:
+        """A rollout worker runs hundreds of them at once with one object."""
+        sessions = [
+            self.session(under_test, [f"{text} ({number})" for text in self.answers]) for number in range(3)
+        ]
+        for session, trajectories in zip(sessions, self._played(under_test, *sessions), strict=True):
+            assert_valid_trajectories(trajectories, session)
+
+    def test_the_same_answers_make_the_same_trajectories(self, under_test: ComponentUnderTest) -> None:
+        """A ticket that is issued again, after a worker died, must not train on something else."""
+        first, second = (
+            self._played(under_test, self.session(under_test, self.answers))[0] for _ in range(2)
+        )
+        assert [_plain(each) for each in first] == [_plain(each) for each in second], (
+            "the same answers made other trajectories the second time"
+        )
+
+    def test_the_reward_gets_the_columns_that_the_component_names(
+        self, under_test: ComponentUnderTest
+    ) -> None:
+        """`Component.reward_columns`, with which `stretto check` tests whether the reward fits."""
+        named = under_test.component.reward_columns
+        if named is None:
+            pytest.skip("the component names no `reward_columns`")
+        session = self.session(under_test, self.answers)
+        self._played(under_test, session)
+        for scored in session.scored:
+            assert scored.columns.keys() == set(named), (
+                f"the reward gets the columns {', '.join(scored.columns) or 'none'}; reward_columns names "
+                f"{', '.join(named) or 'none'}"
+            )
+
+    def test_an_error_of_the_engine_fails_the_prompt(self, under_test: ComponentUnderTest) -> None:
+        """The workflow does not turn it into a trajectory."""
+        session = _BrokenSession(self.answers, size=self.group_size, **_user_code(under_test.config))
+        try:
+            [made] = self._played(under_test, session)
+        except Exception:  # noqa: BLE001 - any exception fails the ticket
+            return
+        raise AssertionError(f"no engine served a request, and it returned {len(made)} trajectories")
+
+    def _played(self, under_test: ComponentUnderTest, *sessions: FakeSession) -> list[Sequence[Trajectory]]:
+        """Run the row in each session, all at the same time and with one object."""
+        results: dict[int, Sequence[Trajectory]] = {}
+
+        async def play_all() -> None:
+            workflow: Workflow = under_test.make(worker="rollout-0")
+
+            async def play(index: int, session: FakeSession) -> None:
+                ids = session.tokenizer.encode_prompt(self.row["prompt"])
+                results[index] = await workflow.run(Prompt(self.row, ids), session)
+
+            with one_error():
+                async with anyio.create_task_group() as tasks:
+                    for index, session in enumerate(sessions):
+                        tasks.start_soon(play, index, session)
+
+        anyio.run(play_all)
+        return [results[index] for index in range(len(sessions))]
+
+
+def _user_code(config: Any) -> dict[str, Any]:
+    """Load the environment or the tools that a workflow's section names."""
+    if isinstance(config, EnvironmentConfig):
+        return {"environment": load_importable(config.environment)}
+    if isinstance(config, ToolsConfig):
+        return {"tools": [load_importable(tool) for tool in config.tools]}
+    return {}
+
+
+def _plain(trajectory: Trajectory) -> tuple[Any, ...]:
+    columns = (trajectory.tokens, trajectory.loss_mask, trajectory.logprobs, trajectory.versions)
+    return (*(column.tolist() for column in columns), trajectory.score, trajectory.finish, trajectory.part)

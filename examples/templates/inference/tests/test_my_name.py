@@ -1,0 +1,15 @@
+"""The promises of inference engines. Every logprob is compared with the forward pass of transformers."""
+
+from __future__ import annotations
+
+from stretto.testing import EngineUnderTest, InferenceConformance
+
+UNDER_TEST = EngineUnderTest(
+    "my_name", seeds=True, refuses=frozenset({"top_p", "top_k", "min_p", "logit_bias"})
+)
+
+
+class TestMyName(InferenceConformance):
+    """stretto's own tests of an inference engine, without a run."""
+
+    engine = UNDER_TEST

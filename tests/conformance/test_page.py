@@ -1,0 +1,33 @@
+"""docs/testing.md is true: all its tests pass."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_test_of_the_page_passes(tmp_path: Path) -> None:
+    page = (DOCS / "testing.md").read_text()
+    (tmp_path / "test_page.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    reward = re.findall(r"```python\n(# my_reward\.py\n.*?)```", plugins_page(), re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(reward[0])
+    for name, last in (("rows", 3), ("other", 4)):
+        rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(last)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "test_page.py"],
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def plugins_page() -> str:
+    return (DOCS / "plugins.md").read_text()

@@ -1,0 +1,81 @@
+"""The public API is the one that `public_api.txt` lists, and what leaves it names its replacement."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from pathlib import Path
+
+import pytest
+
+import stretto
+from public_api import CORE, public_api, public_modules
+from stretto.api import API_VERSION, mismatch, replaced_by
+
+GOLDEN = Path(__file__).with_name("public_api.txt")
+
+
+def test_the_public_api_is_the_listed_one() -> None:
+    assert public_api() == GOLDEN.read_text(), (
+        "the public API has changed. If that is meant: python tests/helpers/public_api.py > "
+        "tests/contracts/public_api.txt, and raise API_VERSION as RELEASING.md says"
+    )
+
+
+def test_the_list_has_every_name_that_a_module_offers() -> None:
+    parts = {part.splitlines()[0]: part for part in GOLDEN.read_text().split("\n\n")}
+    for path in public_modules():
+        name = ".".join(path.relative_to(CORE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for offered in importlib.import_module(name).__all__:
+            assert offered in parts[f"# {name}"], f"{name}.{offered}"
+
+
+def test_the_list_shows_a_change_of_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_text
+    former, now = "def nearest(word", "def nearest(w"
+
+    def read_changed(path: Path) -> str:
+        return read(path).replace(former, now)
+
+    monkeypatch.setattr(Path, "read_text", read_changed)
+    assert "def nearest(w: str" in public_api()
+    assert public_api() != read(GOLDEN)
+
+
+def test_a_deprecated_name_warns_where_it_is_used_and_names_its_replacement() -> None:
+    @replaced_by("stretto.run", since="1.1")
+    def train(steps: int) -> int:
+        return steps
+
+    @replaced_by("stretto.RunHandle", since="1.1")
+    class Handle:
+        pass
+
+    with pytest.warns(
+        DeprecationWarning, match=r"train is deprecated since API 1\.1; use stretto\.run"
+    ) as told:
+        assert train(3) == 3
+    assert told[0].filename == __file__
+    with pytest.warns(
+        DeprecationWarning, match=r"Handle is deprecated since API 1\.1; use stretto\.RunHandle"
+    ):
+        Handle()
+
+
+def test_an_api_version_is_compared_with_that_of_this_stretto() -> None:
+    major, minor = map(int, API_VERSION.split("."))
+    assert stretto.API_VERSION == API_VERSION
+    assert mismatch(API_VERSION) == ""
+    assert "names may be missing; pip install -U stretto" in mismatch(f"{major}.{minor + 1}")
+    assert "names may be missing" in mismatch(f"{major + 1}.0")
+    assert "names may be gone" in mismatch(f"{major - 1}.9")
+    for wrong in ("1", "1.0.0", "one", "1.x", "", "01.0"):
+        with pytest.raises(ValueError, match=r"is no API version; expected MAJOR\.MINOR"):
+            mismatch(wrong)
+
+
+def test_using_the_api_of_this_stretto_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in stretto.__all__:
+            getattr(stretto, name)
