@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -119,6 +120,12 @@ def test_credentials_and_what_is_not_shown_are_not_there(
     assert expected <= seen["env"].keys() <= expected | {"PWD", "SHLVL", "OLDPWD", "_", "LC_CTYPE"}
 
 
+def test_settings_of_the_kernel_cannot_be_written() -> None:
+    settings = ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/self/oom_score_adj")
+    seen = look({path: f"open({path!r}, 'w').close()" for path in settings})
+    assert set(seen.values()) <= {"OSError", "PermissionError"}
+
+
 def test_the_network_is_there_only_if_asked_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         question = {"reached": f"socket.create_connection({server.getsockname()!r}, 5).close()"}
@@ -137,6 +144,7 @@ with socket.create_connection(("127.0.0.1", 2000), 20) as home:
 
 async def test_a_forwarded_port_leads_to_this_process_and_nothing_else_does() -> None:
     name = f"\0stretto-{os.getpid()}"
+    gc.collect()  # descriptors of earlier tests must not end meanwhile
     files = psutil.Process().num_fds()
     with (
         socket.create_server(("127.0.0.1", 0)) as other,

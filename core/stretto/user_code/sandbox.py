@@ -112,6 +112,7 @@ def sandbox_command(
     env: Mapping[str, str] | None = None,
     memory_mb: int | None = None,
     scratch_mb: int = 1024,
+    nests: bool = False,
 ) -> SandboxedCommand:
     """Prepare a command to run in the sandbox, or without one (`unsafe`), with a clean environment.
 
@@ -131,6 +132,9 @@ def sandbox_command(
         memory_mb: address space of each process in MiB, and memory of all processes of the sandbox where
             that can be limited.
         scratch_mb: size of the private `/tmp` in MiB; it counts as memory.
+        nests: the command makes sandboxes of its own inside the sandbox. It keeps the right to make
+            namespaces and has no seccomp filter. It must be trusted, and must give up both before it runs
+            foreign code.
     """
     assert forwarded_port is None or (sandbox != "unsafe" and not network)
     folder = folder or writable
@@ -138,19 +142,21 @@ def sandbox_command(
         command = guarded(_with_limits(argv, memory_mb))
         return SandboxedCommand(command, _environment(str(Path.home()), env), folder)
     options = [
-        *_namespaces(network),
+        *_namespaces(network, nests),
         *("--size", str(scratch_mb * 2**20), "--tmpfs", _SCRATCH),
         *_mounts([*_python(), SCRIPT, *readable], hidden, writable, network),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(_SHARED_MEMORY_MB * 2**20), "--tmpfs", "/dev/shm"),  # noqa: S108
-        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        # Root without capabilities could otherwise write the system's settings below /proc/sys.
+        *("--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", str(_absolute(folder)) if folder else _SCRATCH),
     ]
     command = _with_limits(argv, memory_mb, _MAX_PROCESSES)
     inherited: tuple[int, ...] = ()
     if forwarded_port is not None:
         command, inherited = forwarded_port.opening(command), (forwarded_port.descriptor,)
-    command = [*_filtered_bubblewrap(), *options, "--", *command]
+    bubblewrap = [_bubblewrap()] if nests else _filtered_bubblewrap()
+    command = [*bubblewrap, *options, "--", *command]
     if systemd_works():
         command = _in_scope(command, memory_mb)
     return SandboxedCommand(command, _environment(_SCRATCH, env), None, inherited)
@@ -268,19 +274,14 @@ def _in_scope(command: Sequence[str], memory_mb: int | None) -> list[str]:
     ]
 
 
-def _namespaces(network: bool) -> list[str]:
+def _namespaces(network: bool, nests: bool) -> list[str]:
     return [
         *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"),
         *(() if network else ("--unshare-net",)),
-        *(
-            "--disable-userns",
-            "--cap-drop",
-            "ALL",
-            "--hostname",
-            "sandbox",
-            "--new-session",
-            "--die-with-parent",
-        ),
+        *("--cap-drop", "ALL"),
+        # Below `--disable-userns`, the kernel would refuse to mount another `/proc`.
+        *(("--cap-add", "CAP_SYS_ADMIN") if nests else ("--disable-userns",)),
+        *("--hostname", "sandbox", "--new-session", "--die-with-parent"),
     ]
 
 

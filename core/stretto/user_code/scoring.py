@@ -67,15 +67,30 @@ def _require_columns(
     ]
     by_name = {"completions", "prompts"} if "completions" in parameters else {"completion", "prompt"}
     if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by position
+        _expect_room_for_answer(reward, needed[:2], columns)
         needed = needed[2:]
     missing = [name for name in needed if name not in by_name and name not in columns]
     if missing:
-        code = getattr(inspect.unwrap(reward), "__code__", None)
-        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         raise RewardError(
-            f"the reward needs {', '.join(map(repr, missing))}{where}, but the row has no such column; "
-            f"its columns: {', '.join(columns) or 'none'}"
+            f"the reward needs {', '.join(map(repr, missing))}{_place_of(reward)}, but the row has no such "
+            f"column; its columns: {', '.join(columns) or 'none'}"
         )
+
+
+def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], columns: Sequence[str]) -> None:
+    """Refuse a reward without a parameter `completion`, whose first two parameters get prompt and completion
+    by position, if one of them is also the name of a column."""
+    if taken := [name for name in names if name in columns]:
+        raise RewardError(
+            f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "
+            f"the prompt and the completion, but {taken[0]!r} is a column of the row; name them 'prompt' and "
+            "'completion'"
+        )
+
+
+def _place_of(reward: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(reward), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def _call_on_one(

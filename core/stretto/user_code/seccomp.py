@@ -19,6 +19,7 @@ __all__ = [
     "REFUSED",
     "REFUSED_BY_FLAGS",
     "REFUSED_BY_VALUE",
+    "UNCOUNTED_MEMORY",
     "filter_file",
     "seccomp_filter",
 ]
@@ -72,24 +73,40 @@ REFUSED_BY_FLAGS = {"clone": (56, 220), "unshare": (272, 97)}
 """Calls that are refused if their first argument has a flag of `_NAMESPACES`."""
 REFUSED_BY_VALUE = {"socket": (41, 198)}
 """Calls that are refused if their first argument is `_AF_VSOCK`."""
+UNCOUNTED_MEMORY = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+}
+"""Calls that take memory which no limit of a process and no size of a folder counts. The sandbox of programs
+refuses them too."""
 _AF_VSOCK = 40
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000
 """The flags of `clone` and `unshare` that make namespaces: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID
 and NEWNET."""
+_X86_FORKS = (57, 58)
+"""The calls `fork` and `vfork`, which only x86_64 has besides `clone`."""
 _X32 = 0x40000000
 """The first number of the calls of x86_64 with 32-bit pointers, which nothing uses."""
 
 # Instructions of the kernel's packet filter, and where they find the call.
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _FAIL, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 
 
-def seccomp_filter(machine: str) -> bytes:
+def seccomp_filter(machine: str, *, supervised: bool = False) -> bytes:
     """Return the filter for an architecture as `platform.machine` names it; empty if it is not supported.
 
     A process that makes calls of another architecture, such as a 32-bit program, is killed.
+
+    Args:
+        supervised: also refuse `UNCOUNTED_MEMORY`, and let a supervisor decide on each new process and thread
+            (the kernel's "user notification"), who so can limit their number.
     """
     if machine not in ARCHITECTURES:
         return b""
@@ -102,17 +119,20 @@ def seccomp_filter(machine: str) -> bytes:
         # The flags of clone3 lie in memory, which a filter cannot read. Without it, libraries use clone.
         *_return_if(_IF_EQUAL, _CLONE3, _FAIL | errno.ENOSYS),
     ]
-    for numbers in REFUSED.values():
+    for numbers in (REFUSED | (UNCOUNTED_MEMORY if supervised else {})).values():
         program += _return_if(_IF_EQUAL, numbers[column], _FAIL | errno.EPERM)
+    if supervised and machine == "x86_64":
+        for number in _X86_FORKS:
+            program += _return_if(_IF_EQUAL, number, _ASK)
     by_argument = [
-        *((numbers, _IF_ANY_BIT, _NAMESPACES) for numbers in REFUSED_BY_FLAGS.values()),
-        *((numbers, _IF_EQUAL, _AF_VSOCK) for numbers in REFUSED_BY_VALUE.values()),
+        *((name, numbers, _IF_ANY_BIT, _NAMESPACES) for name, numbers in REFUSED_BY_FLAGS.items()),
+        *((name, numbers, _IF_EQUAL, _AF_VSOCK) for name, numbers in REFUSED_BY_VALUE.items()),
     ]
-    for numbers, condition, value in by_argument:
+    for name, numbers, condition, value in by_argument:
         check = [
             _instruction(_LOAD, _FIRST_ARGUMENT),
             *_return_if(condition, value, _FAIL | errno.EPERM),
-            _instruction(_RETURN, _ALLOW),
+            _instruction(_RETURN, _ASK if supervised and name == "clone" else _ALLOW),
         ]
         program += [_instruction(_IF_EQUAL, numbers[column], 0, len(check)), *check]
     return b"".join([*program, _instruction(_RETURN, _ALLOW)])

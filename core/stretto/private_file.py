@@ -1,0 +1,19 @@
+"""Files that only the user can read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["write_private"]
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only the user can read. Under its name it is complete, also after a power cut."""
+    aside = path.with_name(f".{path.name}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

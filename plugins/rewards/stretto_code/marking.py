@@ -1,0 +1,100 @@
+"""Marks answers: finds their programs, runs them, and compares."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+
+from stretto.program_runner import Execution, ProgramLimits, ProgramRunner
+from stretto_code import CodeConfig
+from stretto_code.calls import CALLER, call_of, value_in
+from stretto_code.comparing import same_text, same_value
+from stretto_code.suites import Case
+
+__all__ = ["Marker", "program_of"]
+
+_FENCED = re.compile(r"^```([^\n`]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_PYTHON = ("python", "python3", "py")
+
+
+def program_of(completion: str) -> str:
+    """Return the last fenced block of Python in an answer, else its last fenced block without a language.
+    Without fences the whole answer is the program. Empty if there is none."""
+    if "```" not in completion:
+        return completion.strip()
+    blocks = [(language.strip().lower(), text) for language, text in _FENCED.findall(completion)]
+    python = [text for language, text in blocks if language in _PYTHON]
+    bare = [text for language, text in blocks if not language]
+    return (python or bare or [""])[-1]
+
+
+class Marker:
+    """Scores answers with a program runner."""
+
+    def __init__(self, config: CodeConfig, runner: ProgramRunner) -> None:
+        self._config = config
+        self._runner = runner
+        self._threads = ThreadPoolExecutor(config.parallel, thread_name_prefix="programs")
+
+    def mark(self, completions: Sequence[str], suite: Sequence[Case]) -> list[dict[str, float]]:
+        """Return the scores of the answers to one prompt, in their order.
+
+        Raises:
+            RewardError: if the runner failed.
+        """
+        return list(self._threads.map(self._mark, completions, repeat(suite)))
+
+    def _mark(self, completion: str, suite: Sequence[Case]) -> dict[str, float]:
+        """Run the tests of one answer, one after another."""
+        program = program_of(completion)
+        metrics = {"no_program": float(not program), "over_time": 0.0, "over_limit": 0.0, "crashed": 0.0}
+        deadline = time.monotonic() + self._config.answer_s
+        passed = 0
+        for case in suite if program else ():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                metrics["over_time"] = 1.0
+                break
+            execution = self._run(program, case, min(self._config.time_s, left))
+            if kind := _fault(execution):
+                metrics[kind] = 1.0
+            right = not kind and self._is_right(execution.output, case)
+            passed += right
+            if execution.ending == "time" or (not right and self._config.credit == "all"):
+                break
+        all_right = float(passed == len(suite))
+        reward = all_right if self._config.credit == "all" else passed / len(suite)
+        return {"reward": reward, "accuracy": all_right, **metrics}
+
+    def _run(self, program: str, case: Case, time_s: float) -> Execution:
+        config = self._config
+        limits = ProgramLimits(
+            time_s=time_s,
+            memory_mb=config.memory_mb,
+            processes=config.processes,
+            output_kb=config.output_kb,
+            disk_mb=config.disk_mb,
+        )
+        if case.function:
+            return self._runner.run(CALLER, call_of(program, case), limits)
+        return self._runner.run(program, case.stdin.encode(errors="replace"), limits)
+
+    def _is_right(self, output: bytes, case: Case) -> bool:
+        tolerance = self._config.tolerance
+        if not case.function:
+            return same_text(output.decode(errors="replace"), case.expected[0], tolerance)
+        try:
+            value = value_in(output)
+        except ValueError:
+            return False
+        return any(same_value(value, expected, tolerance) for expected in case.expected)
+
+
+def _fault(execution: Execution) -> str:
+    """Return the metric that counts how a program failed; empty if it ended well."""
+    if execution.ending == "exit":
+        return "crashed" if execution.status else ""
+    return {"time": "over_time", "signal": "crashed"}.get(execution.ending, "over_limit")

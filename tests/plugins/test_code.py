@@ -1,0 +1,455 @@
+"""The reward `code`: right, wrong and hostile programs, by what real sandboxes make of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import write_run_file
+
+import hostile_programs
+from stretto.assembly.compose import compose
+from stretto.assembly.plan import context_of
+from stretto.errors import ConfigError, RewardError
+from stretto.program_runner import Execution, ProgramLimits
+from stretto.user_code.programs import SandboxRunner
+from stretto.user_code.scoring import score_group
+from stretto_code import CodeConfig, check_row
+from stretto_code.comparing import same_text, same_value
+from stretto_code.marking import Marker, program_of
+from stretto_code.suites import Case, read_suite
+
+TIME_S = 2.0
+"""Limit of a hostile program; those that would run for ever take so long."""
+LIMITS = ProgramLimits(time_s=20, memory_mb=128, processes=8, output_kb=64, disk_mb=4)
+CALLS = [{"call": "add", "args": [2, 3], "expected": 5}, {"call": "add", "args": [20, 22], "expected": 42}]
+TEXTS = [{"stdin": "2 3\n", "stdout": "5\n"}, {"stdin": "20 22\n", "stdout": "42\n"}]
+ADD = "def add(a, b):\n    return a + b\n"
+PRINT_SUM = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+
+class Recorder:
+    """Runs programs with another runner, and keeps what came of them."""
+
+    def __init__(self, runner: SandboxRunner) -> None:
+        self._runner = runner
+        self.executions: list[Execution] = []
+
+    def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
+        self.executions.append(self._runner.run(source, stdin, limits))
+        return self.executions[-1]
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[SandboxRunner]:
+    os.environ["SECRET_OF_THE_RUN"] = "SECRET"
+    runner = SandboxRunner("bubblewrap", 2, ("json", "typing"))
+    yield runner
+    runner.close()
+    del os.environ["SECRET_OF_THE_RUN"]
+
+
+def config(**keys: Any) -> CodeConfig:
+    limits: dict[str, Any] = {"time_s": 20.0, "memory_mb": 128, "processes": 8, "output_kb": 64, "disk_mb": 4}
+    return CodeConfig(use="code", **{**limits, **keys})
+
+
+def rewards(runner: SandboxRunner, tests: Any, *answers: str, fn_name: str = "", **keys: Any) -> list[float]:
+    marks = Marker(config(**keys), runner).mark(answers, read_suite(tests, {"fn_name": fn_name}))
+    return [mark["reward"] for mark in marks]
+
+
+# ------------------------------------------------------------------------------------- right and wrong
+
+RIGHT_CALLS = {
+    "plain": ADD,
+    "in a fence": f"Here it is:\n```python\n{ADD}```\nIt adds.",
+    "the last fence counts": f"```python\ndef add(a, b): return 0\n```\nBetter:\n```python\n{ADD}```",
+    "an example after it": f"```python\n{ADD}```\nOutput:\n```\n5\n```",
+    "prints something": "def add(a, b):\n    print('adding', a, b)\n    return a + b",
+    "class Solution": "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b",
+    "annotations of typing": "def add(a: Optional[int], b: List[int]) -> Any: return a + b",
+    "a helper and a main": f"{ADD}\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))",
+    "lambda": "add = lambda a, b: a + b",
+    "float": "def add(a, b): return float(a + b)",
+    "nearly": "def add(a, b): return a + b + 1e-9",
+    "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    a: int\n    b: int\n"
+    "def add(a, b):\n    p = P(a, b)\n    return p.a + p.b",
+    "future": f"from __future__ import annotations\n{ADD}",
+    "deep recursion": "import sys\nsys.setrecursionlimit(5000)\ndef add(a, b): return f(1500, a + b)\n"
+    "def f(n, x): return x if n == 0 else f(n - 1, x)",
+    "a thread with a large stack": "import threading\nthreading.stack_size(2**26)\ndef add(a, b):\n"
+    "    r = []\n    t = threading.Thread(target=lambda: r.append(a + b))\n    t.start(); t.join()\n"
+    "    return r[0]",
+    "a file of its own": "def add(a, b):\n    open('x', 'w').write(str(a + b))\n"
+    "    return int(open('x').read())",
+    "a process": "import subprocess\ndef add(a, b):\n"
+    "    return int(subprocess.run(['expr', str(a), '+', str(b)], capture_output=True).stdout)",
+}
+WRONG_CALLS = {
+    "wrong": "def add(a, b): return a - b",
+    "right once": "def add(a, b): return 5",
+    "text": "def add(a, b): return str(a + b)",
+    "list": "def add(a, b): return [a + b]",
+    "other name": "def plus(a, b): return a + b",
+    "raises": "def add(a, b): raise ValueError",
+    "syntax": "def add(a, b) return a + b",
+    "prints": "def add(a, b): print(a + b)",
+    "prose": "I would add the numbers.",
+    "unclosed fence": f"```python\n{ADD}",
+    "another language": "```javascript\nconst add = (a, b) => a + b\n```",
+    "empty": "",
+    "not near enough": "def add(a, b): return a + b + 0.01",
+}
+RIGHT_TEXTS = {
+    "plain": PRINT_SUM,
+    "reads all": "import sys\na, b = sys.stdin.read().split()\nprint(int(a) + int(b))",
+    "reads the device": "a, b = open('/dev/stdin').read().split()\nprint(int(a) + int(b))",
+    "reads bytes": "import os\na, b = os.read(0, 100).split()\nos.write(1, b'%d' % (int(a) + int(b)))",
+    "main": "def main(): print(sum(map(int, input().split())))\nif __name__ == '__main__': main()",
+    "blanks": PRINT_SUM.replace("print(a + b)", "print(a + b, ' \\n\\n')"),
+    "exits well": PRINT_SUM + "import sys; sys.exit(0)",
+    "float": PRINT_SUM.replace("print(a + b)", "print(float(a + b))"),
+    "prints at the end": PRINT_SUM.replace("print(", "import atexit; atexit.register(print, "),
+    "prints in a thread": PRINT_SUM.replace(
+        "print(a + b)", "import threading; threading.Thread(target=lambda: print(a + b)).start()"
+    ),
+    "imports numpy": "import numpy\nprint(numpy.array(input().split(), int).sum())",
+}
+WRONG_TEXTS = {
+    "wrong": PRINT_SUM.replace("a + b", "a * b"),
+    "two lines": PRINT_SUM + "print(1)",
+    "two words": PRINT_SUM.replace("a + b", "a + b, 0"),
+    "nothing": "input()",
+    "raises after it printed": PRINT_SUM + "1 / 0",
+    "exit status": PRINT_SUM + "import sys; sys.exit(1)",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_CALLS)
+def test_a_right_function_scores_1(runner: SandboxRunner, name: str) -> None:
+    memory = 512 if "thread" in name else 128
+    assert rewards(runner, CALLS, RIGHT_CALLS[name], memory_mb=memory) == [1.0]
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_function_scores_0(runner: SandboxRunner, name: str) -> None:
+    assert rewards(runner, CALLS, WRONG_CALLS[name]) == [0.0]
+
+
+@pytest.mark.parametrize("name", RIGHT_TEXTS)
+def test_a_right_program_scores_1(runner: SandboxRunner, name: str) -> None:
+    assert rewards(runner, TEXTS, RIGHT_TEXTS[name], memory_mb=512) == [1.0]
+
+
+def test_a_python_that_is_installed_below_tmp_can_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program's own `/tmp` does not hide it, and the program cannot write to it."""
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    (folder / "installed.py").write_text("value = 5\n")
+    monkeypatch.syspath_prepend(folder)
+    program = f"""
+import sys
+sys.path.insert(0, {str(folder)!r})
+import installed
+try:
+    open({str(folder)!r} + "/mine", "w")
+except OSError:
+    print(installed.value)
+"""
+    with closing(SandboxRunner("bubblewrap", 1)) as runner:
+        execution = runner.run(program, b"", LIMITS)
+    assert (execution.output, execution.errors) == (b"5\n", b"")
+
+
+@pytest.mark.parametrize("name", WRONG_TEXTS)
+def test_a_wrong_program_scores_0(runner: SandboxRunner, name: str) -> None:
+    assert rewards(runner, TEXTS, WRONG_TEXTS[name]) == [0.0]
+
+
+def test_credit_may_be_the_share_of_passed_tests(runner: SandboxRunner) -> None:
+    answers = (ADD, "def add(a, b): return 5", "def add(a, b): return 6")
+    assert rewards(runner, CALLS, *answers, credit="share") == [1.0, 0.5, 0.0]
+
+
+def test_metrics_say_how_programs_failed(runner: SandboxRunner) -> None:
+    answers = ("", "while True: pass", "while True: print(1)", "1 / 0", PRINT_SUM)
+    marks = Marker(config(time_s=1.0), runner).mark(answers, read_suite(TEXTS, {}))
+    names = ("no_program", "over_time", "over_limit", "crashed", "accuracy")
+    assert [[mark[name] for name in names] for mark in marks] == [
+        [float(row == column) for column in range(5)] for row in range(5)
+    ]
+
+
+def test_an_answer_has_a_time_limit_for_all_its_tests(runner: SandboxRunner) -> None:
+    slow = f"import time; time.sleep(0.4)\n{PRINT_SUM}"
+    started = time.monotonic()
+    assert rewards(runner, TEXTS * 50, slow, answer_s=1.0) == [0.0]
+    assert time.monotonic() - started < 5
+
+
+# ------------------------------------------------------------------------------------------- hostile
+
+
+@pytest.fixture(scope="module")
+def canary() -> Iterator[Path]:
+    """A file that hostile programs should not reach."""
+    file = Path.home() / f".stretto-canary-{os.getpid()}"
+    file.write_text("SECRET")
+    yield file
+    assert file.read_text() == "SECRET"
+    file.unlink()
+
+
+def attack(runner: SandboxRunner, program: str) -> None:
+    """Score a hostile program in both ways, beside a right one, which must not notice."""
+    recorder = Recorder(runner)
+    hostile = Marker(config(time_s=TIME_S), recorder)
+    with ThreadPoolExecutor(1) as other:
+        for tests in (CALLS, TEXTS):
+            suite = read_suite(tests, {})
+            started = time.monotonic()
+            neighbour = other.submit(rewards, runner, TEXTS, PRINT_SUM)
+            [mark] = hostile.mark([program], suite)
+            took = time.monotonic() - started
+            assert mark["reward"] == 0
+            assert took < TIME_S * len(tests) + 3
+            assert neighbour.result(timeout=10) == [1.0]
+    assert not [each for each in recorder.executions if b"ESCAPED" in each.output or b"SECRET" in each.output]
+    assert rewards(runner, CALLS, ADD) == [1.0]
+
+
+@pytest.mark.parametrize("name", hostile_programs.QUICK)
+def test_a_hostile_program_is_contained(runner: SandboxRunner, canary: Path, name: str) -> None:
+    attack(runner, hostile_programs.QUICK[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hostile_programs.LASTING)
+def test_a_program_without_end_is_contained(runner: SandboxRunner, canary: Path, name: str) -> None:
+    attack(runner, hostile_programs.LASTING[name])
+
+
+# ------------------------------------------------------------------------------- sandboxes and runners
+
+
+def test_no_process_of_a_program_is_left(runner: SandboxRunner) -> None:
+    rewards(runner, TEXTS, *[hostile_programs.QUICK[name] for name in ("daemon", "zombies", "fork bomb")])
+    assert rewards(runner, TEXTS, PRINT_SUM) == [1.0]
+    assert below_warm_pythons() == []
+
+
+def below_warm_pythons() -> list[psutil.Process]:
+    """Processes that stay below the warm Pythons of this process."""
+    found: list[psutil.Process] = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a supervisor may end while it is looked at
+            command = " ".join(each.cmdline())
+            if each.name().startswith("python") and "warm_python.py" in command and "guard.py" not in command:
+                found += each.children()
+    return psutil.wait_procs(found, timeout=5)[1]  # a supervisor ends just after its answer
+
+
+def test_a_lost_sandbox_is_replaced(runner: SandboxRunner) -> None:
+    for each in psutil.Process().children():
+        if "bwrap" in each.name():
+            each.kill()
+            each.wait(10)
+    assert rewards(runner, CALLS, *[ADD] * 4) == [1.0] * 4
+
+
+def test_programs_without_a_sandbox_have_limits_all_the_same() -> None:
+    unsafe = SandboxRunner("unsafe", 1, ("json", "typing"))
+    programs = (
+        ADD,
+        "x = [0] * 10**9",
+        "while True: pass",
+        hostile_programs.QUICK["vfork bomb"],
+        hostile_programs.QUICK["one large file"],
+        ADD + "import os\nassert not [name for name in os.environ if 'SECRET' in name]",
+    )
+    try:
+        assert rewards(unsafe, CALLS, *programs, time_s=2.0) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        assert below_warm_pythons() == []
+    finally:
+        unsafe.close()
+
+
+class PlainRunner:
+    """Another implementation of `ProgramRunner`: a process for each program, and no sandbox."""
+
+    def __init__(self, parallel: int, python: str) -> None:
+        assert parallel == 2
+        self._python = python
+
+    def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
+        argv = [self._python, "-I", "-c", source]
+        try:
+            done = subprocess.run(argv, input=stdin, capture_output=True, timeout=limits.time_s, check=False)
+        except subprocess.TimeoutExpired:
+            return Execution(ending="time")
+        return Execution(ending="exit", status=done.returncode, output=done.stdout, errors=done.stderr)
+
+    def close(self) -> None:
+        pass
+
+
+def composed(folder: Path, *overrides: str, **reward: Any) -> Any:
+    keys = {"use": "code", "time_s": 20.0, **reward}
+    return compose(write_run_file(folder), [f"reward={json.dumps(keys)}", *overrides])
+
+
+def test_another_package_can_run_the_programs(tmp_path: Path) -> None:
+    run = composed(
+        tmp_path, runner=f"{__file__}:PlainRunner", runner_options={"python": sys.executable}, parallel=2
+    )
+    reward = run.make("reward", context_of(run.config))
+    row = {"prompt": "Add.", "tests": CALLS}
+    scores = score_group(reward, row, (ADD, "def add(a, b): return 5"), {})
+    assert [score for score, _ in scores] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"answer_cpu_s": 1.0}, "set time_s"),
+        ({"runner_options": {"a": 1}}, "no runner"),
+        ({"credit": "some"}, "credit"),
+    ],
+)
+def test_a_wrong_section_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(tmp_path, **keys)
+
+
+def test_a_machine_without_a_sandbox_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(RewardError, match="No permissions to create new namespace"):
+        SandboxRunner("bubblewrap", 1)
+
+
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(RewardError, match="No module named 'nowhere'"):
+        SandboxRunner("bubblewrap", 1, ("nowhere",))
+
+
+# --------------------------------------------------------------------------------- rows and comparison
+
+
+def test_tests_are_read_in_the_forms_of_data_sets() -> None:
+    call, text = Case((5,), "", "add", [2, 3]), Case(("5",), "2 3")
+    live_code_bench = [{"input": "2\n3", "output": "5", "testtype": "functional"}]
+    lists = {"inputs": [[2, 3]], "outputs": [5], "fn_name": "add"}
+    assert read_suite([{"call": "add", "args": [2, 3], "expected": 5}], {}) == [call]
+    assert read_suite(json.dumps(live_code_bench), {"fn_name": "add"}) == [call]
+    assert read_suite(lists, {}) == read_suite(json.dumps(lists), {}) == [call]
+    assert read_suite({"inputs": [[2, 3]], "outputs": [[5]], "fn_name": "add"}, {}) == [
+        Case(([5], 5), "", "add", [2, 3])
+    ]
+    assert read_suite({"inputs": ["2 3"], "outputs": ["5"]}, {}) == [text]
+    assert read_suite([{"input": "2 3", "output": "5", "testtype": "stdin"}], {}) == [text]
+    assert read_suite([{"stdin": ["2 3"], "stdout": "5"}], {}) == [text]
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ("[{", "expected JSON"),
+        ([], "no tests"),
+        (5, "expected a list of tests"),
+        ([5], "test 0: expected a map"),
+        ([{"stdin": "1"}], "no 'stdout'"),
+        ([{"call": "f", "args": []}], "no 'expected'"),
+        ({"inputs": ["1"]}, "no 'outputs'"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs, but 0 outputs"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "no column `fn_name`"),
+        ({"inputs": [1], "outputs": [2], "fn_name": "f"}, "expected a list of arguments"),
+        ({"inputs": [1], "outputs": [2]}, "expected text, found 2"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_named(tests: Any, message: str) -> None:
+    assert message in check_row(config(), {"tests": tests})
+
+
+def test_a_row_without_tests_is_named() -> None:
+    assert check_row(config(), {"answer": "5"}) == "no column 'tests' with tests; the row's columns: answer"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        (5, 5, True),
+        (5.0, 5, True),
+        (True, 1, False),
+        (1, True, False),
+        (0.1 + 0.2, 0.3, True),
+        (10**400, 10**400, True),
+        (10**400, 1.5, False),
+        ([1, [2]], (1, [2]), True),
+        ([1], [1, 2], False),
+        ({"a": 1}, {"a": 1.0}, True),
+        ({"1": 1}, {1: 1}, True),
+        ({"a": 1}, {"b": 1}, False),
+        ("a", "a", True),
+        ("5", 5, False),
+        (None, None, True),
+        (None, 0, False),
+    ],
+)
+def test_values_are_compared_as_json(value: Any, expected: Any, same: bool) -> None:
+    assert same_value(value, expected, 1e-6) is same
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("5\n", "5", True),
+        ("5  \n\n", "5", True),
+        ("a b", "a  b", True),
+        ("0.33333333", "0.333333333", True),
+        ("5.0", "5", True),
+        ("10000000", "10000001", False),
+        ("05", "5", False),
+        ("5\n6", "5", False),
+        ("5", "5\n6", False),
+        ("\n5", "5", False),
+        ("yes", "YES", False),
+        ("nan", "1.0", False),
+        ("", "", True),
+    ],
+)
+def test_output_is_compared_by_lines_and_words(output: str, expected: str, same: bool) -> None:
+    assert same_text(output, expected, 1e-6) is same
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\n```\nout\n```", "a\n"),
+        ("```\na\n```", "a\n"),
+        ("```rust\na\n```", ""),
+        ("```python\na", ""),
+    ],
+)
+def test_the_program_is_the_last_block_of_python(answer: str, program: str) -> None:
+    assert program_of(answer) == program
