@@ -16,14 +16,14 @@ fails the ticket.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from stretto.component import PositiveFloat, PositiveInt
 
-__all__ = ["Reward", "RewardConfig", "RewardValue", "is_number"]
+__all__ = ["Reward", "RewardConfig", "RewardValue", "is_number", "text_of"]
 
 RewardValue = float | Mapping[str, float] | None
 
@@ -31,6 +31,12 @@ RewardValue = float | Mapping[str, float] | None
 def is_number(value: float) -> bool:
     """Whether a reward or metric is a number that fits into float32, the dtype of trainers. False for NaN."""
     return abs(value) <= 3.4e38
+
+
+def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of one of the `completions` of a reward's second form, which is text or a list of
+    messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from stretto.assembly.compose import Composed, compose_mapping
 from stretto.component import Context
 from stretto.user_code.child_process import last_line, run_child
 
-__all__ = ["RowFaults", "faults_of_rows", "rewards_of"]
+__all__ = ["RowFaults", "faults_of_rows", "row_checks"]
 
 _MAX_ROWS = 10_000
 _MAX_S = 4.0
@@ -41,9 +41,13 @@ class RowFaults(msgspec.Struct, frozen=True):
     """Index and fault of the checked rows with a fault, in the order of the dataset, at most `_MAX_SHOWN`."""
 
 
-def rewards_of(composed: Composed) -> list[str]:
-    """Return the dotted keys of the run's reward and of its parts; empty without a reward."""
-    return [path for path in composed.components if path == "reward" or path.startswith("reward.parts.")]
+def row_checks(composed: Composed) -> list[Callable[[Mapping[str, Any]], str]]:
+    """Return the checks of a row, of the run's reward and of its parts. Each returns the fault."""
+    return [
+        partial(component.check_row, composed.section(path))
+        for path, component in composed.components.items()
+        if component.check_row is not None and (path == "reward" or path.startswith("reward.parts."))
+    ]
 
 
 def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, timeout_s: float) -> RowFaults:
@@ -66,11 +70,7 @@ def faults_of_rows(document: Mapping[str, Any], path: str, context: Context, tim
 
 def _faults(document: Mapping[str, Any], path: str, context: Context) -> RowFaults:
     composed = compose_mapping(document)
-    checks = [
-        partial(check_row, composed.section(reward))
-        for reward in rewards_of(composed)
-        if (check_row := composed.components[reward].check_row) is not None
-    ]
+    checks = row_checks(composed)
     dataset = composed.make(path, context)
     rows = len(dataset)
     order = random.Random(0).sample(range(rows), min(rows, _MAX_ROWS))

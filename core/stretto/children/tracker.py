@@ -33,9 +33,10 @@ from stretto.assembly.compose import Composed, compose
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import context_of
 from stretto.bus.messages import Purpose
-from stretto.bus.server import run_id, write_private
+from stretto.bus.server import run_id
 from stretto.children.tracked_samples import settled_samples
 from stretto.errors import ConfigError, StrettoError, offer
+from stretto.private_file import write_private
 from stretto.records.metrics import is_evaluation
 from stretto.records.run import RunRecord
 from stretto.tracker import Sent, Tracker, TrackerConfig

@@ -7,6 +7,7 @@ from typing import Any
 
 from stretto import Component, Context, RewardConfig, hookimpl
 from stretto.component import ComponentParts
+from stretto.reward import text_of
 from stretto.user_code.scoring import score_group, scores_groups
 
 __all__ = ["SumConfig"]
@@ -67,7 +68,7 @@ def make(config: SumConfig, context: Context, parts: Mapping[str, Callable[..., 
     def of_group(
         completions: Sequence[Any], prompts: Sequence[Any], **columns: Any
     ) -> list[dict[str, float]]:
-        texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+        texts = [*map(text_of, completions)]
         return total({"prompt": prompts[0]}, texts, columns)
 
     limited = any(config.limits) and not any(map(scores_groups, parts.values()))
