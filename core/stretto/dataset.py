@@ -1,4 +1,5 @@
-"""The contract of datasets: rows by index. The kernel keeps order, epochs and the cursor.
+"""The contract of datasets: rows by index. The kernel keeps order, epochs and the cursor. A dataset may
+bring a curriculum that chooses the rows instead.
 
 A row is a dict. `prompt` is text, or chat messages (`[{"role": ..., "content": ...}]`); stretto applies the
 tokenizer's chat template to messages once. `id` is optional. The reward receives every other column by name.
@@ -6,13 +7,13 @@ tokenizer's chat template to messages once. `id` is optional. The reward receive
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from stretto.component import PositiveInt
 
-__all__ = ["Dataset", "DatasetConfig", "Row"]
+__all__ = ["Curriculum", "CurriculumDataset", "Dataset", "DatasetConfig", "Row", "TicketEnd"]
 
 Row = dict[str, Any]
 
@@ -39,6 +40,7 @@ class Dataset(Protocol):
         """Return the row at `index`, 0 <= index < len.
 
         Raises:
+            IndexError: if there is no row at `index`: `for row in dataset` ends there.
             ConfigError: if the row cannot be read; the message names the place in the file.
         """
         ...
@@ -46,4 +48,84 @@ class Dataset(Protocol):
     @property
     def fingerprint(self) -> str:
         """A text that changes whenever a row changes. Workers compare their own with the kernel's."""
+        ...
+
+
+# --------------------------------------------------------------------------------------- curricula
+
+
+class TicketEnd(msgspec.Struct, frozen=True):
+    """What became of a training ticket."""
+
+    ticket: int
+    row: int
+    outcome: Literal["trained", "filtered", "expired", "failed"]
+    """The account of the ledger in which the ticket ended."""
+    rewards: tuple[float, ...]
+    """Rewards of the group's samples; empty if no group was finished, or if the run trains on the rows
+    themselves. A filtered ticket without rewards has a row that is not fit to train on, such as one whose
+    prompt is too long."""
+
+
+class Curriculum(Protocol):
+    """Chooses the row of every training ticket, by what became of earlier tickets. It does no I/O.
+
+    The kernel writes each choice to the journal before it issues the ticket. A resumed run restores the state
+    of a checkpoint and reports the recorded draws with `drawn`, without asking `choose`. So random numbers
+    must follow from the seed and the ticket, not from the number of calls. In a resumed run, ends of tickets
+    that were not trained may be reported later than before: the state should not depend on the order of ends.
+    """
+
+    def choose(self, ticket: int, version: int) -> int:
+        """Return the row of a new ticket. It changes nothing: `drawn` follows.
+
+        Args:
+            version: number of train steps that are complete.
+        """
+        ...
+
+    def drawn(self, ticket: int, row: int, version: int) -> None:
+        """A ticket gets this row: the one chosen, the one that the journal records, or the row of an expired
+        ticket that is drawn again. Called once for each ticket, in the order of tickets."""
+        ...
+
+    def ended(self, end: TicketEnd) -> None:
+        """A ticket has ended. Called once for each ticket, before the next choice at a later version than
+        that of its draw."""
+        ...
+
+    def refusal(self, row: int, rewards: tuple[float, ...]) -> str:
+        """Return why a finished group is not trained, in a few words; empty if it is. The answer depends on
+        the arguments alone. The ledger counts the ticket as filtered."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for each line of `metrics.jsonl`, by name."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as values of JSON. Checkpoints contain it."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a state that `state` returned. The dataset may have fewer rows than it had then."""
+        ...
+
+
+@runtime_checkable
+class CurriculumDataset(Dataset, Protocol):
+    """A dataset that brings its own curriculum. In a held-out evaluation only `source_of` is used: every row
+    has one turn, in order."""
+
+    def source_of(self, index: int) -> str:
+        """Return the name of the dataset that a row comes from, under which the metrics show its figures;
+        empty for none."""
+        ...
+
+    def curriculum(self, seed: int) -> Curriculum:
+        """Return a new curriculum over the rows. Only the kernel calls it.
+
+        Args:
+            seed: the run's seed.
+        """
         ...

@@ -18,7 +18,7 @@ from stretto.bus.messages import (
     GroupDone,
     GroupFailed,
     JournalBatch,
-    JournalChange,
+    JournalEntry,
     JournalEvaluation,
     JournalStep,
     Member,
@@ -84,7 +84,7 @@ class History:
             await self.write(JournalStep(0, version + 1, f"digest {version + 1}"))
             self.scheduler.step_finished()
 
-    async def write(self, entry: JournalBatch | JournalStep | JournalEvaluation | JournalChange) -> None:
+    async def write(self, entry: JournalEntry) -> None:
         await self.bus.append(self.names.journal, entry, id=str(entry))
 
     async def run_to(self, version: int) -> None:

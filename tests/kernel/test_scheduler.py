@@ -24,6 +24,7 @@ from stretto.kernel.scheduler import (
     Finish,
     HeldBack,
     Issue,
+    RecordDraws,
     Retire,
     Scheduler,
     SchedulerSettings,
@@ -171,6 +172,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     pass
                 case Fail():
                     raise AssertionError("failures were few")
+                case RecordDraws():
+                    raise AssertionError("the run has no curriculum")
 
     # ---- what the world may do, in any order
 

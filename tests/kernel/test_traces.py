@@ -66,7 +66,7 @@ def test_a_quarter_of_the_tickets_is_traced_and_of_the_others_nothing(tmp_path: 
         tracer = trace_api.get_tracer("a plugin")
         traces = RunTraces("run-1", 1)
         issued = [traces.issued(ticket(id)) for id in range(TICKETS)]
-        trace = traces.step(StartBatch(0, tuple(done(each) for each in issued)))
+        trace = traces.step(StartBatch(0, tuple(done(each) for each in issued), (0,) * len(issued)))
         for each in issued:
             with tracing.within(tracing.span("rollout", each.traceparent)):
                 tracer.start_span("of a plugin").end()
@@ -115,7 +115,7 @@ def test_without_tracing_nothing_is_recorded_and_messages_have_no_context(tmp_pa
     with tracing.traced(None, "kernel", "run-1", "test", tmp_path):
         traces = RunTraces("run-1", 1)
         assert traces.issued(ticket(1)) == ticket(1)
-        trace = traces.step(StartBatch(0, (done(ticket(1)),)))
+        trace = traces.step(StartBatch(0, (done(ticket(1)),), (0,)))
         traces.trained(trace, time.time())
         with tracing.span("rollout", f"00-{'a' * 32}-{'b' * 16}-01") as span:
             assert span is tracing.NO_SPAN

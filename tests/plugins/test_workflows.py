@@ -11,18 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from stretto import Context
-from stretto.agents.conversation import Conversation
 from stretto.assembly.compose import compose
 from stretto.cli.checks import problems
-from stretto.engine import Sampling
-from stretto.environment import Feedback, feedback_of
+from stretto.environment import feedback_of
 from stretto.errors import EngineError
 from stretto.models.tokenizer import ByteTokenizer, Message
-from stretto.tools import ToolAnswer, tool_of
-from stretto.workflow import Answer, Prompt, Score, Trajectory
+from stretto.testing import FakeSession
+from stretto.tools import tool_of
+from stretto.workflow import Prompt, Score, Trajectory
 from stretto_multi_turn import MultiTurn, MultiTurnConfig
 from stretto_tool_use import ToolUse, ToolUseConfig
 
@@ -44,56 +42,6 @@ class Forgetful(ByteTokenizer):
         return f"[{names}]" + "".join(f"{line}\n" for line in lines)
 
 
-class FakeSession:
-    """A session without a run: a script answers, tools and environment are called here."""
-
-    def __init__(
-        self,
-        script: Callable[[str, int], str],
-        *,
-        size: int = 2,
-        tokenizer: ByteTokenizer | None = None,
-        tools: Sequence[Callable[..., Any]] = (),
-        environment: Callable[..., Any] | None = None,
-        reward: Callable[[str], float] = len,
-    ) -> None:
-        self.group_size = size
-        self.sampling = Sampling(max_tokens=400)
-        self.tokenizer = tokenizer or ByteTokenizer()
-        self.scored: list[Any] = []
-        self._script, self._environment, self._reward = script, environment, reward
-        self._tools = [tool_of(function) for function in tools]
-        self._conversations = 0
-
-    def conversation(self, prompt: str | Sequence[Message], **options: Any) -> Conversation:
-        number, self._conversations = self._conversations, self._conversations + 1
-
-        async def one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
-            text = self._script(self.tokenizer.decode(ids), number)[: sampling.max_tokens]
-            tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-            versions = np.zeros(len(tokens), np.int32)
-            return Answer(tokens, np.zeros(len(tokens), np.float32), versions, "stop", text, "e")
-
-        return Conversation(one, self.tokenizer, self.sampling, prompt, **options)
-
-    async def score(self, prompt: Prompt, answers: Sequence[Any], *, columns: Any = None) -> list[Score]:
-        texts = [answer.text for answer in answers]
-        self.scored.append((texts, columns))
-        return [Score(float(self._reward(text)), {"scored": 1.0}) for text in texts]
-
-    async def tools(self) -> list[Any]:
-        return [tool.schema for tool in self._tools]
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        tool = next((tool for tool in self._tools if tool.name == name), None)
-        return ToolAnswer(str(await tool.run(arguments))) if tool else ToolAnswer("error: none", failed=True)
-
-    async def feedback(self, prompt: Prompt, conversation: Conversation, state: Any) -> Feedback:
-        assert self._environment is not None
-        own = {"completion": conversation.answers[-1].text, "turn": len(conversation.answers)}
-        return feedback_of(self._environment(**own, **prompt.row, state=state), state)
-
-
 def prompt_of(text: Any, **columns: Any) -> Prompt:
     return Prompt({"prompt": text, **columns}, np.zeros(1, np.int32))
 
@@ -109,7 +57,7 @@ def text_of(trajectory: Trajectory) -> tuple[str, str]:
 
 async def multi_turn(session: FakeSession, prompt: Prompt, **options: Any) -> list[Trajectory]:
     config = MultiTurnConfig(use="multi_turn", environment="x.py:x", **options)
-    return list(await MultiTurn(config, CONTEXT).run(prompt, session))  # type: ignore[arg-type]
+    return list(await MultiTurn(config, CONTEXT).run(prompt, session))
 
 
 def warmer(completion: str, secret: int, turn: int, state: dict[str, Any], **_: Any) -> Any:
@@ -206,7 +154,7 @@ async def test_calls_are_answered_and_counted() -> None:
 
     session = FakeSession(script, tokenizer=ByteTokenizer(), tools=[add])
     config = ToolUseConfig(use="tool_use", tools=("x.py:add",))
-    made = await ToolUse(config, CONTEXT).run(prompt_of("1+2"), session)  # type: ignore[arg-type]
+    made = await ToolUse(config, CONTEXT).run(prompt_of("1+2"), session)
     assert [text_of(each)[1] for each in made] == ["no call", script("", 1) + "no call"]
     counted = {"tool_calls": 3, "tool_errors": 2}
     assert made[1].score.metrics == {"scored": 1, "turns": 2, "splits": 0, **counted}
@@ -225,7 +173,7 @@ async def test_calls_of_the_last_turn_are_not_made() -> None:
     script = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     session = FakeSession(lambda text, number: script, tools=[add], size=1)
     config = ToolUseConfig(use="tool_use", tools=("x.py:add",), max_turns=3)
-    [trajectory] = await ToolUse(config, CONTEXT).run(prompt_of("1+2"), session)  # type: ignore[arg-type]
+    [trajectory] = await ToolUse(config, CONTEXT).run(prompt_of("1+2"), session)
     assert trajectory.score.metrics["turns"] == 3
     assert trajectory.score.metrics["tool_calls"] == 2
 

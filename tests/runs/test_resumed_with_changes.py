@@ -38,8 +38,7 @@ async def main():
     names = Subjects(boot.run)
     async with connect(Bootstrap.read(folder / "kernel.json")) as bus:
         last = await bus.last_sequence(names.journal_stream, names.journal)
-        kinds = JournalBatch | JournalStep | JournalEvaluation | JournalChange
-        async for sequence, entry in bus.follow(names.journal_stream, names.journal, kinds, start=1):
+        async for sequence, entry in bus.follow(names.journal_stream, names.journal, JournalEntry, start=1):
             whole = {"kind": type(entry).__name__, **msgspec.structs.asdict(entry)}
             print(msgspec.json.encode(whole).decode())
             if sequence >= last:

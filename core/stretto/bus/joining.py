@@ -14,9 +14,10 @@ import msgspec
 
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import is_worker_id
-from stretto.bus.server import Bootstrap, write_private
+from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError
 from stretto.launcher import Role
+from stretto.private_file import write_private
 
 __all__ = ["is_token_of", "write_bootstrap"]
 

@@ -54,6 +54,8 @@ __all__ = [
     "Join",
     "JournalBatch",
     "JournalChange",
+    "JournalDraws",
+    "JournalEntry",
     "JournalEvaluation",
     "JournalStep",
     "Kept",
@@ -896,6 +898,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     """Number of samples with a result."""
     failed: int
     """Number of rows without a result."""
+    sources: dict[str, float] = {}
+    """Accuracy on the rows of each source, if the dataset is made of several."""
 
 
 class JournalEvaluation(Message, frozen=True, tag="JournalEvaluation/2"):
@@ -919,6 +923,21 @@ class JournalChange(Message, frozen=True):
     same tickets."""
     changed: dict[str, tuple[str, str]]
     """Dotted key -> (former value, new value), both as JSON."""
+
+
+class JournalDraws(Message, frozen=True):
+    """Kernel to the journal: the rows that a curriculum chose for new tickets. The kernel issues them when
+    the server has stored this. All tickets that are admitted at once are in one entry."""
+
+    incarnation: int
+    version: int
+    """Training version when the rows were drawn."""
+    draws: tuple[tuple[int, int], ...]
+    """(ticket, row). A dataset made of several has their rows one after the other."""
+
+
+JournalEntry = JournalBatch | JournalStep | JournalEvaluation | JournalChange | JournalDraws
+"""Everything that the journal holds."""
 
 
 class KernelLease(Message, frozen=True):

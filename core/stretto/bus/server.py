@@ -33,6 +33,7 @@ from stretto.bus.messages import WORKER_VERBS, Party, Subjects
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
+from stretto.private_file import write_private
 
 __all__ = [
     "STORE",
@@ -42,11 +43,11 @@ __all__ = [
     "binary",
     "fault_of_server",
     "foreign_bootstrap",
+    "free_port",
     "lock_run",
     "login_of",
     "restart_server",
     "run_id",
-    "write_private",
 ]
 
 log = structlog.get_logger()
@@ -250,7 +251,7 @@ class NatsServer:
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await _end_former(folder / "guard.pid")
-        port = _free_port()
+        port = free_port()
         passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}
         configuration = _configuration(folder, run, port, config.max_payload_mb, passwords)
         write_private(folder / "nats.conf", configuration.encode())
@@ -352,21 +353,15 @@ def binary() -> str:
     return binary
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that is free now.
+
+    Raises:
+        OSError: if there is none.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only the user can read. Under its name it is complete, also after a power cut."""
-    aside = path.with_name(f".{path.name}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def _configuration(folder: Path, run: str, port: int, max_payload_mb: int, passwords: dict[str, str]) -> str:

@@ -25,11 +25,11 @@ from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, placement
 from stretto.assembly.variants import variants_of
-from stretto.bus.server import write_private
 from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.checkpoint import newest_intact
+from stretto.private_file import write_private
 from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig
 

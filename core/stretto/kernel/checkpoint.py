@@ -23,6 +23,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
+from stretto.errors import ConfigError
 from stretto.kernel.scheduler import Ledger, Snapshot
 from stretto.weights import WeightsNote
 
@@ -31,6 +32,7 @@ __all__ = [
     "LostData",
     "checkpoint_name",
     "damage_of",
+    "find_checkpoint",
     "newest_intact",
     "prune",
     "writing",
@@ -132,6 +134,32 @@ def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
             continue
         return folder, _state_in(folder)
     return None
+
+
+def find_checkpoint(folder: Path, version: str | None, advice: str = "") -> Path:
+    """Return a checkpoint of the run in a folder, which is intact.
+
+    Args:
+        version: a version, or the name of a checkpoint; None for the newest intact one.
+        advice: what to do if the run has no checkpoint, for the error.
+
+    Raises:
+        ConfigError: if there is no such checkpoint, or if it is damaged.
+    """
+    root = folder / "checkpoints"
+    if version is None:
+        newest = newest_intact(root)
+        if newest is None:
+            raise ConfigError(f"the run in {folder} has no checkpoint{advice}")
+        return newest[0]
+    name = checkpoint_name(int(version)) if version.isdecimal() else version
+    names = sorted(path.name for path in root.glob(f"{_PREFIX}*"))
+    if name not in names:
+        known = ", ".join(names) or "none"
+        raise ConfigError(f"--version {version}: no checkpoint {name!r} in {folder}; checkpoints: {known}")
+    if damage := damage_of(root / name):
+        raise ConfigError(f"checkpoint {root / name} is damaged: {damage}")
+    return root / name
 
 
 def damage_of(folder: Path) -> str:

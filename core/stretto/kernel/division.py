@@ -5,7 +5,7 @@ the others wait for, and how many cores are idle. It then tries more threads for
 steps become faster. At last it tries the same cores as more processes. It ends when no core is idle, or when
 nothing that is left to try makes steps faster.
 
-Pure: it gets the figures of steps and returns numbers. The kernel carries them out.
+It gets the figures of steps and returns numbers, and keeps them in a file. The kernel carries them out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stretto.bus.client import Bus
-from stretto.bus.messages import JournalBatch, JournalChange, JournalEvaluation, JournalStep, Subjects
+from stretto.bus.messages import JournalEntry, Subjects
 
 __all__ = ["JournalWriter"]
 
@@ -18,13 +18,12 @@ class JournalWriter:
         self.incarnation = incarnation
         """Incarnation of the weights. It rises when a repeated step does not reach its recorded digest."""
 
-    async def append(
-        self, entry: JournalBatch | JournalStep | JournalEvaluation | JournalChange, what: str, version: int
-    ) -> None:
+    async def append(self, entry: JournalEntry, what: str, version: int) -> None:
         """Store an entry. A repeated call for the same entry stores nothing more.
 
         Args:
-            what: kind of the entry, for the id by which the server recognises a repeated entry.
+            what: the entry among those of its version, for the id by which the server recognises a repeated
+                entry.
 
         Raises:
             BusError: if the server cannot store it.

@@ -31,6 +31,7 @@ from stretto.bus.messages import (
     Join,
     JournalBatch,
     JournalChange,
+    JournalDraws,
     JournalEvaluation,
     JournalStep,
     KernelLease,
@@ -64,6 +65,7 @@ from stretto.kernel.scheduler import (
     Finish,
     HeldBack,
     Issue,
+    RecordDraws,
     Retire,
     StartBatch,
     Withdraw,
@@ -247,7 +249,11 @@ class Kernel:
             # The checkpoint names messages by number: new ones must not get the numbers of lost ones.
             await self._bus.purge(self._names.log_stream, below=state.log_sequence + 1)
         self._journal.incarnation = stored.incarnation_at(state.version, state.incarnation)
-        self._scheduler.restore(stored.snapshot, attempts_from=self._lease_epoch * _ATTEMPTS_PER_KERNEL)
+        self._scheduler.restore(
+            stored.snapshot,
+            attempts_from=self._lease_epoch * _ATTEMPTS_PER_KERNEL,
+            recorded=stored.journal.draws,
+        )
         return stored
 
     async def _begin(self, stored: Stored | None) -> None:
@@ -571,6 +577,9 @@ class Kernel:
 
     async def _do(self, command: Command) -> None:
         match command:
+            case RecordDraws(version, draws):
+                entry = JournalDraws(self._journal.incarnation, version, draws)
+                await self._journal.append(entry, f"draws from {draws[0][0]}", version)
             case Issue(ticket):
                 self._timeline.issued(ticket)
                 await self._tickets.issue(self._traces.issued(ticket))

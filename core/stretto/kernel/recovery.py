@@ -24,6 +24,8 @@ from stretto.bus.messages import (
     GroupDone,
     JournalBatch,
     JournalChange,
+    JournalDraws,
+    JournalEntry,
     JournalEvaluation,
     JournalStep,
     Purpose,
@@ -32,6 +34,7 @@ from stretto.bus.messages import (
 )
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.checkpoint import KernelState, LostData
+from stretto.kernel.draws import RecordedDraw
 from stretto.kernel.outcomes import Outcome, follow_outcomes
 from stretto.kernel.scheduler import Scheduler, Snapshot, StartBatch
 from stretto.kernel.trainers import StepResult
@@ -70,6 +73,8 @@ class Journal:
     steps: dict[int, JournalStep] = field(default_factory=dict[int, JournalStep])
     """Complete steps, by the version that they led to."""
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    draws: dict[int, RecordedDraw] = field(default_factory=dict[int, RecordedDraw])
+    """Draws of a curriculum, by ticket, of those tickets that the checkpoint does not know."""
     change: JournalChange | None = None
     """The change to this kernel's values, if the journal records it at the checkpoint's version."""
     next: JournalChange | None = None
@@ -309,10 +314,16 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState, values: i
     journal, batches = Journal(newest_incarnation=state.incarnation), dict[int, JournalBatch]()
     last = await bus.last_sequence(names.journal_stream, names.journal)
     if last:
-        kinds = JournalBatch | JournalStep | JournalEvaluation | JournalChange
-        async for sequence, entry in bus.follow(names.journal_stream, names.journal, kinds, start=1):
+        issued = state.snapshot.ledger.issued
+        async for sequence, entry in bus.follow(names.journal_stream, names.journal, JournalEntry, start=1):
             journal.newest_incarnation = max(journal.newest_incarnation, entry.incarnation)
-            if entry.incarnation == state.incarnation:
+            if isinstance(entry, JournalDraws):  # a new incarnation keeps the draws of the former one
+                journal.draws |= {
+                    ticket: RecordedDraw(entry.version, row)
+                    for ticket, row in entry.draws
+                    if ticket >= issued
+                }
+            elif entry.incarnation == state.incarnation:
                 if isinstance(entry, JournalBatch):
                     batches[entry.version] = entry
                 elif isinstance(entry, JournalStep):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import pstdev
 from typing import Any, cast, get_args
@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import msgspec
 import structlog
 
-from stretto.bus.messages import Evaluation, SwapDone
+from stretto.bus.messages import Evaluation, GroupDone, SwapDone
 from stretto.cores import CoreMeter
 from stretto.engine import CanaryConfig
 from stretto.kernel.advice import Adviser, bottleneck, causes
@@ -23,7 +23,7 @@ from stretto.kernel.checkpoint import KernelState, LostData, checkpoint_name
 from stretto.kernel.curve import Curve
 from stretto.kernel.fleet import Fleet
 from stretto.kernel.metrics_file import MetricsFile
-from stretto.kernel.scheduler import Scheduler, StartBatch
+from stretto.kernel.scheduler import Scheduler, StartBatch, accuracies
 from stretto.kernel.trainers import StepResult
 from stretto.kernel.variants import Account, VariantAccount, figures_of
 from stretto.records.metrics import MAIN_FIGURES, is_evaluation
@@ -58,6 +58,7 @@ class Report:
         resumed: KernelState | None,
         *,
         sampled: bool,
+        source_of: Callable[[int], str],
         canary: CanaryConfig | None,
         adviser: Adviser,
     ) -> None:
@@ -68,6 +69,7 @@ class Report:
         self._fleet = fleet
         self.sampled = sampled
         """Whether the run trains on sampled trajectories, and not on sequences read from a dataset."""
+        self._source_of = source_of
         self._began = time.monotonic()
         self._metrics = MetricsFile(folder)
         self.adviser = adviser
@@ -200,6 +202,8 @@ class Report:
             "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
             **{name: round(value, 6) for name, value in statistics.items()},
             **(self._of_variants(start) if self.sampled else {}),
+            **self._of_sources(start),
+            **{name: round(value, 6) for name, value in self._scheduler.draws.figures().items()},
             **self._of_gate(divergence),
             **self._drifts.news(),
             **(self._of_speed(start, max(0.0, generate_busy_s - generated_s)) if self.sampled else {}),
@@ -245,6 +249,7 @@ class Report:
             "evaluation/accuracy": evaluation.accuracy,
             "evaluation/samples": evaluation.samples,
             "evaluation/failed": evaluation.failed,
+            **{f"evaluation/accuracy/{name}": value for name, value in evaluation.sources.items()},
         }
         self._metrics.append(_finite(line))
         log.info("evaluation", **msgspec.to_builtins(evaluation))
@@ -298,6 +303,22 @@ class Report:
                 "tokens": sum(member.sampled for member in members),
             }
             figures |= {f"variant/{name}/{key}": round(value, 6) for key, value in of_variant.items()}
+        return figures
+
+    def _of_sources(self, start: StartBatch) -> dict[str, float]:
+        """Return the figures of each source's part of a batch, such as `dataset/easy/accuracy`. Rows
+        without a source have none."""
+        groups_of = defaultdict[str, list[GroupDone]](list)
+        for row, group in zip(start.rows, start.groups, strict=True):
+            groups_of[self._source_of(row)].append(group)
+        figures: dict[str, float] = {}
+        for name, groups in sorted(groups_of.items()):
+            if name:
+                figures[f"dataset/{name}/groups"] = len(groups)
+                if self.sampled:
+                    rewards = [each.reward for group in groups for each in group.members if not each.part]
+                    figures[f"dataset/{name}/reward"] = _mean(rewards)
+                    figures[f"dataset/{name}/accuracy"] = _mean(accuracies(groups))
         return figures
 
     def _variant_ledgers(self) -> dict[str, dict[str, dict[str, int]]]:

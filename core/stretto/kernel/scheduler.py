@@ -30,6 +30,8 @@ import numpy as np
 
 from stretto.algorithm import Group
 from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Purpose, Ticket
+from stretto.dataset import Curriculum, TicketEnd
+from stretto.kernel.draws import Draws, DrawState, RecordedDraw
 from stretto.kernel.gate import DivergenceGate
 from stretto.kernel.variants import VariantAccount, VariantAccounts
 
@@ -42,12 +44,14 @@ __all__ = [
     "HeldBack",
     "Issue",
     "Ledger",
+    "RecordDraws",
     "Retire",
     "Scheduler",
     "SchedulerSettings",
     "Snapshot",
     "StartBatch",
     "Withdraw",
+    "accuracies",
 ]
 
 
@@ -88,6 +92,16 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True)
+class RecordDraws:
+    """Write these draws of the curriculum to the journal, before the tickets are issued."""
+
+    version: int
+    """Training version at the draws."""
+    draws: tuple[tuple[int, int], ...]
+    """(ticket, row)."""
+
+
+@dataclass(frozen=True)
 class Issue:
     """Put this ticket into the work queue."""
 
@@ -110,6 +124,8 @@ class StartBatch:
     version: int
     groups: tuple[GroupDone, ...]
     """In the order of their tickets."""
+    rows: tuple[int, ...]
+    """Row of the dataset of each group."""
     waited_for: str = ""
     """What the batch waited for last, for people; empty if it waited for nothing."""
 
@@ -160,7 +176,7 @@ class Fail:
     reason: str
 
 
-Command = Issue | Withdraw | StartBatch | Retire | EvaluationDone | HeldBack | Finish | Fail
+Command = RecordDraws | Issue | Withdraw | StartBatch | Retire | EvaluationDone | HeldBack | Finish | Fail
 
 
 # ------------------------------------------------------------------------------------------ state
@@ -187,6 +203,8 @@ class OpenTicket(msgspec.Struct):
     deadline: int
     """Last training version at which the group may be trained. It is stored because η may change at a
     resume."""
+    drawn_at: int = 0
+    """Training version when its row was drawn."""
     drops: int = 0
     """How often earlier tickets with the same prompt expired because they were late."""
     attempt: int = 0
@@ -227,6 +245,8 @@ class Snapshot(msgspec.Struct):
     """Versions whose evaluations are under way or waiting, in order."""
     held_back: int = 0
     variants: dict[str, VariantAccount] = {}
+    draws: DrawState | None = None
+    """None where the run has no curriculum."""
 
 
 @dataclass
@@ -237,22 +257,40 @@ class _Round:
     open: dict[int, OpenTicket]
     groups: list[GroupDone] = field(default_factory=list[GroupDone])
     failed: int = 0
+    sources: list[str] = field(default_factory=list[str])
+    """Source of the row of each group; empty for none."""
 
     def result(self) -> Evaluation:
-        members = [member for group in self.groups for member in group.members]
-        samples = [member for member in members if not member.part]
-        scores = [member.metrics.get("accuracy", member.reward) for member in samples]
+        scores = accuracies(self.groups)
+        sources = {
+            name: accuracies(
+                group for group, source in zip(self.groups, self.sources, strict=True) if source == name
+            )
+            for name in sorted(set(self.sources) - {""})
+        }
         return Evaluation(
             version=self.version,
             accuracy=float(np.mean(scores)) if scores else None,
-            samples=len(samples),
+            samples=len(scores),
             failed=self.failed,
+            sources={name: float(np.mean(each)) for name, each in sources.items()},
         )
+
+
+def accuracies(groups: Iterable[GroupDone]) -> list[float]:
+    """Return the `accuracy` metric of each sample, or its reward if it has none."""
+    members = [member for group in groups for member in group.members if not member.part]
+    return [member.metrics.get("accuracy", member.reward) for member in members]
 
 
 def _versions(group: GroupDone) -> tuple[int, int]:
     """Versions of the oldest and the newest token of a group."""
     return min(member.oldest for member in group.members), max(member.newest for member in group.members)
+
+
+def _rewards(group: GroupDone) -> tuple[float, ...]:
+    """Rewards of a group's samples; empty if no policy sampled them."""
+    return tuple(member.reward for member in group.members if member.sampled and not member.part)
 
 
 def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
@@ -262,11 +300,21 @@ def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
 
 
 class Scheduler:
-    """The scheduler of one kernel, with the same lifetime. `keep` is the algorithm's filter on finished
-    groups."""
+    """The scheduler of one kernel, with the same lifetime.
+
+    Args:
+        keep: the algorithm's filter on finished groups.
+        curriculum: what chooses the rows of training tickets; None for epochs of all rows.
+        evaluation_source: from a row of the evaluation's dataset to the name of its source.
+    """
 
     def __init__(
-        self, settings: SchedulerSettings, keep: Callable[[Group], bool] = lambda group: True
+        self,
+        settings: SchedulerSettings,
+        keep: Callable[[Group], bool] = lambda group: True,
+        *,
+        curriculum: Curriculum | None = None,
+        evaluation_source: Callable[[int], str] = lambda row: "",
     ) -> None:
         self.settings = settings
         self.version = 0
@@ -282,15 +330,13 @@ class Scheduler:
         """How often a ready batch waited for an evaluation."""
         self.variants = VariantAccounts(settings.seed, settings.variants)
         self._keep = keep
+        self._evaluation_source = evaluation_source
+        self.draws = Draws(settings.rows, shuffle=settings.shuffle, seed=settings.seed, curriculum=curriculum)
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
         self._training: tuple[int, ...] | None = None
         self._waited_for = ""
         """What the next batch waits for, as far as the scheduler has looked."""
-        self._cursor = 0
-        self._again: deque[tuple[int, int]] = deque()
-        """(row, number of drops) of the rows to issue again."""
-        self._order: tuple[int, list[int]] = (-1, [])
         self._round: _Round | None = None
         self._rounds_due: deque[int] = deque()
         """Versions to evaluate after the evaluation under way."""
@@ -303,6 +349,7 @@ class Scheduler:
         self._filtered_in_a_row = 0
         self._left_out: set[int] = set()
         """Rows that are not fit to train on."""
+        self._left_out_in_a_row = 0
         self._state: Literal["new", "training", "last evaluation", "over"] = "new"
         self._closing = False
         self._held = False
@@ -403,9 +450,9 @@ class Scheduler:
             version=self.version,
             ledger=self.ledger,
             window=self.settings.window,
-            cursor=self._cursor,
+            cursor=self.draws.cursor,
             open=[msgspec.structs.replace(ticket) for ticket in self._open.values()],
-            again=list(self._again),
+            again=list(self.draws.again),
             evaluations=list(self.evaluations),
             staleness=dict(self.staleness),
             reasons=dict(self.reasons),
@@ -414,6 +461,7 @@ class Scheduler:
             evaluating=list(self.needed_versions),
             held_back=self.held_back,
             variants=self.variants.snapshot(),
+            draws=self.draws.snapshot(),
         )
 
     # ------------------------------------------------------------------------------------ events
@@ -422,6 +470,7 @@ class Scheduler:
         """Start the run, or continue it after `restore`. Failures before the restart no longer count."""
         self._closing, self._failures_in_a_row, self._filtered_in_a_row = False, 0, 0
         self._left_out.clear()
+        self._left_out_in_a_row = 0
         if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
             self._rounds_due = deque([0])  # a former kernel may have begun it
         self._state = "training"
@@ -429,24 +478,30 @@ class Scheduler:
         self._proceed()
         self._next_round()
 
-    def restore(self, snapshot: Snapshot, *, attempts_from: int) -> None:
+    def restore(
+        self, snapshot: Snapshot, *, attempts_from: int, recorded: Mapping[int, RecordedDraw] | None = None
+    ) -> None:
         """Take over a former kernel's state.
 
         Between `restore` and `start`, the caller may report with `replay` and `group_done` what the former
         kernel's workers finished. `start` issues the other tickets again. It numbers their attempts from
         `attempts_from + 1`. After `start`, the scheduler ignores groups of earlier attempts.
+
+        Args:
+            recorded: draws in the journal of tickets that are not in the snapshot yet, by ticket.
         """
         self.version = snapshot.version
         self._floor = snapshot.version
         self._attempts_from = attempts_from
         self._ledger = msgspec.structs.replace(snapshot.ledger, in_flight=0)
         self._window = max(snapshot.window, self.settings.window)
-        self._cursor = snapshot.cursor
         self._open = {ticket.id: msgspec.structs.replace(ticket) for ticket in snapshot.open}
         for ticket in self._open.values():
             ticket.tries, ticket.worker = 0, ""
             ticket.row %= self.settings.rows  # the dataset may have fewer rows now
-        self._again = deque((row % self.settings.rows, drops) for row, drops in snapshot.again)
+        self.draws.restore(
+            snapshot.draws, cursor=snapshot.cursor, again=snapshot.again, recorded=recorded or {}
+        )
         self.evaluations = list(snapshot.evaluations)
         self.staleness = Counter(snapshot.staleness)
         self.reasons = Counter(snapshot.reasons)
@@ -482,7 +537,7 @@ class Scheduler:
                 terms = f"max_staleness={settings.max_staleness}, batch_size={settings.batch_size}"
                 reason = f"does not fit {terms}, steps={settings.steps} from version {self.version} on"
                 self._retire(ticket, "expired", reason)
-                self._again.append((ticket.row, ticket.drops))
+                self.draws.again.append((ticket.row, ticket.drops))
 
     def close(self) -> None:
         """Issue no further ticket and start no further batch, because the run is ending early."""
@@ -521,13 +576,15 @@ class Scheduler:
         if group.purpose == "eval":
             self._evaluated(found, group)
             return
-        self._failures_in_a_row = 0
+        self._failures_in_a_row = self._left_out_in_a_row = 0
         self.variants.observe(group)
         found.done = group
         self._date(found)
         lengths = tuple(member.sampled for member in group.members)
         if not self._keep(Group(tuple(member.reward for member in group.members), lengths)):
             self._filter(found, "by the algorithm")
+        elif refusal := self.draws.refusal(found.row, _rewards(group)):
+            self._filter(found, refusal)
         else:
             self._filtered_in_a_row = 0
         self._proceed()
@@ -576,6 +633,7 @@ class Scheduler:
             assert ticket.done is not None
             self._ledger.trained += 1
             self.variants.count(id, "trained")
+            self._tell_end(ticket, "trained")
             self.staleness.update(self.version - member.oldest for member in ticket.done.members)
         self._training = None
         self.version += 1
@@ -605,11 +663,13 @@ class Scheduler:
         finished = {group.ticket: group for group in groups}
         self._training = tuple(sorted(tickets))
         for id in self._training:
-            self._open_up_to(id)
+            while self._ledger.issued <= id:  # the former kernel had issued it
+                self._open_next()
             if self._open[id].done is None:
                 self.variants.observe(finished[id])
             self._open[id].done = finished[id]
-        return StartBatch(self.version, tuple(finished[id] for id in self._training))
+        groups = tuple(finished[id] for id in self._training)
+        return StartBatch(self.version, groups, tuple(self._open[id].row for id in self._training))
 
     def recall(self, evaluations: Iterable[Evaluation]) -> None:
         """Add the evaluations that were completed after the snapshot. Called after `restore` and before
@@ -647,15 +707,24 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Issue tickets while there is room."""
-        room = self.room
+        room, admitted = self.room, list[OpenTicket]()
         while len(self._open) < room and not self._closing:
-            self._reissue("train", self._open_next(), "")
+            admitted.append(self._open_next())
+        self._record_draws()
+        for ticket in admitted:
+            self._reissue("train", ticket, "")
+
+    def _record_draws(self) -> None:
+        if draws := self.draws.take_unrecorded():
+            self._commands.append(RecordDraws(self.version, draws))
 
     def _open_next(self) -> OpenTicket:
-        row, drops = self._again.popleft() if self._again else (self._next_row(), 0)
+        draw = self.draws.next(self._ledger.issued, self.version)
         oldest_possible = self._floor if self._state == "new" else self.version
         deadline = oldest_possible + self.settings.max_staleness
-        ticket = OpenTicket(self._ledger.issued, row, oldest_possible, deadline, drops)
+        ticket = OpenTicket(
+            self._ledger.issued, draw.row, oldest_possible, deadline, draw.version, draw.drops
+        )
         self._ledger.issued += 1
         self.variants.count(ticket.id, "issued")
         self._open[ticket.id] = ticket
@@ -663,22 +732,10 @@ class Scheduler:
 
     def _open_up_to(self, id: int) -> None:
         """Open all tickets up to this number, because the former kernel had issued them. Called after
-        `restore`."""
+        `restore`, with the number in a worker's message: one that is too high opens no more than a window."""
         most = self._ledger.issued + self._window
         while self._ledger.issued <= id < most:
             self._open_next()
-
-    def _next_row(self) -> int:
-        """Return the next row of the dataset. With `shuffle`, each epoch has its own order, drawn from the
-        seed."""
-        epoch, place = divmod(self._cursor, self.settings.rows)
-        if self._order[0] != epoch:
-            order = np.arange(self.settings.rows)
-            if self.settings.shuffle:
-                order = np.random.default_rng([abs(self.settings.seed), epoch]).permutation(order)
-            self._order = (epoch, order.tolist())
-        self._cursor += 1
-        return self._order[1][place]
 
     def _reissue(self, purpose: Purpose, ticket: OpenTicket, reason: str) -> None:
         """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts."""
@@ -713,6 +770,7 @@ class Scheduler:
 
     def _reissue_all(self) -> None:
         """Issue all unfinished tickets again, because after a restart no worker works on them."""
+        self._record_draws()  # of tickets whose records a damaged store has lost
         for ticket in list(self._open.values()):
             if ticket.done is None:
                 ticket.bounds = {}
@@ -734,8 +792,13 @@ class Scheduler:
         del self._open[ticket.id]
         setattr(self._ledger, account, getattr(self._ledger, account) + 1)
         self.variants.count(ticket.id, account)
+        self._tell_end(ticket, account)
         self.reasons[f"{account}: {reason}"] += 1
         self._commands.append(Retire("train", ticket.id, ticket.attempt, account, reason))
+
+    def _tell_end(self, ticket: OpenTicket, outcome: Account | Literal["trained"]) -> None:
+        rewards = _rewards(ticket.done) if ticket.done is not None else ()
+        self.draws.ended(ticket.drawn_at, TicketEnd(ticket.id, ticket.row, outcome, rewards))
 
     def _fail(self, ticket: OpenTicket, reason: str) -> None:
         self._retire(ticket, "failed", reason)
@@ -754,8 +817,12 @@ class Scheduler:
         """Retire the ticket, and remember that its row is not fit to train on."""
         self._retire(ticket, "filtered", reason)
         self._left_out.add(ticket.row)
-        if len(self._left_out) == self.settings.rows and not self._closing:
-            self._give_up(f"all {self.settings.rows} rows of the dataset were left out; the last: {reason}")
+        self._left_out_in_a_row += 1
+        rows = self.settings.rows
+        if len(self._left_out) == rows and not self._closing:
+            self._give_up(f"all {rows} rows of the dataset were left out; the last: {reason}")
+        elif self._left_out_in_a_row == 2 * rows and not self._closing:  # a curriculum may avoid other rows
+            self._give_up(f"the last {2 * rows} rows that were drawn were left out; the last: {reason}")
 
     def _give_up(self, reason: str) -> None:
         self._commands.append(Fail(reason))
@@ -792,7 +859,8 @@ class Scheduler:
         chosen = sorted(batch, key=lambda ticket: ticket.id)
         self._training = tuple(ticket.id for ticket in chosen)
         groups = tuple(ticket.done for ticket in chosen if ticket.done is not None)
-        self._commands.append(StartBatch(self.version, groups, self._waited_for))
+        rows = tuple(ticket.row for ticket in chosen)
+        self._commands.append(StartBatch(self.version, groups, rows, self._waited_for))
         self._waited_for = ""
 
     def _blocking(self, batch: list[OpenTicket]) -> OpenTicket | None:
@@ -823,7 +891,7 @@ class Scheduler:
             self._commands.append(Withdraw("train", ticket.id, ticket.attempt))
         self._retire(ticket, "expired", f"due at version {self.version} and unfinished")
         if ticket.drops + 1 < self.settings.max_attempts:
-            self._again.append((ticket.row, ticket.drops + 1))
+            self.draws.again.append((ticket.row, ticket.drops + 1))
 
     # -------------------------------------------------------------------------------- evaluation
 
@@ -865,6 +933,7 @@ class Scheduler:
             self._commands.append(Retire("eval", ticket.id, ticket.attempt, "failed", reason))
         else:
             under_way.groups.append(group)
+            under_way.sources.append(self._evaluation_source(ticket.row))
         if under_way.open:
             return
         self._round = None

@@ -11,14 +11,15 @@ import structlog
 
 from stretto.algorithm import Algorithm
 from stretto.assembly.compose import Composed
+from stretto.assembly.contracts import expect_contract
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, imports_of, workers
 from stretto.assembly.variants import variants_of
 from stretto.bus.messages import Subjects
 from stretto.bus.server import run_id
-from stretto.dataset import Dataset
-from stretto.errors import ConfigError
+from stretto.dataset import Curriculum, CurriculumDataset, Dataset
+from stretto.errors import ConfigError, PluginError
 from stretto.kernel.advice import Adviser
 from stretto.kernel.changes import fingerprint_changes
 from stretto.kernel.checkpoint import KernelState
@@ -96,7 +97,16 @@ class RunSetup:
             launcher.use_forks(forks)
             self.forks = forks
         self.transport: WeightsTransport = composed.make("weights", self.context)
-        self.scheduler = Scheduler(_settings(composed, self.datasets, self.graph), algorithm.keep)
+        self.sources = {
+            path: dataset.source_of if isinstance(dataset, CurriculumDataset) else _no_source
+            for path, dataset in self.datasets.items()
+        }
+        self.scheduler = Scheduler(
+            _settings(composed, self.datasets, self.graph),
+            algorithm.keep,
+            curriculum=curriculum_of(composed, self.datasets["dataset"]),
+            evaluation_source=self.sources.get("evaluation.dataset", _no_source),
+        )
         self.fleet = Fleet(
             launcher,
             folder / "bus",
@@ -111,6 +121,7 @@ class RunSetup:
             self.fleet,
             resumed[1] if resumed else None,
             sampled=self.graph.samples,
+            source_of=self.sources["dataset"],
             canary=config.inference.canary,
             adviser=Adviser(composed.document, composed.measurable),
         )
@@ -165,6 +176,29 @@ class RunSetup:
         for plugin, error in self.composed.plugins.life(hook, context=self.context, **facts):
             log.error("plugin failed", plugin=plugin, hook=hook, exc_info=error)
             self.report.problems.append(f"{plugin}: {hook}: {type(error).__name__}: {error}")
+
+
+def curriculum_of(composed: Composed, dataset: Dataset) -> Curriculum | None:
+    """Make the curriculum that the run's dataset brings; None if it brings none.
+
+    Raises:
+        ContractError: if the curriculum does not keep its contract.
+        PluginError: if the dataset cannot make it.
+    """
+    if not isinstance(dataset, CurriculumDataset):
+        return None
+    try:
+        curriculum = dataset.curriculum(composed.config.seed)
+    except Exception as error:
+        raise PluginError(composed.blame(error, "dataset")) from error
+    expect_contract(curriculum, Curriculum, f"the curriculum of {composed.origin('dataset').label}")
+    return curriculum
+
+
+def _no_source(row: int) -> str:
+    """Return the source of a row of a dataset that is not made of several."""
+    del row
+    return ""
 
 
 def _settings(composed: Composed, datasets: dict[str, Dataset], graph: Graph) -> SchedulerSettings:

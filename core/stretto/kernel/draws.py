@@ -1,0 +1,164 @@
+"""Which row of the dataset each training ticket gets. A plain class without I/O.
+
+Without a curriculum, the rows come in epochs, whose order follows from the seed alone. With one, the
+curriculum chooses. Its choices depend on rewards, so the kernel writes them to the journal before it issues
+the tickets, and a resumed run reads them back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.dataset import Curriculum, TicketEnd
+from stretto.errors import ContractError
+
+__all__ = ["Draw", "DrawState", "Draws", "RecordedDraw"]
+
+
+class RecordedDraw(msgspec.Struct, frozen=True):
+    """A draw that the journal records."""
+
+    version: int
+    """Training version when the row was drawn."""
+    row: int
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """The row of a new ticket."""
+
+    row: int
+    version: int
+    """Training version when the row was drawn."""
+    drops: int
+    """How often earlier tickets with the row expired because they were late."""
+
+
+class DrawState(msgspec.Struct):
+    """The state of the draws of a run with a curriculum."""
+
+    pending: list[tuple[int, TicketEnd]]
+    """Ends that the curriculum has not heard of, each with the version at which the ticket was drawn."""
+    curriculum: dict[str, Any]
+    """`Curriculum.state`."""
+
+
+class Draws:
+    """The draws of one scheduler.
+
+    A draw at version v takes into account the ends of the tickets that were drawn before v, in the order of
+    the tickets. So with η = 0 the draws do not depend on the order in which groups finish.
+    """
+
+    def __init__(self, rows: int, *, shuffle: bool, seed: int, curriculum: Curriculum | None) -> None:
+        self._rows = rows
+        self._shuffle = shuffle
+        self._seed = seed
+        self._curriculum = curriculum
+        self.cursor = 0
+        """Number of rows drawn in the order of the epochs."""
+        self._order: tuple[int, list[int]] = (-1, [])
+        self.again: deque[tuple[int, int]] = deque()
+        """(row, number of drops) of the rows to draw again."""
+        self._recorded: dict[int, RecordedDraw] = {}
+        """Draws of tickets that a former kernel may have issued."""
+        self._unrecorded: list[tuple[int, int]] = []
+        self._pending: list[tuple[int, TicketEnd]] = []
+
+    def next(self, ticket: int, version: int) -> Draw:
+        """Draw the row of a new ticket: the one that the journal records, else a row to draw again, else a
+        new one.
+
+        Raises:
+            ContractError: if the curriculum chooses a row that the dataset does not have.
+        """
+        recorded, drops = self._recorded.pop(ticket, None), 0
+        if recorded is not None:
+            # A run that has lost steps may be at an earlier version now.
+            version, row = min(recorded.version, version), recorded.row % self._rows
+            drops = next((each for again, each in self.again if again == row), 0)
+            if (row, drops) in self.again:
+                self.again.remove((row, drops))
+        elif self.again:
+            row, drops = self.again.popleft()
+        else:
+            row = self._next_in_epoch() if self._curriculum is None else self._choose(ticket, version)
+        if self._curriculum is not None:
+            if recorded is None:
+                self._unrecorded.append((ticket, row))
+            self._curriculum.drawn(ticket, row, version)
+        return Draw(row, version, drops)
+
+    def ended(self, drawn_at: int, end: TicketEnd) -> None:
+        """A ticket has ended that was drawn at this version."""
+        if self._curriculum is not None:
+            self._pending.append((drawn_at, end))
+
+    def refusal(self, row: int, rewards: Sequence[float]) -> str:
+        """Return why the curriculum does not admit a finished group to training; empty if it does."""
+        if self._curriculum is None or not rewards:
+            return ""
+        return self._curriculum.refusal(row, tuple(rewards))
+
+    def figures(self) -> dict[str, float]:
+        """Return the curriculum's figures for the metrics."""
+        return {} if self._curriculum is None else self._curriculum.figures()
+
+    def take_unrecorded(self) -> tuple[tuple[int, int], ...]:
+        """Return (ticket, row) of the draws that are not in the journal yet. Each is returned once."""
+        unrecorded, self._unrecorded = tuple(self._unrecorded), []
+        return unrecorded
+
+    def snapshot(self) -> DrawState | None:
+        """Return the state for `restore`, besides `cursor` and `again`; None without a curriculum."""
+        return None if self._curriculum is None else DrawState(list(self._pending), self._curriculum.state())
+
+    def restore(
+        self,
+        state: DrawState | None,
+        *,
+        cursor: int,
+        again: Sequence[tuple[int, int]],
+        recorded: Mapping[int, RecordedDraw],
+    ) -> None:
+        """Take over a former kernel's state.
+
+        Args:
+            recorded: draws of the tickets that were issued after the state, by ticket.
+        """
+        self.cursor = cursor
+        self.again = deque((row % self._rows, drops) for row, drops in again)  # there may be fewer rows now
+        self._recorded = dict(recorded)
+        if self._curriculum is not None and state is not None:
+            self._pending = [each for each in state.pending if each[1].row < self._rows]
+            self._curriculum.restore(state.curriculum)
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _choose(self, ticket: int, version: int) -> int:
+        assert self._curriculum is not None
+        known = sorted((each for each in self._pending if each[0] < version), key=lambda each: each[1].ticket)
+        self._pending = [each for each in self._pending if each[0] >= version]
+        for _, end in known:
+            self._curriculum.ended(end)
+        row = self._curriculum.choose(ticket, version)
+        if not 0 <= row < self._rows:
+            name = type(self._curriculum).__name__
+            raise ContractError(f"{name} chose row {row} for ticket {ticket}; expected 0 to {self._rows - 1}")
+        return row
+
+    def _next_in_epoch(self) -> int:
+        """Return the next row of the dataset. With `shuffle`, each epoch has its own order, drawn from the
+        seed."""
+        epoch, place = divmod(self.cursor, self._rows)
+        if self._order[0] != epoch:
+            order = np.arange(self._rows)
+            if self._shuffle:
+                order = np.random.default_rng([abs(self._seed), epoch]).permutation(order)
+            self._order = (epoch, order.tolist())
+        self.cursor += 1
+        return self._order[1][place]

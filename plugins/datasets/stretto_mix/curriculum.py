@@ -1,0 +1,273 @@
+"""The curriculum of `mix`: which row comes next, by the parts' weights and the rewards of earlier groups.
+
+The next ticket goes to the part that is furthest behind its share, so no part is ever a whole ticket ahead.
+Within a part, a pool is drawn by weight times number of its rows, and of the pool the row that was drawn
+least often; among equals, the seed decides. Rows whose tickets are in flight wait while there are others.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from stretto.dataset import TicketEnd
+
+__all__ = ["UNSEEN", "Gate", "MixCurriculum", "Pool", "Weight", "weight_at"]
+
+Weight = float | Mapping[int, float]
+"""A weight, or weights at steps."""
+UNSEEN = "unseen"
+"""Name of the pool of rows without a result."""
+
+
+def weight_at(weight: Weight, step: int) -> float:
+    """Return a weight at a step: between two steps of a schedule on the straight line, before the first and
+    after the last step their weights."""
+    if not isinstance(weight, Mapping):
+        return weight
+    knots = sorted(weight.items())
+    return float(np.interp(step, [at for at, _ in knots], [value for _, value in knots]))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Rows whose newest mean reward is at most `max`, and above that of the pool before."""
+
+    name: str
+    max: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Rejects groups whose figure is in a range, bounds included."""
+
+    of: Literal["mean", "range"]
+    reject_min: float
+    reject_max: float
+
+    def rejects(self, rewards: Sequence[float]) -> bool:
+        """Whether the gate rejects a group with these rewards."""
+        figure = _mean(rewards) if self.of == "mean" else max(rewards) - min(rewards)
+        return self.reject_min <= figure <= self.reject_max
+
+
+@dataclass
+class _Row:
+    """What is known of a row that was drawn."""
+
+    draws: int = 0
+    in_flight: int = 0
+    ticket: int = -1
+    """The newest ticket whose group is known."""
+    reward: float | None = None
+    """Mean reward of that group."""
+    unfit: bool = False
+    """Whether the row cannot be trained on."""
+
+    @property
+    def can_be_drawn(self) -> bool:
+        return not self.in_flight and not self.unfit
+
+
+@dataclass
+class _PartRows:
+    """The rows of one part that can be drawn now, by pool."""
+
+    rows: range
+    order: Sequence[int]
+    """The order of the first draws of all rows."""
+    fresh: int = 0
+    """Place in `order` before which all rows were drawn."""
+    seen: defaultdict[str, list[tuple[int, float, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Pool -> heap of (draws, tie-break, row) of rows that were drawn. Entries may be outdated."""
+    sizes: Counter[str] = field(default_factory=Counter[str])
+    """Pool -> number of rows that can be drawn."""
+
+
+class MixCurriculum:
+    """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset.
+
+    Args:
+        parts: rows and weight of each part.
+        pools: difficulty pools by rising `max`, the last one without a bound; empty for none.
+        unseen: weight of rows without a result.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, tuple[range, Weight]],
+        pools: Sequence[Pool],
+        *,
+        unseen: float,
+        gates: Mapping[str, Gate],
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        self._weights = {name: weight for name, (_, weight) in parts.items()}
+        self._pools = pools
+        self._pool_weights = {UNSEEN: unseen if pools else 1.0, **{pool.name: pool.weight for pool in pools}}
+        self._gates = gates
+        self._shuffle = shuffle
+        self._seed = seed
+        self._rows: dict[int, _Row] = {}
+        self._credits = dict.fromkeys(parts, 0.0)
+        """Tickets that each part should have had by its weight, less those that it had."""
+        self._pooled = Counter[str]()
+        """Pool -> number of its rows."""
+        self._parts = {
+            name: _PartRows(rows, self._first_order(number, rows), sizes=Counter({UNSEEN: len(rows)}))
+            for number, (name, (rows, _)) in enumerate(parts.items())
+        }
+
+    # ------------------------------------------------------------------------------- the contract
+
+    def choose(self, ticket: int, version: int) -> int:
+        """Return the row of a new ticket."""
+        shares = self._shares(version)
+        name = max(
+            (each for each in shares if shares[each]), key=lambda each: self._credits[each] + shares[each]
+        )
+        part = self._parts[name]
+        weights = {
+            pool: weight * part.sizes[pool]
+            for pool, weight in self._pool_weights.items()
+            if weight and part.sizes[pool]
+        }
+        if not weights:
+            return self._least_drawn(part)
+        rng = random.Random(f"{self._seed}/pool/{ticket}")
+        [pool] = rng.choices(list(weights), list(weights.values()))
+        return self._first_of(part, pool)
+
+    def drawn(self, ticket: int, row: int, version: int) -> None:
+        """A ticket gets this row."""
+        del ticket
+        for name, share in self._shares(version).items():
+            self._credits[name] += share
+        name = self._name_of(row)
+        self._credits[name] -= 1
+        with self._changed(row) as known:
+            known.draws += 1
+            known.in_flight += 1
+
+    def ended(self, end: TicketEnd) -> None:
+        """A ticket has ended."""
+        with self._changed(end.row) as known:
+            known.in_flight = max(0, known.in_flight - 1)
+            if end.rewards and end.ticket > known.ticket:
+                known.ticket, known.reward = end.ticket, _mean(end.rewards)
+            known.unfit |= end.outcome == "filtered" and not end.rewards
+
+    def refusal(self, row: int, rewards: tuple[float, ...]) -> str:
+        """Return which gate rejects a group; empty for none."""
+        del row
+        return next(
+            (f"by the gate {name}" for name, gate in self._gates.items() if gate.rejects(rewards)), ""
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Return the number of rows in each pool, and their share; nothing without pools."""
+        if not self._pools:
+            return {}
+        total = sum(len(part.rows) for part in self._parts.values())
+        rows = {pool.name: self._pooled[pool.name] for pool in self._pools}
+        rows[UNSEEN] = total - sum(rows.values())
+        return {f"pool/{name}/rows": count for name, count in rows.items()} | {
+            f"pool/{name}/share": count / total for name, count in rows.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return credits and what is known of each drawn row."""
+        rows = [
+            [row, each.draws, each.in_flight, each.ticket, each.reward, each.unfit]
+            for row, each in sorted(self._rows.items())
+        ]
+        return {"credits": dict(self._credits), "rows": rows}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a state. Parts that it does not know begin without credit."""
+        self._credits |= {name: value for name, value in state["credits"].items() if name in self._credits}
+        last = max(part.rows.stop for part in self._parts.values())
+        for row, *facts in state["rows"]:
+            if row < last:
+                with self._changed(row) as known:
+                    known.draws, known.in_flight, known.ticket, known.reward, known.unfit = facts
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _shares(self, version: int) -> dict[str, float]:
+        weights = {name: weight_at(weight, version) for name, weight in self._weights.items()}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
+
+    def _first_order(self, number: int, rows: range) -> Sequence[int]:
+        if not self._shuffle:
+            return rows
+        return (np.random.default_rng([abs(self._seed), number]).permutation(len(rows)) + rows.start).tolist()
+
+    def _name_of(self, row: int) -> str:
+        return next(name for name, part in self._parts.items() if row in part.rows)
+
+    def _pool_of(self, known: _Row) -> str:
+        if known.reward is None or not self._pools:
+            return UNSEEN
+        return next(pool.name for pool in self._pools if known.reward <= pool.max)
+
+    def _key(self, row: int, draws: int) -> tuple[int, float, int]:
+        """Sort key of a row in its pool."""
+        tie = random.Random(f"{self._seed}/row/{row}/{draws}").random() if self._shuffle else 0.0
+        return draws, tie, row
+
+    def _first_of(self, part: _PartRows, pool: str) -> int:
+        """Return the row of a pool that was drawn least often."""
+        if pool == UNSEEN:
+            while part.fresh < len(part.order) and part.order[part.fresh] in self._rows:
+                part.fresh += 1
+            if part.fresh < len(part.order):
+                return part.order[part.fresh]
+        heap = part.seen[pool]
+        while not self._is_current(heap[0], pool):
+            heapq.heappop(heap)
+        return heap[0][2]
+
+    def _is_current(self, entry: tuple[int, float, int], pool: str) -> bool:
+        known = self._rows[entry[2]]
+        return known.can_be_drawn and known.draws == entry[0] and self._pool_of(known) == pool
+
+    def _least_drawn(self, part: _PartRows) -> int:
+        """Return a row of a part in which every row is in flight, unfit, or has the weight 0."""
+        unknown = _Row()
+
+        def key(row: int) -> tuple[bool, int, int]:
+            known = self._rows.get(row, unknown)
+            return known.unfit, known.in_flight, known.draws
+
+        return min(part.rows, key=key)
+
+    @contextmanager
+    def _changed(self, row: int) -> Generator[_Row]:
+        """Yield what is known of a row, to be changed in the block."""
+        part, known = self._parts[self._name_of(row)], self._rows.setdefault(row, _Row())
+        self._count(part, known, -1)
+        yield known
+        self._count(part, known, 1)
+        if known.can_be_drawn:
+            heapq.heappush(part.seen[self._pool_of(known)], self._key(row, known.draws))
+
+    def _count(self, part: _PartRows, known: _Row, by: int) -> None:
+        pool = self._pool_of(known)
+        part.sizes[pool] += by * known.can_be_drawn
+        self._pooled[pool] += by * (known.reward is not None)
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    return math.fsum(rewards) / len(rewards)

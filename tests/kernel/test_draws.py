@@ -1,0 +1,313 @@
+"""Which row each ticket gets: the same after a kill, whatever the order in which groups finish."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.algorithm import Group
+from stretto.bus.messages import GroupDone, GroupFailed, Member, Ticket
+from stretto.dataset import Curriculum, TicketEnd
+from stretto.errors import ContractError
+from stretto.kernel.draws import Draws, RecordedDraw
+from stretto.kernel.scheduler import (
+    Fail,
+    Finish,
+    Issue,
+    RecordDraws,
+    Scheduler,
+    SchedulerSettings,
+    Snapshot,
+    StartBatch,
+)
+from stretto_mix.curriculum import MixCurriculum, Pool
+
+ROWS = 12
+DATA_PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+
+
+class Chain:
+    """A curriculum whose choice depends on every end so far, so that a missing or an early one shows."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, tuple[str, list[float]]] = {}
+        self.rows: dict[str, int] = {}
+
+    def choose(self, ticket: int, version: int) -> int:
+        total = sum(int(100 * sum(rewards)) + len(outcome) for outcome, rewards in self.ends.values())
+        return (total + 5 * ticket + sum(self.rows.values())) % ROWS
+
+    def drawn(self, ticket: int, row: int, version: int) -> None:
+        assert str(ticket) not in self.rows
+        self.rows[str(ticket)] = row
+
+    def ended(self, end: TicketEnd) -> None:
+        assert str(end.ticket) not in self.ends
+        assert self.rows[str(end.ticket)] == end.row
+        self.ends[str(end.ticket)] = (end.outcome, list(end.rewards))
+
+    def refusal(self, row: int, rewards: tuple[float, ...]) -> str:
+        return "by the test" if row == 3 else ""
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {"ends": self.ends, "rows": self.rows}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.ends, self.rows = dict(state["ends"]), dict(state["rows"])
+
+
+def pools() -> MixCurriculum:
+    return MixCurriculum(
+        {"a": (range(5), 1.0), "b": (range(5, ROWS), {0: 0.0, 4: 2.0})},
+        [Pool("hard", 0.3, 0.2), Pool("easy", float("inf"), 1.0)],
+        unseen=1.0,
+        gates={},
+        shuffle=True,
+        seed=3,
+    )
+
+
+def documented() -> Curriculum:
+    """The example in docs/data.md."""
+    [code] = re.findall(r"```python\n(.*?)```", DATA_PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {"random": random, "TicketEnd": TicketEnd, "Any": Any}
+    exec(code, names)
+    return names["Widest"](ROWS, 3)
+
+
+class World:
+    """A kernel, its journal and its log, around the scheduler. What a ticket leads to depends on its row."""
+
+    def __init__(self, run: SchedulerSettings, make: Any, order: random.Random, kill_every: int) -> None:
+        self.settings, self.make, self.order, self.kill_every = run, make, order, kill_every
+        self.draws: dict[int, RecordedDraw] = {}
+        self.batches: dict[int, StartBatch] = {}
+        self.log: list[GroupDone | GroupFailed] = []
+        self.lives = 0
+        self.over = False
+        self.scheduler = self.new_scheduler()
+        self.checkpoint: tuple[bytes, int] | None = None
+        self.queue: list[Ticket] = []
+        self.training: StartBatch | None = None
+
+    def new_scheduler(self) -> Scheduler:
+        return Scheduler(self.settings, keep, curriculum=self.make())
+
+    def run(self) -> Mapping[int, int]:
+        """Return the row of every ticket."""
+        self.scheduler.start()
+        self.obey()
+        for event in range(10_000):
+            if self.over:
+                return {ticket: draw.row for ticket, draw in self.draws.items()}
+            if self.kill_every and event % self.kill_every == self.kill_every - 1:
+                self.kill()
+            elif self.training is not None and (not self.queue or self.order.random() < 0.3):
+                self.step()
+            else:
+                self.finish(self.queue.pop(self.order.randrange(len(self.queue))))
+            self.obey()
+        raise AssertionError("the run does not end")
+
+    def obey(self) -> None:
+        for command in self.scheduler.commands():
+            match command:
+                case RecordDraws(version, draws):
+                    for ticket, row in draws:
+                        assert ticket not in self.draws, "drawn twice"
+                        self.draws[ticket] = RecordedDraw(version, row)
+                case Issue(ticket):
+                    assert self.draws[ticket.id].row == ticket.row, "issued before its record, or another row"
+                    self.queue.append(ticket)
+                case StartBatch():
+                    assert command.rows == tuple(self.draws[group.ticket].row for group in command.groups)
+                    self.training = self.batches[command.version] = command
+                case Finish():
+                    self.over = True
+                case _:
+                    pass
+
+    def finish(self, ticket: Ticket) -> None:
+        if ticket.row % 5 == 4:
+            outcome = GroupFailed("train", ticket.id, ticket.attempt, "w", "raised", ticket.row == 9)
+        else:
+            outcome = done(ticket, self.scheduler.version)
+        self.log.append(outcome)
+        self.report(outcome)
+
+    def report(self, outcome: GroupDone | GroupFailed) -> None:
+        if isinstance(outcome, GroupDone):
+            self.scheduler.group_done(outcome)
+        else:
+            self.scheduler.group_failed(outcome)
+
+    def step(self) -> None:
+        self.training = None
+        self.scheduler.step_finished(hold=True)
+        if self.scheduler.version % 2 == 0:
+            self.checkpoint = msgspec.json.encode(self.scheduler.snapshot()), len(self.log)
+        self.scheduler.release()
+
+    def kill(self) -> None:
+        """A new kernel goes on from the checkpoint, the journal and the log, as `recovery.py` does."""
+        self.lives += 1
+        self.queue, self.training = [], None
+        self.scheduler, place = self.new_scheduler(), 0
+        issued = 0
+        if self.checkpoint is not None:
+            snapshot, place = msgspec.json.decode(self.checkpoint[0], type=Snapshot), self.checkpoint[1]
+            issued = snapshot.ledger.issued
+        else:
+            snapshot = self.scheduler.snapshot()
+        recorded = {ticket: draw for ticket, draw in self.draws.items() if ticket >= issued}
+        self.scheduler.restore(snapshot, attempts_from=1000 * self.lives, recorded=recorded)
+        groups = [each for each in self.log if isinstance(each, GroupDone)]
+        for version in range(snapshot.version, max(self.batches, default=-1) + 1):
+            tickets = [group.ticket for group in self.batches[version].groups]
+            start = self.scheduler.replay(tickets, [each for each in groups if each.ticket in tickets])
+            assert start.rows == self.batches[version].rows
+            self.scheduler.step_finished()
+        for outcome in self.log[place:]:
+            self.report(outcome)
+        self.scheduler.start()
+
+
+def keep(group: Group) -> bool:
+    return sum(group.rewards) > 0
+
+
+def done(ticket: Ticket, version: int) -> GroupDone:
+    rewards = (0.0, 0.0) if ticket.row % 4 == 2 else (ticket.row / ROWS, 1.0)
+    members = tuple(
+        Member(f"{ticket.name}/{i}", 1, i, 9, 5, version, version, reward, {}, "stop")
+        for i, reward in enumerate(rewards)
+    )
+    return GroupDone("train", ticket.id, ticket.attempt, "w", members, 0.1)
+
+
+def run_of(max_staleness: int, batch_size: int) -> SchedulerSettings:
+    return SchedulerSettings(
+        steps=9, batch_size=batch_size, max_staleness=max_staleness, rows=ROWS, max_failures=10_000,
+        max_filtered=10_000, max_attempts=10_000,
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    make=st.sampled_from([Chain, pools, documented]),
+    batch_size=st.integers(1, 4),
+    orders=st.tuples(st.integers(0, 99), st.integers(0, 99)),
+    kill_every=st.integers(2, 30),
+)
+def test_synchronous_draws_depend_on_neither_kills_nor_the_order_of_groups(
+    make: Any, batch_size: int, orders: tuple[int, int], kill_every: int
+) -> None:
+    run = run_of(0, batch_size)
+    undisturbed = World(run, make, random.Random(orders[0]), 0).run()
+    assert World(run, make, random.Random(orders[1]), kill_every).run() == undisturbed
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    make=st.sampled_from([Chain, pools, documented]),
+    max_staleness=st.integers(1, 3),
+    batch_size=st.integers(1, 4),
+    order=st.integers(0, 99),
+    kill_every=st.integers(2, 30),
+)
+def test_a_ticket_keeps_its_row_through_kills(
+    make: Any, max_staleness: int, batch_size: int, order: int, kill_every: int
+) -> None:
+    rows = World(run_of(max_staleness, batch_size), make, random.Random(order), kill_every).run()
+    assert list(rows) == list(range(len(rows)))  # `World` holds each row against its record
+
+
+def test_all_tickets_of_an_admission_have_one_record_which_comes_first() -> None:
+    scheduler = Scheduler(run_of(1, 2), curriculum=Chain())
+    scheduler.start()
+    record, *issues = scheduler.commands()
+    assert isinstance(record, RecordDraws)
+    assert [ticket for ticket, _ in record.draws] == [0, 1, 2, 3]
+    assert [each.ticket.id for each in issues if isinstance(each, Issue)] == [0, 1, 2, 3]
+
+
+def test_without_a_curriculum_rows_come_in_epochs_and_nothing_is_recorded() -> None:
+    draws = Draws(5, shuffle=True, seed=7, curriculum=None)
+    rows = [draws.next(ticket, 0).row for ticket in range(15)]
+    epochs = [np.random.default_rng([7, epoch]).permutation(5).tolist() for epoch in range(3)]
+    assert rows == [row for epoch in epochs for row in epoch]
+    assert draws.take_unrecorded() == ()
+    assert draws.snapshot() is None
+    resumed = Draws(5, shuffle=True, seed=7, curriculum=None)
+    resumed.restore(None, cursor=7, again=[], recorded={})
+    assert [resumed.next(ticket, 0).row for ticket in range(7, 15)] == rows[7:]
+
+
+def test_a_recorded_row_is_not_drawn_again_a_second_time() -> None:
+    draws = Draws(ROWS, shuffle=True, seed=7, curriculum=Chain())
+    draws.restore(None, cursor=0, again=[(4, 2), (6, 1)], recorded={0: RecordedDraw(0, 6)})
+    first, second = draws.next(0, 3), draws.next(1, 3)
+    assert (first.row, first.drops, first.version) == (6, 1, 0)
+    assert (second.row, second.drops, second.version) == (4, 2, 3)
+    assert draws.take_unrecorded() == ((1, 4),)
+
+
+def test_a_curriculum_that_chooses_no_row_of_the_dataset_is_refused() -> None:
+    chain: Curriculum = Chain()
+    draws = Draws(2, shuffle=True, seed=7, curriculum=chain)
+    with pytest.raises(ContractError, match=r"Chain chose row 5 for ticket 1; expected 0 to 1"):
+        draws.next(1, 0)
+
+
+def test_an_evaluation_has_the_accuracy_of_each_source() -> None:
+    run = SchedulerSettings(steps=0, batch_size=1, max_staleness=0, rows=1, evaluation_rows=3)
+    scheduler = Scheduler(run, evaluation_source=["easy", "hard", "hard"].__getitem__)
+    scheduler.start()
+    tickets = [each.ticket for each in scheduler.commands() if isinstance(each, Issue)]
+    for ticket, reward in zip(tickets, (1.0, 0.0, 0.5), strict=True):
+        member = Member(f"{ticket.name}/0", 1, 0, 9, 5, 0, 0, reward, {}, "stop")
+        scheduler.group_done(GroupDone("eval", ticket.id, ticket.attempt, "w", (member,), 0.1))
+    [evaluation] = scheduler.evaluations
+    assert (evaluation.accuracy, evaluation.sources) == (0.5, {"easy": 1.0, "hard": 0.25})
+
+
+def test_rows_that_no_policy_sampled_have_no_reward() -> None:
+    class Strict(Chain):
+        def refusal(self, row: int, rewards: tuple[float, ...]) -> str:
+            raise AssertionError("a group without rewards")
+
+    chain = Strict()
+    scheduler = Scheduler(run_of(0, 1), curriculum=chain)
+    scheduler.start()
+    [ticket] = [each.ticket for each in scheduler.commands() if isinstance(each, Issue)]
+    member = Member(f"{ticket.name}/0", 1, 0, 0, 0, 0, 0, 0.0, {}, "stop")
+    scheduler.group_done(GroupDone("train", ticket.id, ticket.attempt, "dataset", (member,), 0.0))
+    scheduler.step_finished()
+    assert chain.ends == {"0": ("trained", [])}
+
+
+def test_a_run_ends_when_its_curriculum_draws_nothing_but_rows_that_are_not_fit() -> None:
+    class Stubborn(Chain):
+        def choose(self, ticket: int, version: int) -> int:
+            return ticket % 2
+
+    scheduler = Scheduler(run_of(0, 1), curriculum=Stubborn())
+    scheduler.start()
+    for _ in range(2 * ROWS):
+        [ticket] = [each.ticket for each in scheduler.commands() if isinstance(each, Issue)]
+        failure = GroupFailed("train", ticket.id, ticket.attempt, "w", "prompt too long", filtered=True)
+        scheduler.group_failed(failure)
+    [reason] = [each.reason for each in scheduler.commands() if isinstance(each, Fail)]
+    assert reason == "the last 24 rows that were drawn were left out; the last: prompt too long"

@@ -1,0 +1,42 @@
+"""The Python blocks of docs/python.md run, one after the other, as one program."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.cli.quickstart import copy_quickstart
+
+ROOT = Path(__file__).parents[2]
+_NOT_RUN = "<!-- not run: "
+
+
+@pytest.mark.slow
+def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    parts = re.split(r"^```(python)?\n", page, flags=re.MULTILINE)
+    blocks = [
+        part
+        for before, fence, part in zip(parts, parts[1:], parts[2:], strict=False)
+        if fence == "python" and _NOT_RUN not in before[-200:]
+    ]
+    assert len(blocks) == 4
+    monkeypatch.chdir(tmp_path)
+    with copy_quickstart(Path("quickstart")):
+        pass
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("completed [")
+    assert "'trained': 16" in lines[1]
+    assert lines[2].startswith(
+        "override training.learning_rate: unknown key 'learning_rate'; accepted here: "
+    )
+    assert lines[3] == "training.learning_rate"
+    assert [line.split()[0] for line in lines[4:]] == ["1", "2"]

@@ -1,0 +1,267 @@
+"""`stretto.run`: runs that a Python program starts, follows, awaits and stops."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import stretto
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    """A run of the mock engines, as a mapping."""
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "name": "test",
+        "algorithm": {"use": "grpo", "group_size": 4},
+        "training": {"use": "mock", "seconds_per_step": 0.05},
+        "inference": {"use": "mock", "tokens_per_s": 20000, "slots": 64, "mean_tokens": 24},
+        "reward": "exact",
+        "dataset": {"use": "jsonl", "path": file},
+        "queue": {"batch_size": 4},
+        "bus": {"grace_s": 3},
+        "samples": {"keep": "none"},
+        "out": tmp_path / "out",
+        "steps": 8,
+    }
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process of the run in a folder, but its kernel."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(folder) in argument for argument in process.info["cmdline"] or ())
+    ]
+
+
+def until(condition: Callable[[], Any], deadline_s: float = 30) -> Any:
+    deadline = time.monotonic() + deadline_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return result
+
+
+def test_a_plain_script_trains_and_reads_what_the_run_did(config: Mapping[str, Any], tmp_path: Path) -> None:
+    run = stretto.run(
+        config, steps=3, samples={"keep": "all"}, queue={"max_staleness": 1}, **{"training.lr": 1e-05}
+    )
+    assert run.folder == tmp_path / "out"
+    assert run.wait()["status"] == "completed"
+    assert [line["step"] for line in run.metrics] == [1, 2, 3]
+    assert run.state == "completed"
+    assert len(run.samples.find(limit=None)) >= 3 * 4 * 4
+    composed = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert (composed["queue"]["max_staleness"], composed["queue"]["batch_size"]) == (1, 4)
+    assert composed["training"]["lr"] == 1e-05
+    assert run.wait() == run.summary
+    assert "<polyline" in run._repr_html_()  # pyright: ignore[reportPrivateUsage]
+    assert processes_of(run.folder) == []
+
+
+async def test_steps_come_while_the_run_goes_on_and_leaving_the_block_stops_it(
+    config: Mapping[str, Any],
+) -> None:
+    steps: list[int] = []
+    async with stretto.run(config, steps=4000) as run:
+        async for step in run:
+            steps.append(step["step"])
+            if len(steps) == 2:
+                assert run.state == "running"
+                break
+    assert steps == [1, 2]
+    summary = run.summary
+    assert summary is not None
+    assert summary["status"] == "interrupted"
+    assert 2 <= summary["steps"] < 100
+    assert list((run.folder / "checkpoints").glob("step-*"))  # it drained
+    assert (await run)["status"] == "interrupted"
+    assert processes_of(run.folder) == []
+
+
+def test_a_run_that_is_stopped_at_once_writes_no_checkpoint(config: Mapping[str, Any]) -> None:
+    with stretto.run(config, training={"seconds_per_step": 30}) as run:
+        log = run.folder / "logs" / "trainer-0.jsonl"
+        until(lambda: log.exists() and '"event": "call"' in log.read_text())  # in its first step
+        with pytest.raises(TimeoutError, match="goes on"):
+            run.wait(timeout_s=0.1)
+        run.stop()
+        run.stop(now=True)
+        summary = run.wait(timeout_s=20)
+    assert summary["status"] == "interrupted"
+    assert "twice" in summary["reason"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"queue": {"batch_size": 0}}, {"algorithm.group_size": 1}],
+)
+def test_a_refusal_has_the_text_of_the_command_line(
+    config: dict[str, Any], tmp_path: Path, overrides: dict[str, Any]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**config, "dataset": {"use": "jsonl", "path": "rows.jsonl"}, "out": "x"}))
+    with pytest.raises(stretto.ConfigError) as refused:
+        stretto.run(file, **overrides, out=tmp_path / "out")
+    words = [
+        f"{key}={json.dumps(value)}" if not isinstance(value, dict) else f"{key}.{name}={value[name]}"  # pyright: ignore[reportUnknownVariableType]
+        for key, value in overrides.items()
+        for name in (value if isinstance(value, dict) else ("",))  # pyright: ignore[reportUnknownVariableType]
+    ]
+    command = [sys.executable, "-m", "stretto", "run", str(file), *words, f"out={tmp_path}/out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert [f"error: {line}" for line in str(refused.value).splitlines()] == done.stderr.splitlines()
+    assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+def test_a_refusal_carries_its_key_and_a_plugin_error_is_one(config: Mapping[str, Any]) -> None:
+    with pytest.raises(stretto.ConfigError) as refused:
+        stretto.run(config, training={"lr": "much"})
+    assert (refused.value.path, refused.value.value) == ("training.lr", "much")
+    with pytest.raises(stretto.PluginError, match=r"no reward 'exat'.*did you mean 'exact'"):
+        stretto.run(config, reward="exat")
+    with pytest.raises(stretto.ConfigError, match=r"training\.lr: <object .*> is no value of a run file"):
+        stretto.run(config, training={"lr": object()})
+    with pytest.raises(stretto.ConfigError, match=r"no run file 'missing\.yaml'"):
+        stretto.run("missing.yaml")
+
+
+def test_a_failed_run_raises_its_reason(config: Mapping[str, Any], tmp_path: Path) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text(
+        textwrap.dedent(
+            """\
+            from stretto import Component, RewardConfig, hookimpl
+
+            class Broken:
+                def __call__(self, prompt, completion, **columns):
+                    if prompt != "0+1=":  # the row that the check scores
+                        raise ValueError("no score for this")
+                    return 1.0
+
+            @hookimpl
+            def stretto_reward():
+                yield Component("broken", lambda config, context: Broken(), RewardConfig, "raises")
+            """
+        )
+    )
+    with stretto.run(config, plugins=[plugin], reward="broken", queue={"max_failures": 2}) as run:
+        with pytest.raises(stretto.RunError, match="no score for this"):
+            run.wait()
+        assert run.state == "failed"
+
+
+@pytest.mark.slow
+def test_a_killed_kernel_is_reported(config: Mapping[str, Any]) -> None:
+    with stretto.run(config, steps=4000, bus={"grace_s": 1}) as run:
+        until(lambda: run.metrics)
+        status = run.status
+        assert status is not None
+        os.kill(status.pid, signal.SIGKILL)
+        with pytest.raises(stretto.RunError, match="signal SIGKILL"):
+            run.wait()
+        assert run.state == "stopped"
+    until(lambda: not processes_of(run.folder))
+
+
+@pytest.mark.slow
+def test_a_dropped_handle_ends_its_run(config: Mapping[str, Any]) -> None:
+    runs = [stretto.run(config, steps=4000)]
+    folder = runs[0].folder
+    until(lambda: runs[0].metrics)
+    runs.clear()
+    gc.collect()
+    until((folder / "summary.json").exists)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    until(lambda: not processes_of(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "import os; os.kill(os.getpid(), 9)"])
+def test_a_program_that_ends_leaves_nothing_behind(
+    config: Mapping[str, Any], tmp_path: Path, end: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import json, sys, time, stretto\n"
+        f"run = stretto.run(json.loads(sys.argv[1]), steps=4000)\n"
+        f"while not run.metrics: time.sleep(0.05)\n"
+        f"{end}\n"
+    )
+    folder = tmp_path / "out"
+    done = subprocess.run([sys.executable, script, json.dumps(config, default=str)], timeout=60)
+    assert done.returncode == (-9 if end else 0)
+    if not end:  # it has waited for its run
+        assert processes_of(folder) == []
+    until(lambda: (folder / "summary.json").exists() and not processes_of(folder))
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_wait_drains_the_run(config: Mapping[str, Any], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, stretto\n"
+        "run = stretto.run(json.loads(sys.argv[1]), steps=4000)\n"
+        "try:\n"
+        "    run.wait()\n"
+        "except KeyboardInterrupt:\n"
+        "    print(run.summary['status'])\n"
+    )
+    command = [sys.executable, script, json.dumps(config, default=str)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == "interrupted\n"
+
+
+def test_importing_stretto_is_cheap() -> None:
+    heavy = "torch", "transformers", "IPython", "pyarrow", "omegaconf", "typer"
+    code = f"import sys, stretto; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_view_needs_a_notebook(config: Mapping[str, Any]) -> None:
+    with stretto.run(config, steps=1) as run, pytest.raises(stretto.StrettoError, match="stretto watch"):
+        run.view()
+
+
+@pytest.mark.slow
+def test_the_example_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook: Any = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)  # pyright: ignore
+    path = {"metadata": {"path": str(ROOT / "examples")}}
+    NotebookClient(notebook, timeout=90, kernel_name="python3", resources=path).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(output["text"] for output in outputs if output.output_type == "stream")
+    assert "unknown key 'learning_rate'" in text
+    assert "step 4: reward" in text
+    views = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert len(views) == 2
+    assert "<polyline" in views[0]  # it was drawn again while the run went on
+    assert "step 4 of 4, completed" in views[1]
