@@ -23,7 +23,7 @@ between two calls; it must be plain data. An exception, or a call that takes too
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 
@@ -32,13 +32,16 @@ from stretto.reward import is_number
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
+    from stretto.agents.conversation import Conversation
     from stretto.models.tokenizer import Message
 
-__all__ = ["EnvironmentConfig", "Feedback", "feedback_of"]
+__all__ = ["EnvironmentConfig", "Feedback", "columns_of_turn", "feedback_of"]
 
 
 class EnvironmentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the section of a workflow whose conversations have an environment."""
+
+    gives_reward: ClassVar[bool] = True
 
     environment: Importable
     """Function of the environment, `path.py:name` or `module:name`. stretto calls it after each answer (see
@@ -56,6 +59,16 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     state: dict[str, Any] = {}
     """State for the next call."""
+
+
+def columns_of_turn(conversation: Conversation, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an environment gets by name besides the columns of the row, after an answer."""
+    return {
+        "completion": conversation.answers[-1].text,
+        "messages": conversation.history,
+        "turn": len(conversation.answers),
+        "state": state,
+    }
 
 
 def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -40,6 +40,7 @@ __all__ = [
     "group_of",
     "parts_of_sample",
     "sample_numbers",
+    "texts_and_columns",
 ]
 
 T = TypeVar("T")
@@ -50,6 +51,9 @@ OnTokens = Callable[[int, "NDArray[np.int32]"], None]
 
 class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every workflow's section."""
+
+    gives_reward: ClassVar[bool] = False
+    """Whether the workflow may give the reward itself, so that the run needs no `reward`."""
 
     use: str = "single_turn"
     """Name of the workflow."""
@@ -137,6 +141,17 @@ def parts_of_sample(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 def sample_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
     """Return, for each trajectory of a group, the number of its sample, from 0."""
     return list(itertools.accumulate((not each.part for each in trajectories), initial=-1))[1:]
+
+
+def texts_and_columns(
+    answers: Sequence[Answer | str], columns: Mapping[str, Sequence[Any]]
+) -> tuple[list[str], dict[str, Sequence[Any]]]:
+    """Return the texts that a reward scores, and the columns that it gets besides those of the row: those
+    given, and `completion_tokens` if all answers are `Answer`s."""
+    texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
+    sampled = [answer for answer in answers if not isinstance(answer, str)]
+    lengths = {"completion_tokens": [len(answer.tokens) for answer in sampled]}
+    return texts, {**(lengths if len(sampled) == len(answers) else {}), **columns}
 
 
 class Session(Protocol):

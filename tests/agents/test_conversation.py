@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from agent_session import tokenizer_with
 from stretto.agents.conversation import Conversation
 from stretto.engine import Sampling
 from stretto.errors import RequestError
-from stretto.models.tokenizer import ByteTokenizer, load_tokenizer
+from stretto.models.tokenizer import ByteTokenizer
 from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.workflow import Answer, Score
 
@@ -26,23 +25,6 @@ CHATML = (
 KEEPS = CHATML.replace("CONTENT", "m.content")
 # As Qwen3's: the reasoning of earlier answers goes.
 STRIPS = CHATML.replace("CONTENT", "(m.content if loop.last else m.content.split('</think>')[-1])")
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
-
-def tokenizer_with(template: str, folder: Any) -> PolicyTokenizer:
-    """Byte-level BPE with a few merges, so that the tokens of a text depend on where it is cut."""
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("t", "h"), ("th", "i"), ("thi", "n"), ("a", "b"), ("ab", "c"), ("o", "k"), ("\u0120", "a")]
-    vocabulary = {token: i for i, token in enumerate(SPECIAL + pieces + [a + b for a, b in merges])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=SPECIAL[:2]
-    )
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return load_tokenizer(str(folder))
 
 
 class Policy:

@@ -1,4 +1,4 @@
-"""Agents that call the policy over OpenAI's HTTP API, and the trajectories of their calls.
+"""Agents that call the policy over the HTTP API of OpenAI or Anthropic, and the trajectories of their calls.
 
 Public: for authors of workflows.
 """

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from stretto.engine import Sampling
     from stretto.models.tokenizer import Message, Tokenizer
+    from stretto.workflow import OnTokens, Session
 
-__all__ = ["Conversation", "Generate"]
+__all__ = ["Conversation", "Generate", "conversation_in"]
 
 # The ids of a prompt and how to sample -> one answer.
 Generate = Callable[["NDArray[np.int32]", "Sampling"], Awaitable[Answer]]
@@ -180,6 +181,28 @@ class Conversation:
         if full_text.startswith(before):
             return full_text[len(before) :]
         return self._tokenizer.decode(answer.tokens, special=True)
+
+
+def conversation_in(
+    session: Session,
+    name: str,
+    prompt: str | Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    limit: int | None = None,
+    on_tokens: OnTokens | None = None,
+) -> Conversation:
+    """Return a new conversation whose answers a session samples. This is what `Session.conversation` returns.
+
+    Args:
+        name: name of the conversation, different from the others of the session.
+    """
+
+    async def generate_one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
+        [answer] = await session.generate(ids, sampling=sampling, conversation_id=name, on_tokens=on_tokens)
+        return answer
+
+    return Conversation(generate_one, session.tokenizer, session.sampling, prompt, tools=tools, limit=limit)
 
 
 class _Segment:

@@ -1,4 +1,4 @@
-"""The policy behind OpenAI's HTTP API, for agents that do not know stretto.
+"""The policy behind the HTTP APIs of OpenAI and Anthropic, for agents that do not know stretto.
 
 Each process that needs the server starts one. It listens on loopback, or on sockets in the sandboxes of
 agents. The key of a request names its agent run; the calls become the trajectories of that run
@@ -13,37 +13,33 @@ import math
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 import numpy as np
+import structlog
 from aiohttp import web
 from anyio.streams.memory import MemoryObjectSendStream
 from numpy.typing import NDArray
 
-from stretto.agents.openai_api import (
-    MODEL,
-    APICall,
-    ApiError,
-    ChatCall,
-    CompletionCall,
-    Event,
-    Reply,
-    ResponseCall,
-)
+from stretto.agents.anthropic_api import MessageCall, anthropic_error
+from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
+from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
 from stretto.errors import ConfigError, EngineError, RequestError, one_error
-from stretto.models.tokenizer import work_on_text
+from stretto.models.tokenizer import ByteTokenizer, shows_tools, work_on_text
 from stretto.tools import ParserName, parse_calls
 
 if TYPE_CHECKING:
     from stretto.models.tokenizer import Message, Tokenizer
     from stretto.workflow import Answer, OnTokens
 
-__all__ = ["Endpoint", "base_url"]
+__all__ = ["Endpoint", "base_url", "key_of"]
+
+log = structlog.get_logger()
 
 _MAX_BODY = 16 * 2**20
 """Largest body of a request, in bytes: JSON of the longest text that a model reads."""
@@ -59,6 +55,8 @@ _MARKS: Mapping[ParserName, tuple[str, ...]] = {
     "llama3": ("<|python_tag|>", "{"),
     "mistral": ("[TOOL_CALLS]",),
 }
+_MESSAGES = "/v1/messages"
+"""Path of Anthropic's API. Its errors have another form than OpenAI's."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -78,32 +76,44 @@ def base_url(port: int) -> str:
     return f"http://127.0.0.1:{port}/v1"
 
 
+def key_of(request: web.Request) -> str:
+    """Return the key of a request, as clients of either API send it; empty if it has none."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return request.headers.get("x-api-key", token if scheme == "Bearer" else "")
+
+
 class Endpoint:
     """The server of one process. It serves a port after `start`, and sockets given to `serve_socket`, until
     `stop` is called or the process ends.
 
     Args:
         tool_parser: the format in which the policy writes tool calls.
+        routes: other requests that it serves. Their handlers may raise `ApiError`.
     """
 
-    def __init__(self, tool_parser: ParserName = "hermes") -> None:
+    def __init__(
+        self, tool_parser: ParserName = "hermes", routes: Iterable[web.AbstractRouteDef] = ()
+    ) -> None:
         self._tool_parser: ParserName = tool_parser
+        self._routes = routes
         self._agent_runs: dict[str, _AgentRun] = {}
+        self._had_tools = False
+        """Whether a call had tools."""
         self._runner: web.AppRunner | None = None
         self._starting = anyio.Lock()
         self.base_url = ""
         """The URL for clients, `/v1` included; empty before the server is started."""
 
-    async def start(self) -> None:
-        """Listen on a free port of loopback. Idempotent.
+    async def start(self, port: int = 0) -> None:
+        """Listen on a port of loopback; 0 for any free one. Idempotent.
 
         Raises:
-            OSError: if no port is free.
+            OSError: if the port is not free.
         """
         async with self._starting:
             if not self.base_url:
                 runner = await self._made_runner()
-                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                await web.TCPSite(runner, "127.0.0.1", port).start()
                 self.base_url = base_url(runner.addresses[0][1])
 
     async def serve_socket(self, listener: socket.socket) -> None:
@@ -139,6 +149,9 @@ class Endpoint:
             app.router.add_post("/v1/chat/completions", self._chat)
             app.router.add_post("/v1/completions", self._completions)
             app.router.add_post("/v1/responses", self._responses)
+            app.router.add_post(_MESSAGES, self._messages)
+            app.router.add_post(f"{_MESSAGES}/count_tokens", self._count_tokens)
+            app.router.add_routes(self._routes)
             # A call is cancelled with its connection: an agent that is gone leaves no work for the engines.
             self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
             await self._runner.setup()
@@ -167,8 +180,11 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._agent_run_of(request)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "stretto"}
-        return _json({"object": "list", "data": [model]})
+        # One list with the fields of both APIs.
+        openai = {"object": "model", "created": 0, "owned_by": "stretto"}
+        anthropic = {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+        ends = {"first_id": MODEL, "last_id": MODEL, "has_more": False}
+        return _json({"object": "list", "data": [{"id": MODEL, **openai, **anthropic}], **ends})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         agent_run, body = self._agent_run_of(request), await request.read()
@@ -187,18 +203,38 @@ class Endpoint:
         call = await work_on_text(lambda: ResponseCall(body, agent_run.responses), len(body))
         return await self._answer(request, agent_run, call)
 
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        agent_run, body = self._agent_run_of(request), await request.read()
+        call = await work_on_text(lambda: MessageCall(body), len(body))
+        return await self._answer(request, agent_run, call)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        """Count the tokens of a chat as the chat template writes it."""
+        tokenizer, body = self._agent_run_of(request).recorder.session.tokenizer, await request.read()
+
+        def count() -> int:
+            call = MessageCall(body)
+            text = tokenizer.render(call.messages, tools=call.tools)
+            if len(text) > tokenizer.most_characters(None):
+                raise ApiError(f"a text of {len(text)} characters, longer than any that the model reads")
+            return len(tokenizer.encode_text(text))
+
+        return _json({"input_tokens": await work_on_text(count, len(body))})
+
     def _agent_run_of(self, request: web.Request) -> _AgentRun:
         """Return the agent run that a request's key names.
 
         Raises:
             ApiError: if the key belongs to no current agent run.
         """
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme != "Bearer" or (agent_run := self._agent_runs.get(key)) is None:
+        if (agent_run := self._agent_runs.get(key_of(request))) is None:
             raise ApiError("the key belongs to no current agent run", code="invalid_api_key", status=401)
         return agent_run
 
     async def _answer(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
+        if call.tools and not self._had_tools:
+            self._had_tools = True
+            await _warn_of_hidden_tools(agent_run.recorder.session.tokenizer)
         return await agent_run.recorder.run_call(
             self._stream(request, agent_run, call) if call.stream else self._answer_at_once(agent_run, call)
         )
@@ -242,7 +278,7 @@ class Endpoint:
                     send.close()
                     async for choice, news in receive:
                         if not stream.begun:
-                            await stream.send(call.opening())
+                            await stream.send(call.opening(threads[0].prompt_tokens))
                         if isinstance(news, str):
                             await stream.send(call.piece(choice, news) if news else ())
                         else:
@@ -252,7 +288,7 @@ class Endpoint:
         except _REFUSALS as error:
             if not stream.begun:
                 raise
-            await stream.send([call.failed(_api_error(error).data)])
+            await stream.send([call.failed(_api_error(error))])
         return await stream.end(with_done=call.ends_with_done)
 
     # ------------------------------------------------------------------------------------ answers
@@ -398,6 +434,16 @@ class _EventStream:
 # ----------------------------------------------------------------------------------------- helpers
 
 
+async def _warn_of_hidden_tools(tokenizer: Tokenizer) -> None:
+    """Log a warning if the policy does not see the tools of calls. `stretto check` knows neither whether an
+    agent sends tools, nor the chat template of a model that is not on this machine yet."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return  # there is no model
+    with suppress(ConfigError):  # the call itself gets this error
+        if not await work_on_text(lambda: shows_tools(tokenizer), 0):
+            log.warning("the policy does not see the tools of agents: its chat template does not show them")
+
+
 def _text_before(text: str, marks: Iterable[str]) -> str:
     """Return the text before the first mark."""
     return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
@@ -405,13 +451,18 @@ def _text_before(text: str, marks: Iterable[str]) -> str:
 
 @web.middleware
 async def _format_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Return refusals and errors in the format of OpenAI's server."""
+    """Return refusals and errors in the format of the API's own server."""
     try:
         return await handler(request)
     except _REFUSALS as error:
-        return _refusal(_api_error(error))
+        refusal = _api_error(error)
     except web.HTTPException as error:
-        return _refusal(ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status))
+        refusal = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+    body = (
+        anthropic_error(refusal) if request.path.startswith(_MESSAGES) else {"error": openai_error(refusal)}
+    )
+    # Waiting does not help against any of these errors, so tell clients not to retry.
+    return _json(body, status=refusal.status, headers={"x-should-retry": "false"})
 
 
 def _api_error(error: Exception) -> ApiError:
@@ -424,11 +475,6 @@ def _api_error(error: Exception) -> ApiError:
             return ApiError(str(error), code="engine_error", status=500)
         case _:
             return ApiError(str(error))
-
-
-def _refusal(error: ApiError) -> web.Response:
-    # Waiting does not help against any of these errors, so tell clients not to retry.
-    return _json({"error": error.data}, status=error.status, headers={"x-should-retry": "false"})
 
 
 def _json(data: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

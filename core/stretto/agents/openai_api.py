@@ -12,115 +12,29 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
+from stretto.agents.api_call import (
+    MODEL,
+    ApiError,
+    Event,
+    Reply,
+    function_tool,
+    read_body,
+    read_item,
+    stop_texts,
+)
 from stretto.agents.recorder import Input
 from stretto.component import NonNegativeInt, PositiveInt
-from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from stretto.models.tokenizer import Message, Tokenizer
     from stretto.workflow import Answer
 
-__all__ = ["APICall", "ApiError", "ChatCall", "CompletionCall", "Event", "Reply", "ResponseCall"]
-
-T = TypeVar("T")
-MODEL = "policy"
-"""Name of the only model. The model's name in a request is not checked."""
-
-Event = tuple[str, Mapping[str, Any]]
-"""An event of a stream: its type, empty where the API gives it none, and its data."""
-
-
-class ApiError(StrettoError):
-    """A refused request, with the error data of OpenAI's server.
-
-    Args:
-        param: the wrong field.
-        code: the error's code, for programs.
-        status: the HTTP status.
-    """
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
-        super().__init__(message)
-        self.status = status
-        self.data: dict[str, Any] = {
-            "message": message,
-            "type": "invalid_request_error" if status < 500 else "server_error",
-            "param": param,
-            "code": code,
-        }
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One answer as the agent gets it."""
-
-    answer: Answer
-    prompt_tokens: int
-    message: Message
-    """`role`, `content`, and `tool_calls` if there are any: each with `id`, `type` and `function`, which has
-    `name` and `arguments`."""
-
-    @property
-    def text(self) -> str:
-        """The text of the answer, without its tool calls."""
-        return self.message["content"]
-
-    @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls of the answer, with arguments as JSON text."""
-        return [_with_json_arguments(call) for call in self.message.get("tool_calls", [])]
-
-    @property
-    def finish_reason(self) -> str:
-        """`tool_calls`, `stop` or `length`."""
-        return "tool_calls" if "tool_calls" in self.message else self.answer.finish
-
-
-class APICall(Protocol):
-    """A parsed request, and how to write its answer."""
-
-    inputs: list[Input]
-    """The policy's input for each choice."""
-    tools: list[dict[str, Any]]
-    """Tools that the chat template shows to the policy."""
-    reads_tools: bool
-    """Whether answers are searched for calls of the tools."""
-    max_tokens: int | None
-    stop: list[str]
-    stream: bool
-    ends_with_done: bool
-    """Whether a stream's last line is `[DONE]`."""
-
-    def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return the answer in one piece."""
-        ...
-
-    def opening(self) -> Iterator[Event]:
-        """Yield the events before the first piece of a stream."""
-        ...
-
-    def piece(self, choice: int, text: str) -> Iterator[Event]:
-        """Yield the events for new text of a choice."""
-        ...
-
-    def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """Yield the events for a complete choice; its text was sent in pieces."""
-        ...
-
-    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Yield the events after all choices are complete."""
-        ...
-
-    def failed(self, data: Mapping[str, Any]) -> Event:
-        """Return the event for an error that ends the stream."""
-        ...
-
+__all__ = ["ChatCall", "CompletionCall", "ResponseCall", "openai_error"]
 
 # --------------------------------------------------------------------------------- parts of requests
 
@@ -237,7 +151,7 @@ class ChatCall:
     ends_with_done = True
 
     def __init__(self, body: bytes, tokenizer: Tokenizer) -> None:
-        ask = _read(body, _ChatBody)
+        ask = read_body(body, _ChatBody)
         if ask.functions:
             raise ApiError("'functions' is not supported; send the functions as 'tools'", param="functions")
         if ask.top_logprobs:
@@ -248,7 +162,7 @@ class ChatCall:
         self.tools = [_function(tool, tool.get("function"), i) for i, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
         self.max_tokens = ask.max_completion_tokens or ask.max_tokens
-        self.stop = _stops(ask.stop)
+        self.stop = stop_texts(ask.stop, "stop")
         self.stream = bool(ask.stream)
         self._ask = ask
         self._tokenizer = tokenizer
@@ -260,20 +174,21 @@ class ChatCall:
         """Return a `chat.completion`."""
         choices: list[dict[str, Any]] = []
         for index, reply in enumerate(replies):
-            calls = reply.tool_calls
+            calls = _tool_calls(reply)
             message = {"role": "assistant", "content": reply.text or (None if calls else ""), "refusal": None}
             choices.append(
                 {
                     "index": index,
                     "message": {**message, **({"tool_calls": calls} if calls else {})},
                     "logprobs": self._logprobs(reply),
-                    "finish_reason": reply.finish_reason,
+                    "finish_reason": _finish_reason(reply),
                 }
             )
         return {**self._head("chat.completion"), "choices": choices, "usage": _usage(replies, self._ask.n)}
 
-    def opening(self) -> Iterator[Event]:
+    def opening(self, prompt_tokens: int) -> Iterator[Event]:
         """Yield the role of each choice."""
+        del prompt_tokens
         for index in range(len(self.inputs)):
             yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
@@ -283,9 +198,9 @@ class ChatCall:
 
     def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
         """Yield the tool calls, then the finish reason. All logprobs come at the end, in one event."""
-        for index, call in enumerate(reply.tool_calls):
+        for index, call in enumerate(_tool_calls(reply)):
             yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
-        yield self._chunk(choice, {}, reply.finish_reason, self._logprobs(reply))
+        yield self._chunk(choice, {}, _finish_reason(reply), self._logprobs(reply))
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
         """Yield the token counts if the request asked for them."""
@@ -295,9 +210,9 @@ class ChatCall:
                 {**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(replies, self._ask.n)},
             )
 
-    def failed(self, data: Mapping[str, Any]) -> Event:
+    def failed(self, error: ApiError) -> Event:
         """Return the error as a chunk."""
-        return "", {"error": data}
+        return "", {"error": openai_error(error)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._ask.model}
@@ -330,7 +245,7 @@ class CompletionCall:
     reads_tools = False
 
     def __init__(self, body: bytes, tokenizer: Tokenizer) -> None:
-        ask = _read(body, _CompletionBody)
+        ask = read_body(body, _CompletionBody)
         for name in ("echo", "suffix"):
             if getattr(ask, name):
                 raise ApiError(f"{name!r} is not supported", param=name)
@@ -341,7 +256,7 @@ class CompletionCall:
         self.tools: list[dict[str, Any]] = []
         self.inputs: list[Input] = [each for each in _prompts(ask.prompt) for _ in range(ask.n or 1)]
         self.max_tokens = ask.max_tokens
-        self.stop = _stops(ask.stop)
+        self.stop = stop_texts(ask.stop, "stop")
         self.stream = bool(ask.stream)
         self._ask = ask
         self._tokenizer = tokenizer
@@ -354,8 +269,9 @@ class CompletionCall:
         choices = [self._choice(i, reply.text, reply) for i, reply in enumerate(replies)]
         return {**self._head(), "choices": choices, "usage": _usage(replies, self._ask.n)}
 
-    def opening(self) -> Iterator[Event]:
+    def opening(self, prompt_tokens: int) -> Iterator[Event]:
         """Yield no events."""
+        del prompt_tokens
         yield from ()
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
@@ -371,9 +287,9 @@ class CompletionCall:
         if self._with_usage:
             yield "", {**self._head(), "choices": [], "usage": _usage(replies, self._ask.n)}
 
-    def failed(self, data: Mapping[str, Any]) -> Event:
+    def failed(self, error: ApiError) -> Event:
         """Return the error as a chunk."""
-        return "", {"error": data}
+        return "", {"error": openai_error(error)}
 
     def _head(self) -> dict[str, Any]:
         model = self._ask.model
@@ -414,7 +330,7 @@ class ResponseCall:
     ends_with_done = False
 
     def __init__(self, body: bytes, earlier: dict[str, list[Message]]) -> None:
-        ask = _read(body, _ResponseBody)
+        ask = read_body(body, _ResponseBody)
         for name in ("background", "conversation"):
             if getattr(ask, name):
                 raise ApiError(f"{name!r} is not supported", param=name)
@@ -452,7 +368,7 @@ class ResponseCall:
             "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "output": [
                 *([self._message(reply.text, "completed")] if self._has_message(reply) else []),
-                *map(_output_call, reply.tool_calls),
+                *map(_output_call, _tool_calls(reply)),
             ],
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
@@ -463,8 +379,9 @@ class ResponseCall:
             },
         }
 
-    def opening(self) -> Iterator[Event]:
+    def opening(self, prompt_tokens: int) -> Iterator[Event]:
         """Yield two events: the response is created, and it is in progress."""
+        del prompt_tokens
         head = {**self._head("in_progress"), "output": [], "usage": None}
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
@@ -487,7 +404,7 @@ class ResponseCall:
             item = self._message(reply.text, "completed")
             yield self._event("response.output_item.done", output_index=0, item=item)
             at = 1
-        for index, call in enumerate(reply.tool_calls, at):
+        for index, call in enumerate(_tool_calls(reply), at):
             item = _output_call(call)
             place = {"item_id": item["id"], "output_index": index}
             open_item = {**item, "arguments": "", "status": "in_progress"}
@@ -505,8 +422,9 @@ class ResponseCall:
         response = self.response(replies)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, data: Mapping[str, Any]) -> Event:
+    def failed(self, error: ApiError) -> Event:
         """Return an `error` event."""
+        data = openai_error(error)
         return self._event("error", code=data["code"], message=data["message"], param=data["param"])
 
     def _head(self, status: str) -> dict[str, Any]:
@@ -559,25 +477,6 @@ class ResponseCall:
 # ------------------------------------------------------------------------------- reading requests
 
 
-def _read(body: bytes, kind: type[T]) -> T:
-    """Parse the body of a request.
-
-    Raises:
-        ApiError: if it is not JSON, or not what the call expects.
-    """
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at ")
-        param = path.strip("`").removeprefix("$").removeprefix(".") or None
-        location = f"{param}: " if param else ""
-        raise ApiError(f"{location}{message[:1].lower()}{message[1:]}", param=param) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(f"the body is not JSON: {error}") from error
-    except RecursionError as error:
-        raise ApiError("the body is nested too deeply") from error
-
-
 def _plain(message: _ChatMessage, location: str) -> Message:
     """Return a chat message in the form of chat templates. Two equal messages have equal forms."""
     # OpenAI's newer models call the role `developer` that templates call `system`.
@@ -620,10 +519,10 @@ def _function(tool: Mapping[str, Any], function: Any, index: int) -> dict[str, A
         raise ApiError(
             f"tools[{index}]: only functions are supported, not {kind!r}", param=f"tools[{index}].type"
         )
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(f"tools[{index}]: a function needs a name", param=f"tools[{index}].name")
-    names = ("name", "description", "parameters")
-    return {"type": "function", "function": {name: function[name] for name in names if function.get(name)}}
+    fields = function if isinstance(function, dict) else {}
+    return function_tool(
+        fields.get("name"), fields.get("description"), fields.get("parameters"), f"tools[{index}]"
+    )
 
 
 def _reads_tools(tools: Sequence[Any], choice: str | Mapping[str, Any] | None) -> bool:
@@ -635,13 +534,6 @@ def _reads_tools(tools: Sequence[Any], choice: str | Mapping[str, Any] | None) -
 def _refuse_format(kind: _Kind | None, param: str) -> None:
     if kind is not None and kind.type != "text":
         raise ApiError(f"the format {kind.type!r} is not supported; expected 'text'", param=param)
-
-
-def _stops(stop: str | list[str] | None) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if not all(stops):
-        raise ApiError("an empty text would end every answer", param="stop")
-    return stops
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:
@@ -666,27 +558,20 @@ def _items(items: str | list[dict[str, Any]]) -> list[Message]:
 def _item(item: dict[str, Any], location: str) -> list[Message]:
     match item.get("type", "message"):
         case "message":
-            message = _item_as(item, _InputMessage, location)
+            message = read_item(item, _InputMessage, location)
             return [_plain(_ChatMessage(role=message.role, content=message.content), location)]
         case "function_call":
-            call = _item_as(item, _InputCall, location)
+            call = read_item(item, _InputCall, location)
             tool_call = _APIToolCall(call.call_id, _CalledFunction(call.name, call.arguments))
             return [{"role": "assistant", "content": "", "tool_calls": [_call(tool_call)]}]
         case "function_call_output":
-            output = _item_as(item, _InputOutput, location)
+            output = read_item(item, _InputOutput, location)
             text = _text(output.output, f"{location}.output")
             return [{"role": "tool", "content": text, "tool_call_id": output.call_id}]
         case "reasoning":  # other models have these items; the policy's reasoning is part of its text
             return []
         case other:
             raise ApiError(f"{location}: {other!r} is not supported", param=f"{location}.type")
-
-
-def _item_as(item: dict[str, Any], kind: type[T], location: str) -> T:
-    try:
-        return msgspec.convert(item, kind)
-    except msgspec.ValidationError as error:
-        raise ApiError(f"{location}: {error}", param=location) from error
 
 
 def _merge_calls(messages: Sequence[Message]) -> list[Message]:
@@ -702,6 +587,26 @@ def _merge_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 # --------------------------------------------------------------------------------- writing answers
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """Return the error data of OpenAI's server."""
+    return {
+        "message": str(error),
+        "type": "invalid_request_error" if error.status < 500 else "server_error",
+        "param": error.param,
+        "code": error.code,
+    }
+
+
+def _finish_reason(reply: Reply) -> str:
+    """Return `tool_calls`, `stop` or `length`."""
+    return "tool_calls" if "tool_calls" in reply.message else reply.answer.finish
+
+
+def _tool_calls(reply: Reply) -> list[dict[str, Any]]:
+    """Return the tool calls of an answer, with arguments as JSON text."""
+    return [_with_json_arguments(call) for call in reply.message.get("tool_calls", [])]
 
 
 def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,18 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto import tracing
-from stretto.agents.conversation import Conversation
+from stretto.agents.conversation import Conversation, conversation_in
 from stretto.array import Array
 from stretto.bus.messages import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
-from stretto.environment import Feedback
+from stretto.environment import Feedback, columns_of_turn
 from stretto.models.tokenizer import Message, Tokenizer
 from stretto.models.vision import IMAGE_COLUMNS, Vision
 from stretto.tools import ToolAnswer
 from stretto.workers.generation import Generations, VersionFloor
 from stretto.workers.verifier_client import VerifierClient
-from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory
+from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, texts_and_columns
 
 __all__ = ["RolloutSession", "SessionServices", "TicketClocks", "sample_seed"]
 
@@ -176,15 +176,9 @@ class RolloutSession:
     ) -> Conversation:
         """Begin a conversation. It has its own seeds, and its requests go to the same engine if possible."""
         self._conversations += 1
-        conversation_id = f"c{self._conversations}"
-
-        async def generate_one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
-            [answer] = await self.generate(
-                ids, sampling=sampling, conversation_id=conversation_id, on_tokens=on_tokens
-            )
-            return answer
-
-        return Conversation(generate_one, self.tokenizer, self.sampling, prompt, tools=tools, limit=limit)
+        return conversation_in(
+            self, f"c{self._conversations}", prompt, tools=tools, limit=limit, on_tokens=on_tokens
+        )
 
     async def score(
         self,
@@ -194,10 +188,7 @@ class RolloutSession:
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Score]:
         """Let the verifiers score answers to the prompt's row."""
-        texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
-        sampled = [answer for answer in answers if not isinstance(answer, str)]
-        lengths = {"completion_tokens": [len(answer.tokens) for answer in sampled]}
-        more = {**(lengths if len(sampled) == len(answers) else {}), **(columns or {})}
+        texts, more = texts_and_columns(answers, columns or {})
         with self._clocks.score:
             results = await self._services.verifiers.score(
                 self._row(prompt), texts, more, traceparent=self._trace
@@ -217,14 +208,8 @@ class RolloutSession:
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
     ) -> Feedback:
         """Return the environment's reaction to the conversation's last answer."""
-        columns = {
-            "completion": conversation.answers[-1].text,
-            "messages": conversation.history,
-            "turn": len(conversation.answers),
-            "state": state,
-        }
         with self._clocks.score:
-            question = {**self._row(prompt), **columns}
+            question = {**self._row(prompt), **columns_of_turn(conversation, state)}
             return await self._services.verifiers.feedback(question, traceparent=self._trace)
 
     @property

@@ -425,7 +425,7 @@ class TrainerWorker:
 
 
 def _use_threads(threads: int) -> None:
-    """Let this thread compute with so many threads."""
+    """Set the number of threads with which this thread computes."""
     import torch
 
     if torch.get_num_threads() != threads:

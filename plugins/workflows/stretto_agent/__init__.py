@@ -1,7 +1,10 @@
-"""Workflow `agent`: each sample is one run of an agent program that calls the policy through OpenAI's API.
+"""Workflow `agent`: each sample is one run of an agent program that calls the policy over HTTP.
 
-The program is any command or Python function, unmodified: it finds the address in `OPENAI_BASE_URL` and its
-own key in `OPENAI_API_KEY`. It runs in a separate process, in the sandbox; docs/agents.md lists its inputs.
+It calls the API of OpenAI or of Anthropic.
+
+The program is any command or Python function, unmodified: it finds the address and its own key in
+`OPENAI_BASE_URL` and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in a
+separate process, in the sandbox; docs/agents.md lists its inputs.
 """
 
 from __future__ import annotations
@@ -12,19 +15,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from stretto import Component, Context, LocalPath, Problem, WorkflowConfig, hookimpl
+from stretto import Component, Context, LocalPath, Problem, hookimpl
+from stretto.agents.config import AgentCallsConfig
 from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.errors import ConfigError
-from stretto.models.tokenizer import shows_tools
-from stretto.tools import ParserName
+from stretto.models.tokenizer import load_tokenizer, shows_tools
 from stretto.user_code.importable import fault_of_importable
 from stretto.user_code.sandbox import sandbox_problems
 
 __all__ = ["AgentConfig"]
 
 
-class AgentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AgentConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the workflow `agent`."""
 
     command: str | tuple[str, ...] | None = None
@@ -47,16 +50,8 @@ class AgentConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """If the agent exceeds `agent_timeout_s`: `score` scores the answers so far, `fail` fails the ticket."""
     on_error: Literal["fail", "score"] = "fail"
     """If the agent ends with a status other than 0: `fail` fails the ticket, `score` scores the answers so
-    far. An agent that was refused a call because of the limits below is always scored."""
-    max_calls: PositiveInt = 64
-    """Number of answers that one run of the agent may request."""
-    max_tokens: PositiveInt | None = None
-    """Tokens of a whole chat, including the prompt. Default: only the engine's own limit, which fails the
-    call."""
-    max_total_tokens: PositiveInt | None = None
-    """Tokens that may be sampled in one run of the agent; null for no limit."""
-    tool_parser: ParserName = "hermes"
-    """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
+    far. An agent that was refused a call because of `max_calls`, `max_tokens` or `max_total_tokens` is always
+    scored."""
     processes: PositiveInt = 32
     """Number of agents that each rollout worker runs at once; others wait."""
     memory_mb: PositiveInt | None = None
@@ -105,7 +100,7 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
 def _hides_tools(model: str) -> bool:
     """Whether the model has a chat template that shows no tools. An agent needs neither."""
     try:
-        return not shows_tools(model)
+        return not shows_tools(load_tokenizer(model))
     except ConfigError:
         return False
 
@@ -117,7 +112,7 @@ def stretto_workflow() -> Iterator[Component[AgentConfig]]:
         "agent",
         make,
         AgentConfig,
-        "any program that calls OpenAI's API",
+        "any program that calls the API of OpenAI or Anthropic",
         check,
         reward_columns=("messages", "exit_status"),
     )

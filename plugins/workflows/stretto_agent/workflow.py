@@ -17,7 +17,7 @@ from anyio.abc import ByteReceiveStream, ByteSendStream
 
 from stretto import Context, StrettoError
 from stretto.agents.endpoint import Endpoint, base_url
-from stretto.agents.recorder import CallLimits, CallRecorder
+from stretto.agents.recorder import CallRecorder
 from stretto.errors import one_error
 from stretto.user_code.forwarded_port import ForwardedPort
 from stretto.user_code.sandbox import SandboxedCommand, can_show, kill, sandbox_command
@@ -62,7 +62,6 @@ class AgentWorkflow:
         """It serves as long as the worker lives."""
         self._shares_network = config.network or context.sandbox == "unsafe"
         self._processes = anyio.CapacityLimiter(config.processes)
-        self._limits = CallLimits(config.max_calls, config.max_total_tokens, config.max_tokens)
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
         """Return the trajectories of all runs; those of one run have the same score.
@@ -87,7 +86,7 @@ class AgentWorkflow:
     async def _run(self, prompt: Prompt, session: Session, number: int) -> tuple[CallRecorder, _AgentResult]:
         """Run the agent once, and raise AgentError if the run failed."""
         config = self._config
-        recorder = CallRecorder(session, f"a{number}", self._limits)
+        recorder = CallRecorder(session, f"a{number}", config.call_limits)
         async with (
             self._processes,
             self.endpoint.serve(recorder) as key,
@@ -133,6 +132,8 @@ class AgentWorkflow:
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its clients add the version
+            "ANTHROPIC_API_KEY": key,
             **({"STRETTO_PROMPT": text} if len(text.encode()) < _MAX_VARIABLE else {}),
         }
         cwd = Path.cwd()

@@ -25,7 +25,7 @@ from stretto.component import PositiveInt
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, EngineError
 from stretto.models.files import known_config
-from stretto.models.tokenizer import Message, shows_tools
+from stretto.models.tokenizer import Message, load_tokenizer, shows_tools
 from stretto.models.vision import is_vision_language
 from stretto.tools import (
     ParserName,
@@ -141,7 +141,7 @@ def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
 
 def _template_problems(model: str) -> Iterator[Problem]:
     try:
-        if not shows_tools(model):
+        if not shows_tools(load_tokenizer(model)):
             yield Problem(
                 "model", f"the chat template of {model!r} does not show tools to the model", "warning"
             )

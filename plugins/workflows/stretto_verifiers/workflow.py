@@ -15,8 +15,8 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from stretto import Context, StrettoError
+from stretto.agents.api_call import MODEL
 from stretto.agents.endpoint import Endpoint
-from stretto.agents.openai_api import MODEL
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.user_code.sandbox import kill, sandbox_command
 from stretto.workflow import Prompt, Session, Trajectory, group_of

@@ -1,0 +1,171 @@
+"""A call of the policy over HTTP, whatever the API: what the endpoint needs of it, and how bodies are read.
+
+Each API has a module that makes `APICall`s from the bodies of its requests and writes its answers:
+`stretto.agents.openai_api` and `stretto.agents.anthropic_api`. Both turn chats into the same messages, those
+of chat templates, so a chat may go on in the other API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+from stretto.agents.recorder import Input
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.models.tokenizer import Message
+    from stretto.workflow import Answer
+
+__all__ = [
+    "MODEL",
+    "APICall",
+    "ApiError",
+    "Event",
+    "Reply",
+    "function_tool",
+    "read_body",
+    "read_item",
+    "stop_texts",
+]
+
+T = TypeVar("T")
+MODEL = "policy"
+"""Name of the only model. The model's name in a request is not checked."""
+
+Event = tuple[str, Mapping[str, Any]]
+"""An event of a stream: its type, empty where the API gives it none, and its data."""
+
+
+class ApiError(StrettoError):
+    """A refused request.
+
+    Args:
+        param: the wrong field.
+        code: the error's code, for programs.
+        status: the HTTP status.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer as the agent gets it."""
+
+    answer: Answer
+    prompt_tokens: int
+    message: Message
+    """`role`, `content`, and `tool_calls` if there are any: each with `id`, `type` and `function`, which has
+    `name` and `arguments`."""
+
+    @property
+    def text(self) -> str:
+        """The text of the answer, without its tool calls."""
+        return self.message["content"]
+
+
+class APICall(Protocol):
+    """A parsed request, and how to write its answer."""
+
+    inputs: list[Input]
+    """The policy's input for each choice."""
+    tools: list[dict[str, Any]]
+    """Tools that the chat template shows to the policy."""
+    reads_tools: bool
+    """Whether answers are searched for calls of the tools."""
+    max_tokens: int | None
+    stop: list[str]
+    stream: bool
+    ends_with_done: bool
+    """Whether a stream's last line is `[DONE]`."""
+
+    def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """Return the answer in one piece."""
+        ...
+
+    def opening(self, prompt_tokens: int) -> Iterator[Event]:
+        """Yield the events before the first piece of a stream.
+
+        Args:
+            prompt_tokens: number of tokens of the input, if the call has one choice.
+        """
+        ...
+
+    def piece(self, choice: int, text: str) -> Iterator[Event]:
+        """Yield the events for new text of a choice."""
+        ...
+
+    def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
+        """Yield the events for a complete choice; its text was sent in pieces."""
+        ...
+
+    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        """Yield the events after all choices are complete."""
+        ...
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event for an error that ends the stream."""
+        ...
+
+
+def read_body(body: bytes, kind: type[T]) -> T:
+    """Parse the body of a request.
+
+    Raises:
+        ApiError: if it is not JSON, or not what the call expects.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at ")
+        param = path.strip("`").removeprefix("$").removeprefix(".") or None
+        location = f"{param}: " if param else ""
+        raise ApiError(f"{location}{message[:1].lower()}{message[1:]}", param=param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError("the body is nested too deeply") from error
+
+
+def read_item(item: dict[str, Any], kind: type[T], location: str) -> T:
+    """Convert a part of a body.
+
+    Raises:
+        ApiError: if the part is not what the call expects.
+    """
+    try:
+        return msgspec.convert(item, kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(f"{location}: {error}", param=location) from error
+
+
+def function_tool(name: Any, description: Any, parameters: Any, location: str) -> dict[str, Any]:
+    """Return a tool in the form of chat templates. Two equal tools of different APIs have equal forms.
+
+    Raises:
+        ApiError: if it has no name.
+    """
+    if not isinstance(name, str):
+        raise ApiError(f"{location}: a function needs a name", param=f"{location}.name")
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value}}
+
+
+def stop_texts(stop: str | list[str] | None, param: str) -> list[str]:
+    """Return the texts that end an answer.
+
+    Raises:
+        ApiError: if one is empty.
+    """
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not all(stops):
+        raise ApiError("an empty text would end every answer", param=param)
+    return stops

@@ -1,0 +1,29 @@
+"""The part of a section that all workflows with agents share."""
+
+from __future__ import annotations
+
+from stretto.agents.recorder import CallLimits
+from stretto.component import PositiveInt
+from stretto.tools import ParserName
+from stretto.workflow import WorkflowConfig
+
+__all__ = ["AgentCallsConfig"]
+
+
+class AgentCallsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the section of a workflow whose agents call the policy over HTTP."""
+
+    max_calls: PositiveInt = 64
+    """Number of answers that one run of the agent may request."""
+    max_tokens: PositiveInt | None = None
+    """Tokens of a whole chat, including the prompt. Default: only the engine's own limit, which fails the
+    call."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens that may be sampled in one run of the agent; null for no limit."""
+    tool_parser: ParserName = "hermes"
+    """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
+
+    @property
+    def call_limits(self) -> CallLimits:
+        """The limits of one run of an agent."""
+        return CallLimits(self.max_calls, self.max_total_tokens, self.max_tokens)

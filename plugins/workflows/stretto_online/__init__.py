@@ -1,0 +1,73 @@
+"""Workflow `online`: outside programs start a session for each sample, and post its reward later.
+
+The program gets the row's prompt, and an address and a key with which the clients of OpenAI and Anthropic
+reach the policy. The reward may come at any time before `session_timeout_s`; docs/agents.md describes the
+requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from stretto import Component, Context, Problem, hookimpl
+from stretto.agents.config import AgentCallsConfig
+from stretto.component import PositiveFloat
+from stretto.config import RunConfig
+
+__all__ = ["OnlineConfig"]
+
+
+class OnlineConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section of the workflow `online`."""
+
+    gives_reward: ClassVar[bool] = True
+
+    timeout_s: PositiveFloat = 86400.0
+    """Time limit of one ticket, in seconds, which includes the wait for programs that start its sessions. A
+    ticket that takes longer fails."""
+    session_timeout_s: PositiveFloat = 1800.0
+    """Seconds from the start of a session until it has ended and has a reward. A session that takes longer
+    fails its ticket; other tickets go on. Must be less than `timeout_s`."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    """Port of loopback on which the rollout worker listens; null for any free one. With a port the run can
+    have one rollout worker."""
+
+    def __post_init__(self) -> None:
+        if self.session_timeout_s >= self.timeout_s:
+            raise ValueError(
+                f"session_timeout_s={self.session_timeout_s:g} must be less than "
+                f"timeout_s={self.timeout_s:g}, which includes the wait for a program"
+            )
+
+
+def make(config: OnlineConfig, context: Context) -> Any:
+    """Return the workflow."""
+    from stretto_online.workflow import OnlineWorkflow
+
+    return OnlineWorkflow(config, context)
+
+
+def check(config: OnlineConfig, run: RunConfig) -> Iterator[Problem]:
+    """Check that nothing else gives rewards, and that the worker has its port and its file for itself."""
+    if run.reward is not None:
+        yield Problem("reward", "the sessions of the workflow 'online' post their rewards; leave it out")
+    if config.port is not None and run.rollout.processes > 1:
+        message = f"{run.rollout.processes} rollout workers cannot listen on one port; leave it out"
+        yield Problem("workflow.port", message)
+    if run.variants.__struct_fields__:
+        yield Problem("variants", "programs cannot tell them apart; the workflow 'online' allows none")
+
+
+@hookimpl
+def stretto_workflow() -> Iterator[Component[OnlineConfig]]:
+    """The component of this package."""
+    yield Component(
+        "online",
+        make,
+        OnlineConfig,
+        "sessions of outside programs, which post rewards over HTTP",
+        check,
+    )

@@ -1,0 +1,408 @@
+"""Sessions of outside programs: their requests, and runs that train on rewards that are posted later."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import openai
+import pytest
+from anthropic import Anthropic
+from anyio.abc import TaskGroup
+from openai import OpenAI
+
+from agent_session import FakeSession
+from stretto import Context
+from stretto.assembly.compose import compose
+from stretto.cli.checks import faults_and_warnings
+from stretto.models.tokenizer import ByteTokenizer
+from stretto.workflow import Prompt, Session, Trajectory
+from stretto_online import OnlineConfig
+from stretto_online.workflow import OnlineError, OnlineWorkflow
+
+ROW = {"prompt": "1+1=", "answer": "2"}
+USER: Any = {"role": "user", "content": "1+1="}
+
+
+def post(url: str, key: str, body: Any = None, *, raw: bytes = b"") -> tuple[int, Any]:
+    """Status and answer of a request."""
+    data = raw or (b"" if body is None else json.dumps(body).encode())
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            status, text = answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read()
+    return status, json.loads(text) if text else None
+
+
+class Desk:
+    """An outside program, which knows the file of a worker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "sessions" / "rollout-0.json"
+        address = json.loads(self.file.read_text())
+        self.url, self.token = address["base_url"], address["token"]
+
+    async def start(self) -> Any:
+        status, session = await self.post("", self.token)
+        assert status == 200
+        return session
+
+    async def post(self, path: str, key: str, body: Any = None, *, raw: bytes = b"") -> tuple[int, Any]:
+        call = partial(post, f"{self.url}/sessions{path}", key, body, raw=raw)
+        return await anyio.to_thread.run_sync(call)
+
+    async def ask(self, session: Any) -> str:
+        """One answer of the policy, over OpenAI's client."""
+        return await anyio.to_thread.run_sync(ask, session)
+
+
+def ask(session: Any, text: str | None = None) -> str:
+    with OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
+        message: Any = {"role": "user", "content": text or session["prompt"]}
+        answer = client.chat.completions.create(model="policy", messages=[message])
+        return answer.choices[0].message.content or ""
+
+
+class Ticket:
+    """A ticket of the workflow, and how it ended."""
+
+    trajectories: Sequence[Trajectory] = ()
+    error: Exception | None = None
+
+    def __init__(self, workflow: OnlineWorkflow, session: FakeSession) -> None:
+        self._workflow, self._session = workflow, session
+        self.ended = anyio.Event()
+
+    async def run(self) -> None:
+        prompt = Prompt(ROW, np.ones(1, np.int32))
+        try:
+            self.trajectories = await self._workflow.run(prompt, cast("Session", self._session))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+        self.ended.set()
+
+
+@asynccontextmanager
+async def desk_of(
+    folder: Path, *sessions: FakeSession, **options: Any
+) -> AsyncGenerator[tuple[Desk, list[Ticket], TaskGroup]]:
+    """A worker with a ticket for each session."""
+    context = Context(run="r", name="r", seed=1, folder=str(folder), worker="rollout-0")
+    workflow = OnlineWorkflow(OnlineConfig(use="online", **options), context)
+    await workflow.desk.open()
+    tickets = [Ticket(workflow, session) for session in sessions]
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            for ticket in tickets:
+                tasks.start_soon(ticket.run)
+            yield Desk(folder), tickets, tasks
+            tasks.cancel_scope.cancel()
+    await workflow.desk.endpoint.stop()
+
+
+def group(*texts: str, size: int = 1) -> FakeSession:
+    session = FakeSession(ByteTokenizer(), *texts)
+    session.group_size = size
+    return session
+
+
+async def test_a_session_talks_ends_and_gets_its_reward_later(tmp_path: Path) -> None:
+    policy = group("two", "2", size=2)
+    async with desk_of(tmp_path, policy) as (desk, [ticket], _):
+        assert stat.S_IMODE(desk.file.stat().st_mode) == 0o600
+        first, second = await desk.start(), await desk.start()
+        assert first["prompt"] == "1+1="
+        assert first["row"] == ROW
+        assert first["id"] != second["id"]
+        assert first["api_key"] != second["api_key"]
+        assert await desk.ask(first) == "two"
+        _, state = await desk.post(f"/{first['id']}/end", first["api_key"])
+        assert state == {"id": first["id"], "calls": 1, "rewarded": False, "ended": True}
+        with pytest.raises(openai.AuthenticationError):  # it has ended
+            await desk.ask(first)
+
+        def talk() -> str:
+            client = Anthropic(base_url=second["anthropic_base_url"], api_key=second["api_key"])
+            with client:
+                answer = client.messages.create(model="policy", max_tokens=9, messages=[USER])
+            return answer.content[0].text if answer.content[0].type == "text" else ""
+
+        assert await anyio.to_thread.run_sync(talk) == "2"
+        # The reward may come before the end or after it, with the session's key or the token.
+        status, _ = await desk.post(f"/{second['id']}/reward", second["api_key"], {"reward": 1, "exact": 1})
+        assert status == 200
+        await desk.post(f"/{second['id']}/end", second["api_key"], {})
+        assert not ticket.ended.is_set()
+        await desk.post(f"/{first['id']}/reward", desk.token, -0.5)
+        await ticket.ended.wait()
+    assert ticket.error is None
+    rewards = {text_of(each): each.score.reward for each in ticket.trajectories}
+    assert rewards == {"two": -0.5, "2": 1}
+    assert {each.score.metrics.get("exact") for each in ticket.trajectories} == {None, 1.0}
+
+
+def text_of(trajectory: Trajectory) -> str:
+    """What the policy wrote of it."""
+    return trajectory.tokens[trajectory.loss_mask].astype(np.uint8).tobytes().decode()
+
+
+async def test_a_session_that_never_ends_fails_its_ticket_alone(tmp_path: Path) -> None:
+    stuck, other = group("a", "b", size=2), group("c")
+    async with desk_of(tmp_path, stuck, other, session_timeout_s=0.5) as (desk, tickets, _):
+        sessions = [await desk.start() for _ in range(2)]
+        for session in sessions:
+            await desk.ask(session)
+        await desk.post(f"/{sessions[1]['id']}/reward", desk.token, 1.0)
+        await desk.post(f"/{sessions[1]['id']}/end", desk.token)
+        await tickets[0].ended.wait()
+        message = f"session {sessions[0]['id']} had no reward 0.5 s after its start"
+        assert isinstance(tickets[0].error, OnlineError)
+        assert str(tickets[0].error) == f"{message} (workflow.session_timeout_s)"
+        # Its program learns it, with the session's own key or with the token.
+        for key in (sessions[0]["api_key"], desk.token):
+            status, answer = await desk.post(f"/{sessions[0]['id']}/reward", key, 1.0)
+            assert (status, answer["error"]["code"]) == (410, "session_over")
+            assert message in answer["error"]["message"]
+        status, answer = await desk.post(f"/{sessions[1]['id']}/reward", desk.token, 1.0)
+        assert (status, "it is complete" in answer["error"]["message"]) == (410, True)
+        third = await desk.start()
+        await desk.ask(third)
+        await desk.post(f"/{third['id']}/reward", third["api_key"], 1.0)
+        await desk.post(f"/{third['id']}/end", third["api_key"])
+        await tickets[1].ended.wait()
+        assert tickets[1].error is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "end", "reason"),
+    [
+        (0, {}, "ended without an answer of the model"),
+        (1, {"error": "the browser crashed"}, "was given up: the browser crashed"),
+    ],
+)
+async def test_a_session_without_an_answer_or_given_up_fails(
+    tmp_path: Path, answers: int, end: Any, reason: str
+) -> None:
+    async with desk_of(tmp_path, group("a")) as (desk, [ticket], _):
+        session = await desk.start()
+        for _ in range(answers):
+            await desk.ask(session)
+        await desk.post(f"/{session['id']}/reward", desk.token, 1.0)
+        await desk.post(f"/{session['id']}/end", desk.token, end)
+        await ticket.ended.wait()
+    assert reason in str(ticket.error)
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "message"),
+    [
+        (b"NaN", 400, "not JSON"),
+        (b"1e39", 400, "no finite number"),
+        (b"1e999", 400, ""),
+        (b"-Infinity", 400, "not JSON"),
+        (b'"1"', 400, "expected"),
+        (b"true", 400, "expected"),
+        (b"[1]", 400, "expected"),
+        (b"null", 400, "expected"),
+        (b'{"accuracy": 1}', 400, "with `reward`"),
+        (b'{"reward": 1, "accuracy": "1"}', 400, "expected"),
+        (b'{"reward": 1, "accuracy": 1e300}', 400, "no finite number"),
+        (b'{"reward": 1, "\\u001b[2J": 1}', 400, "no metric's name"),
+        (json.dumps({"reward": 1, **{f"m{n}": n for n in range(32)}}).encode(), 400, "32 numbers"),
+        (b"[" * 60_000, 400, ""),
+        (b" " * 70_000 + b"1", 413, "65536 bytes"),
+        (b"\xff", 400, ""),
+    ],
+)
+async def test_a_body_that_is_no_reward_is_refused(
+    tmp_path: Path, raw: bytes, status: int, message: str
+) -> None:
+    async with desk_of(tmp_path, group("a")) as (desk, _, _):
+        session = await desk.start()
+        answer = await desk.post(f"/{session['id']}/reward", session["api_key"], raw=raw)
+        assert answer[0] == status
+        assert message in answer[1]["error"]["message"]
+        assert "\x1b" not in answer[1]["error"]["message"]
+        assert (await desk.post(f"/{session['id']}/reward", session["api_key"], 1.0))[0] == 200
+        assert (await desk.post(f"/{session['id']}/reward", session["api_key"], 1.0))[0] == 409
+
+
+async def test_only_the_right_keys_are_accepted(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, group("a"), group("b")) as (desk, _, _):
+        first, second = await desk.start(), await desk.start()
+        for path in ("", f"/{first['id']}/reward", f"/{first['id']}/end", "/sess_other/end"):
+            for key in ("", "other", "\xff", second["api_key"]):
+                status, answer = await desk.post(path, key, {} if path.endswith("end") else 1.0)
+                assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert (await desk.post("", first["api_key"]))[0] == 401
+        status, answer = await desk.post("/sess_other/end", desk.token)
+        assert (status, "may have restarted" in answer["error"]["message"]) == (410, True)
+        with pytest.raises(openai.AuthenticationError):  # the token alone does not open the policy
+            await desk.ask({**first, "api_key": desk.token})
+        assert await desk.ask(first) == "a"
+
+
+async def test_a_start_waits_for_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto_online.desk._WAIT_S", 0.2)
+    async with desk_of(tmp_path) as (desk, _, _):
+        assert await desk.post("", desk.token) == (204, None)
+    monkeypatch.setattr("stretto_online.desk._WAIT_S", 20)
+    async with desk_of(tmp_path, group("a")) as (desk, [ticket], tasks):
+        await desk.start()
+        started: list[Any] = []
+
+        async def start_next() -> None:
+            started.append(await desk.start())
+
+        tasks.start_soon(start_next)
+        late = Ticket(ticket._workflow, group("b"))  # pyright: ignore[reportPrivateUsage]
+        tasks.start_soon(late.run)
+        while not started:
+            await anyio.sleep(0.01)
+        assert await desk.ask(started[0]) == "b"
+
+
+# ------------------------------------------------------------------------------------------ whole runs
+
+POLICY = """
+def answer(prompt, seed):
+    return "yes" if seed % 2 else "no"
+"""
+
+
+class Program(threading.Thread):
+    """An outside program: it plays sessions until the run is over. Some rewards come from another thread,
+    after the session has ended; the row 3 is never ended."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.file = folder / "sessions" / "rollout-0.json"
+        self.over = threading.Event()
+        self.rows: list[int] = []
+        self.errors: list[str] = []
+
+    def run(self) -> None:
+        while not self.over.wait(0.05):
+            with suppress(OSError, ValueError):  # the worker is not there yet, or no more
+                address = json.loads(self.file.read_text())
+                status, session = post(f"{address['base_url']}/sessions", address["token"])
+                if status == 200:
+                    threading.Thread(target=self.play, args=[session, address["token"]], daemon=True).start()
+
+    def play(self, session: Any, token: str) -> None:
+        n, url = session["row"]["n"], f"{session['base_url']}/sessions/{session['id']}"
+        self.rows.append(n)
+        try:
+            answer = ask(session)
+            if n == 3:
+                return
+            assert post(f"{url}/end", session["api_key"])[0] == 200
+            self.over.wait(0.1)
+            status, state = post(f"{url}/reward", token, {"reward": float(answer == "yes"), "late": 1})
+            if status != 200:
+                self.errors.append(state["error"]["code"])
+        except (OSError, openai.OpenAIError) as error:
+            self.errors.append(str(error))
+
+
+def online(tmp_path: Path, *more: str) -> list[str]:
+    (tmp_path / "policy.py").write_text(POLICY)
+    file = tmp_path / "run.yaml"
+    file.write_text(file.read_text().replace("reward: exact\n", ""))
+    return [
+        *("workflow=online", f"inference={{use: mock, script: '{tmp_path}/policy.py:answer'}}"),
+        *("algorithm.group_size=2", "queue.batch_size=2", "rollout.concurrency=6", *more),
+    ]
+
+
+def test_late_rewards_train_and_a_session_that_never_ends_fails_its_ticket_alone(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    program = Program(tmp_path / "out")
+    run = start(*online(tmp_path, "workflow.session_timeout_s=2", "steps=22", "queue.max_failures=2"))
+    program.start()
+    try:
+        summary = run.assert_completed(22, batch_size=2)
+    finally:
+        program.over.set()
+    assert 3 in program.rows
+    assert summary["ledger"]["failed"] == program.rows.count(3) / 2
+    assert len(summary["reasons"]) == 1
+    assert "(workflow.session_timeout_s)" in next(iter(summary["reasons"]))
+    lines = run.metrics()
+    assert {line["reward/late"] for line in lines} == {1}
+    assert 0 < sum(line["reward"] for line in lines) < len(lines)
+    token = json.loads(program.file.read_text())["token"]
+    written = [path.read_text(errors="replace") for path in (run.folder / "logs").iterdir()]
+    assert not any(token in text or "sk-" in text for text in [*written, run.text()])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_its_rollout_worker_was_killed(start: Callable[..., Any], tmp_path: Path) -> None:
+    program = Program(tmp_path / "out")
+    run = start(*online(tmp_path, "steps=8", "dataset.path=" + str(tmp_path / "few.jsonl")))
+    rows = [{"prompt": f"{n}+1=", "n": n} for n in range(4, 40)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    program.start()
+    try:
+        run.until_step(2)
+        run.worker("rollout-0").kill()
+        summary = run.assert_completed(8, batch_size=2)
+    finally:
+        program.over.set()
+    assert summary["restarts"] == 1
+    assert summary["ledger"]["failed"] == 0
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_trains(start: Callable[..., Any], tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    program = page.partition("# program.py\n")[2].partition("```")[0]
+    assert "runs/mine" in program
+    (tmp_path / "program.py").write_text(program.replace("runs/mine", f"{tmp_path}/out"))
+    run = start(*online(tmp_path, "steps=3"))
+    run.until((tmp_path / "out" / "sessions" / "rollout-0.json").exists)
+    with subprocess.Popen([sys.executable, tmp_path / "program.py"], stderr=subprocess.PIPE) as process:
+        run.assert_completed(3, batch_size=2)
+        process.kill()  # it goes on until it finds no worker
+    assert 0 < sum(line["reward"] for line in run.metrics()) < 3
+
+
+def test_check_wants_no_reward_and_one_worker_for_a_port(tmp_path: Path) -> None:
+    rows = {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    run = {
+        "name": "o",
+        "steps": 1,
+        "algorithm": {"use": "grpo", "group_size": 2},
+        "dataset": rows,
+        "training": "mock",
+        "inference": "mock",
+        "workflow": {"use": "online"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+
+    def faults(*overrides: str) -> list[str]:
+        return faults_and_warnings(compose(tmp_path / "run.yaml", overrides), starting=False)[0]
+
+    assert faults() == []
+    [fault] = faults("reward=exact")
+    assert "the sessions of the workflow 'online' post their rewards" in fault
+    [fault] = faults("workflow.port=9999", "rollout.processes=2")
+    assert "2 rollout workers cannot listen on one port" in fault
