@@ -25,6 +25,7 @@ from stretto.bus.messages import (
     GroupDone,
     JournalBatch,
     JournalChange,
+    JournalEntry,
     JournalEvaluation,
     JournalStep,
     Member,
@@ -48,7 +49,7 @@ class Books:
     def __init__(self) -> None:
         self.batch_sizes = {1: BATCH}
         self.log: list[TrajectoryBundle | GroupDone] = []
-        self.journal: list[JournalBatch | JournalStep | JournalEvaluation | JournalChange] = []
+        self.journal: list[JournalEntry] = []
         self.purge_below = 0
         groups: dict[int, GroupDone] = {}
         for ticket in range((STEPS + 1) * BATCH):  # a batch more than is trained

@@ -16,10 +16,11 @@ import pytest
 from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
 from stretto.bus.server import NatsServer, fault_of_server
+from stretto.cli import checks
 from stretto.cli.checks import problems
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine
-from stretto.errors import ContractError, PluginError
+from stretto.errors import BusError, ConfigError, ContractError, PluginError
 from stretto.tracker import Tracker
 from stretto.workflow import Workflow
 
@@ -78,6 +79,7 @@ def plugin(file: Path, kind: str, body: str, base: str = "") -> str:
     ("body", "complaint"),
     [
         ("def score(completion, wrongname): return 1.0", "needs 'wrongname'"),
+        ("def score(prompt, answer): return 1.0", "'answer' is a column of the row; name them"),
         ("def score(prompt, completion): return 'good'", "could not convert string to float: 'good'"),
         ("def score(prompt, completion): return float('nan')", "is nan, not a finite number"),
         ("def score(completions, **columns): return [1.0]", "returned 1 values for 4 completions"),
@@ -380,6 +382,19 @@ def test_a_bus_that_cannot_be_reached_is_one_line(run_file: Path) -> None:
         said = [line for line in done.stderr.splitlines() if "threads" not in line]
         assert len(said) == 1
         assert said[0].startswith(f"{severity}: override bus.url: no nats-server at 127.0.0.1:{port} (")
+
+
+def test_a_machine_without_a_server_is_told_by_check(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise BusError("no nats-server found")
+
+    monkeypatch.setattr(checks, "binary", none)
+    assert found(run_file, severity="environment") == {"bus": "no nats-server found"}
+
+
+def test_a_folder_is_no_run_file(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a folder; expected a run file; did you mean '.*run\.yaml'\?"):
+        compose(run_file.parent)
 
 
 # ----------------------------------------------------------------------------- runs that end by a plugin

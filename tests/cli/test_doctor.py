@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.api import API_VERSION
 from stretto.assembly.plugins import Plugins
 from stretto.cli.doctor import Observation, examine_machine, examine_plugins
 from stretto.errors import PluginError
@@ -57,6 +58,10 @@ SUMMARY = '"1 for short answers"'
         ('    """Characters."""', "", "warning", "the key 'limit' has no meaning"),
         (SUMMARY, '""', "warning", "has no summary"),
         (SUMMARY, '"1", requires={"no_such": "acme[x]"}', "note", "pip install 'acme[x]'"),
+        (SUMMARY, '"1", api="1.0.0"', "fault", "api: '1.0.0' is no API version; expected MAJOR.MINOR"),
+        (SUMMARY, '"1", api=1.0', "fault", "api: "),
+        (SUMMARY, '"1", api="0.9"', "warning", "was made for API 0.9"),
+        (SUMMARY, '"1", api="99.0"', "warning", "names may be missing; pip install -U stretto"),
         ('"brevity"', '"exact"', "warning", "so a run file has to name one: `use: acme:exact`"),
     ],
 )  # fmt: skip
@@ -64,6 +69,10 @@ def test_a_fault_is_named(tmp_path: Path, former: str, now: str, level: str, tex
     assert former in GOOD
     [finding] = findings(tmp_path, GOOD.replace(former, now))
     assert (finding.level, text in finding.text) == (level, True), finding
+
+
+def test_a_plugin_for_this_api_has_no_finding(tmp_path: Path) -> None:
+    assert findings(tmp_path, GOOD.replace(SUMMARY, f'{SUMMARY}, api="{API_VERSION}"')) == []
 
 
 def test_stretto_itself_is_well() -> None:
@@ -77,7 +86,7 @@ def test_stretto_itself_is_well() -> None:
 
 def test_the_machine_has_what_a_run_needs() -> None:
     subjects = {finding.subject: finding for finding in examine_machine()}
-    assert {"python", "cores", "memory", "nats-server", "sandbox", "libraries"} <= subjects.keys()
+    assert {"python", "stretto", "cores", "memory", "nats-server", "sandbox", "libraries"} <= subjects.keys()
     assert subjects["nats-server"].text.startswith("v2.")
     assert not [finding for finding in subjects.values() if finding.level == "fault"]
 

@@ -164,6 +164,8 @@ class _Checker:
         yield self._check_batches()
         yield self._check_staleness()
         yield self._check_log()
+        if self._journal.draws:
+            yield self._check_draws()
         yield self._check_digests()
         yield self._check_metrics()
         yield self._check_evaluations()
@@ -398,6 +400,23 @@ class _Checker:
             unchecked=_purged(self._sampled_versions() - checked),
             violations=violations,
             empty=not checked,
+        )
+
+    def _check_draws(self) -> Check:
+        """Each ticket has one draw in the journal, and its trajectories are of that row."""
+        draws, rows = self._journal.draws, self._log.rows
+        return Check(
+            name="draws in the journal",
+            checked=f"{len(draws)} draws; trajectories of {len({ticket for ticket, _ in rows})} tickets",
+            violations=[
+                *self._journal.drawn_twice,
+                *(
+                    f"ticket {ticket} sampled row {row}; its draw in the journal: {draws.get(ticket, 'none')}"
+                    for ticket, row in sorted(rows)
+                    if draws.get(ticket) != row
+                ),
+            ],
+            empty=False,
         )
 
     def _rows(self) -> Iterator[tuple[int, RowRef]]:

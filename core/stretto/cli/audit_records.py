@@ -19,6 +19,8 @@ from stretto.bus.messages import (
     GroupFailed,
     JournalBatch,
     JournalChange,
+    JournalDraws,
+    JournalEntry,
     JournalEvaluation,
     JournalStep,
     TrajectoryBundle,
@@ -75,6 +77,10 @@ class JournalRecord:
     evaluations: list[JournalEvaluation] = field(default_factory=list[JournalEvaluation])
     rewritten: list[str] = field(default_factory=list[str])
     """Batches that replaced another one in the same incarnation."""
+    draws: dict[int, int] = field(default_factory=dict[int, int])
+    """Ticket -> the row that the run's curriculum chose for it."""
+    drawn_twice: list[str] = field(default_factory=list[str])
+    """Draws that replaced another one."""
     unordered: list[str] = field(default_factory=list[str])
     """Steps without an earlier batch."""
     unreadable: list[int] = field(default_factory=list[int])
@@ -93,7 +99,7 @@ class JournalRecord:
         self.incarnation = incarnation
         return self.histories.setdefault(incarnation, BatchHistory())
 
-    def add(self, entry: JournalBatch | JournalStep | JournalEvaluation | JournalChange) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Take in the next entry."""
         match entry:
             case JournalBatch(incarnation, version):
@@ -111,6 +117,13 @@ class JournalRecord:
             case JournalChange(incarnation, version, values):
                 history = self.enter(incarnation, version)
                 history.values = [each for each in history.values if each[1] < values] + [(version, values)]
+            case JournalDraws(draws=draws):
+                self.drawn_twice += [
+                    f"ticket {ticket} has two draws in the journal"
+                    for ticket, _ in draws
+                    if ticket in self.draws
+                ]
+                self.draws |= dict(draws)
 
 
 @dataclass(frozen=True)
@@ -140,12 +153,15 @@ class LogRecord:
     groups: dict[tuple[int, int], GroupDone] = field(default_factory=dict[tuple[int, int], GroupDone])
     """(ticket, attempt) -> group, for training."""
     evaluation_groups: list[GroupDone] = field(default_factory=list[GroupDone])
+    rows: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    """(ticket, row of the dataset) of each bundle of trajectories, for training."""
     unreadable: list[int] = field(default_factory=list[int])
 
     def add(self, message: StoredMessage) -> None:
         """Take in the next message."""
         match message.content:
-            case TrajectoryBundle(trajectories=trajectories):
+            case TrajectoryBundle(ticket=ticket, row=row, trajectories=trajectories):
+                self.rows.add((ticket, row))
                 try:
                     facts = [_facts(each) for each in trajectories]
                 except (TypeError, ValueError):
@@ -186,13 +202,12 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
 
 async def read_journal(store: StoreCopy) -> JournalRecord:
     """Read the whole journal."""
-    journal, kinds = JournalRecord(), JournalBatch | JournalStep | JournalEvaluation | JournalChange
-    async for message in store.messages(store.names.journal_stream, {store.names.journal: kinds}):
-        match message.content:
-            case JournalBatch() | JournalStep() | JournalEvaluation() | JournalChange() as entry:
-                journal.add(entry)
-            case _:
-                journal.unreadable.append(message.sequence)
+    journal = JournalRecord()
+    async for message in store.messages(store.names.journal_stream, {store.names.journal: JournalEntry}):
+        if isinstance(message.content, JournalEntry):
+            journal.add(message.content)
+        else:
+            journal.unreadable.append(message.sequence)
     return journal
 
 

@@ -28,13 +28,14 @@ from stretto.assembly.plan import placement as placement_of
 from stretto.assembly.plugins import missing_extra
 from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, run_of_variant, variants_of
-from stretto.bus.server import fault_of_server
+from stretto.bus.server import binary, fault_of_server
+from stretto.cli.folders import is_free
 from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.cores import available_cores
 from stretto.dataset import Dataset, Row
-from stretto.environment import EnvironmentConfig
-from stretto.errors import ConfigError, StrettoError, place_of
+from stretto.errors import BusError, ConfigError, StrettoError, place_of
+from stretto.kernel.setup import curriculum_of
 from stretto.launcher import Job, Launcher
 from stretto.models.files import known_config
 from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
@@ -134,8 +135,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
             needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
             yield Problem("metrics", needed, "environment")
-        if config.bus.url is not None and (fault := fault_of_server(config.bus.url, _CONNECT_S)):
-            yield Problem("bus.url", fault, "environment")
+        yield from _server_problems(config)
         yield from rewards.result()
         yield from rows.result()
         yield from components.result()
@@ -145,10 +145,22 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         yield Problem("plugins", f"{plugin}: {error if isinstance(error, StrettoError) else place_of(error)}")
 
 
+def _server_problems(config: RunConfig) -> Iterator[Problem]:
+    """Check that the run's nats-server answers, or that there is one to start."""
+    if config.bus.url is not None:
+        if fault := fault_of_server(config.bus.url, _CONNECT_S):
+            yield Problem("bus.url", fault, "environment")
+        return
+    try:
+        binary()
+    except BusError as error:
+        yield Problem("bus", str(error), "environment")
+
+
 def _folder_problems(config: RunConfig) -> Iterator[Problem]:
     """Refuse an output folder that is not empty."""
     folder = run_folder(config)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_free(folder):
         if (folder / "config.yaml").exists():
             advice = f"already holds a run; choose another folder, or resume it: `stretto resume {folder}`"
         else:
@@ -278,8 +290,8 @@ def _reward_problems(
     """Have a scoring process make the reward and score the first rows, as the verifiers will."""
     config = composed.config
     if config.reward is None:
-        may_score = isinstance(config.workflow, EnvironmentConfig)  # the environment may give the reward
-        if (placement.graph.scores or config.evaluation is not None) and not may_score:
+        scores = placement.graph.scores or config.evaluation is not None
+        if scores and not config.workflow.gives_reward:
             yield Problem("reward", "required: the run scores answers; set for example `reward: exact`")
         return
     if "reward" in failed_sections:
@@ -373,10 +385,9 @@ def _tool_trial_problems(config: RunConfig, failed_sections: Set[str]) -> Iterat
 
 def _row_problems(composed: Composed, failed_sections: Set[str]) -> Iterator[Problem]:
     """Check rows of the datasets with the reward's `check_row`, in a child process."""
-    from stretto.children.row_check import faults_of_rows, rewards_of
+    from stretto.children.row_check import faults_of_rows, row_checks
 
-    checked = [path for path in rewards_of(composed) if composed.components[path].check_row is not None]
-    if not checked or "reward" in failed_sections:
+    if not row_checks(composed) or "reward" in failed_sections:
         return
 
     document = msgspec.to_builtins(composed.config)
@@ -499,7 +510,8 @@ def _hub_problems(path: str, model: str) -> Iterator[Problem]:
         yield Problem(path, f"no model {model!r}: the hub does not have it, and there is no such folder")
     except Exception as error:  # noqa: BLE001 - the exceptions differ between versions of the hub's client
         reason = type(error).__name__
-        yield Problem(path, f"{model!r} not verified: the hub cannot be reached ({reason})", "warning")
+        text = f"{model!r} not verified: there is no such folder, and the hub cannot be reached ({reason})"
+        yield Problem(path, text, "warning")
 
 
 def _dataset_problems(
@@ -511,6 +523,8 @@ def _dataset_problems(
     if len(dataset) == 0:
         yield Problem(path, "the dataset is empty; expected at least one row")
         return
+    if path == "dataset":
+        curriculum_of(composed, dataset)
     row = dataset[0]
     if "prompt" not in row:
         keys = ", ".join(row) or "none"
@@ -553,6 +567,14 @@ def _length_problems(
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
     elif path == "dataset" and config.steps:
         longest = tokens + config.sampling.max_tokens
+        context: int | None = getattr(config.inference, "context_length", None)
+        if placement.graph.samples and context is not None and longest > context:
+            yield Problem(
+                "inference.context_length",
+                f"is {context}; the first row's prompt has {tokens} tokens, and with sampling.max_tokens, "
+                f"{config.sampling.max_tokens}, a sample needs {longest}: the tickets of such rows fail",
+                "warning",
+            )
         for group in placement.groups.values():
             budget = (
                 group.section.micro_batch_tokens

@@ -9,19 +9,21 @@ import inspect
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import psutil
 
+from stretto.api import API_VERSION, mismatch
 from stretto.assembly.plugins import Listing, Plugins, missing_extra
-from stretto.bus.server import binary
+from stretto.bus.server import binary, free_port
 from stretto.cli.schema import fields_of
 from stretto.component import Component, ComponentParts
 from stretto.cores import available_cores
@@ -64,7 +66,7 @@ def examine_plugins(name: str | None, plugins: Plugins) -> list[Observation]:
             f"{', '.join(names)}"
         )
     chosen = [line for line in listing if name in (None, line.distribution)]
-    return [finding for line in chosen for finding in _examine(line, listing, plugins)]
+    return [each for line in chosen for each in _examine(line, listing, plugins)]
 
 
 def examine_machine() -> list[Observation]:
@@ -73,6 +75,7 @@ def examine_machine() -> list[Observation]:
         Observation(
             "ok", "python", f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
         ),
+        Observation("ok", "stretto", f"{version('stretto')}, API {API_VERSION}"),
         Observation("ok", "cores", f"{available_cores():g} of {os.cpu_count()}"),
         *_memory(),
         Observation("ok", "gpus", ", ".join(visible_gpus(os.environ)) or "none visible"),
@@ -136,6 +139,10 @@ def _faults_of(component: Component[Any]) -> Iterator[str]:
             yield f"{name} cannot be called as {name}({', '.join(arguments)}): {error}"
         except ValueError:
             continue  # a class of an extension module has no signature
+    try:
+        mismatch(component.api or API_VERSION)
+    except (TypeError, ValueError) as error:
+        yield f"api: {error}"
     config = component.config.__struct_config__
     if not config.frozen:
         yield f"the config {component.config.__name__} is not frozen: components must not change it"
@@ -144,7 +151,10 @@ def _faults_of(component: Component[Any]) -> Iterator[str]:
 
 
 def _warnings_of(component: Component[Any]) -> Iterator[str]:
-    """Yield what users of this component would miss."""
+    """Yield what users of this component would miss, and what may fail later."""
+    with suppress(TypeError, ValueError):  # `_faults_of` yields it
+        if reason := mismatch(component.api or API_VERSION):
+            yield reason
     if not component.summary:
         yield "has no summary; `stretto plugins` shows it"
     for field in fields_of(component.config):
@@ -156,9 +166,7 @@ def _warnings_of(component: Component[Any]) -> Iterator[str]:
 
 
 def _memory() -> Iterator[Observation]:
-    if hasattr(os, "sysconf"):
-        gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        yield Observation("ok", "memory", f"{gigabytes:.1f} GiB")
+    yield Observation("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB")
     shared = Path("/dev/shm")  # noqa: S108 - where weights go, and not to write a file here
     if shared.is_dir():
         free = shutil.disk_usage(shared).free / 2**30
@@ -178,8 +186,7 @@ def _server() -> Observation:
 
 def _loopback() -> Observation:
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        free_port()
     except OSError as error:
         return Observation("fault", "loopback", f"no port of 127.0.0.1 can be used: {error}")
     return Observation("ok", "loopback", "ports of 127.0.0.1 can be used")

@@ -27,7 +27,7 @@ import yaml
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
 from stretto.errors import ConfigError, offer
-from stretto.kernel.checkpoint import damage_of, newest_intact
+from stretto.kernel.checkpoint import checkpoint_name, find_checkpoint
 from stretto.kernel.forks import ForkServer
 from stretto.records.accuracy import estimate
 from stretto.records.intervals import Estimate
@@ -162,26 +162,11 @@ def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
 def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
     """Return the model of a version: a folder, or the run's `model` for version 0 without a checkpoint.
     `version` None means the newest intact checkpoint."""
-    root = folder / "checkpoints"
-    if version is None:
-        newest = newest_intact(root)
-        if newest is None:
-            raise ConfigError(
-                f"the run in {folder} has no checkpoint; `--version 0` evaluates the model it started from"
-            )
-        checkpoint = newest[0]
-    else:
-        name = f"step-{int(version):06d}" if version.isdecimal() else version
-        checkpoint = root / name
-        if not checkpoint.is_dir():
-            if name == "step-000000" and run.get("model"):
-                return run["model"]
-            names = ", ".join(sorted(path.name for path in root.glob("step-*"))) or "none"
-            raise ConfigError(
-                f"--version {version}: no checkpoint {name!r} in {folder}; checkpoints: {names}"
-            )
-        if damage := damage_of(checkpoint):
-            raise ConfigError(f"checkpoint {checkpoint} is damaged: {damage}")
+    first = checkpoint_name(0)
+    if version in ("0", first) and run.get("model") and not (folder / "checkpoints" / first).is_dir():
+        return run["model"]
+    advice = "; `--version 0` evaluates the model it started from"
+    checkpoint = find_checkpoint(folder, version, advice)
     if not (checkpoint / "model").is_dir():
         raise ConfigError(
             f"{checkpoint} has no model: the training engine {run['training']['use']!r} does not save one"

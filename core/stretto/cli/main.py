@@ -5,7 +5,9 @@
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
 - Verify: `check` a run file, `audit` a run that has ended.
 - `track` sends to trackers what they have not received.
+- For other programs: `export` writes a run's model, or its samples.
 - Describe the installation: `plugins`, `schema`; `doctor` says what is wrong with it.
+- Extend it: `new` writes a plugin package.
 
 Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
 before the run started a worker, or a run cannot be audited; 130 interrupted.
@@ -19,11 +21,12 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
@@ -35,12 +38,10 @@ from stretto.errors import ConfigError, PluginError, StrettoError, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from stretto.assembly.compose import Composed
     from stretto.cli.audit import AuditReport
     from stretto.cli.doctor import Observation
     from stretto.cli.evaluate import Result
     from stretto.component import Kind
-    from stretto.kernel.forks import ForkServer
     from stretto.records.run import RunRecord
 
 __all__ = ["main"]
@@ -131,9 +132,10 @@ def options(
 def run(file: RunFile, overrides: Overrides = None) -> None:
     """Train: read the run file, start the run's processes, and show the run until it ends."""
     from stretto.assembly.compose import compose
+    from stretto.cli.acceptance import accepted_start
 
     composed = compose(file, overrides or ())
-    with _accepted_start(composed) as (folder, forks):
+    with accepted_start(composed) as (folder, forks):
         from stretto.kernel.life import run_to_end
 
         status = run_to_end(composed, folder, forks)
@@ -149,6 +151,7 @@ def quickstart(
 ) -> None:
     """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
     from stretto.assembly.compose import compose
+    from stretto.cli.acceptance import accepted_start
     from stretto.cli.quickstart import copy_quickstart
 
     if "=" in folder:  # `stretto quickstart steps=2`
@@ -156,8 +159,9 @@ def quickstart(
     with ExitStack() as stack:
         with copy_quickstart(Path(folder)) as file:
             composed = compose(file, overrides or ())
-            out, forks = stack.enter_context(_accepted_start(composed))
-        typer.echo(f"the quickstart is in {folder}; to run it again: stretto run {file}", err=True)
+            out, forks = stack.enter_context(accepted_start(composed))
+        again = shlex.join(["stretto", "run", str(file), *(overrides or ())])
+        typer.echo(f"the quickstart is in {folder}; to run it again: {again}", err=True)
         from stretto.kernel.life import run_to_end
 
         status = run_to_end(composed, out, forks)
@@ -178,12 +182,13 @@ def resume(
 
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
+    from stretto.cli.acceptance import accepted
     from stretto.kernel.changes import compose_changes, put_into_force
     from stretto.kernel.life import owned, resume_to_end
 
     with owned(folder):
         if overrides:
-            changed = _accepted(compose_changes(folder, overrides), starting=True, resumed=True)
+            changed = accepted(compose_changes(folder, overrides), starting=True, resumed=True)
             put_into_force(folder, changed)
         status = resume_to_end(folder, accept_dataset=accept_dataset)
     raise typer.Exit(status)
@@ -281,6 +286,7 @@ def evaluate(
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Evaluate a model, or a checkpoint of a run: avg@n and pass@k with 95 % intervals."""
+    from stretto.cli.acceptance import accepted_start
     from stretto.cli.evaluate import EvaluationOptions, compose_evaluation, run_evaluation
     from stretto.cli.trust import require_trust
 
@@ -290,7 +296,7 @@ def evaluate(
         require_trust(Path(source).absolute(), trusted=trust_plugins)
     evaluation = EvaluationOptions(version, dataset, reward, n, temperature, max_tokens, rows, inference, out)
     composed = compose_evaluation(source, evaluation, overrides or ())
-    with _accepted_start(composed) as (folder, forks):
+    with accepted_start(composed) as (folder, forks):
         result, summary = run_evaluation(composed, folder, forks, threshold)
     if result is None:
         from stretto.kernel.life import exit_status
@@ -597,6 +603,60 @@ def samples(
         typer.echo(why_none(store, wanted), err=True)
 
 
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    to: Annotated[
+        Path | None,
+        typer.Option(help="A folder to make; default RUN's name and the version.", metavar="FOLDER"),
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option(help="A version, or a checkpoint's name; default the newest.", metavar="N")
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter/--merged", help="Only the LoRA adapter, for peft; or the whole model.")
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", help="Upload it to this repository of the hub.", metavar="REPOSITORY"),
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="Export samples instead, as rows for supervised training.", metavar="FILE.jsonl"),
+    ] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only samples with at least this reward.")] = None,
+    best_of_group: Annotated[
+        bool, typer.Option("--best-of-group", help="Only the sample with the highest reward of each group.")
+    ] = False,
+) -> None:
+    """Write a run's model as a folder for transformers or peft, or its samples as rows for supervised
+    training."""
+    from stretto.cli.export import export_model, export_samples, push_to_hub
+    from stretto.records.run import RunRecord
+
+    run_record = RunRecord(folder)
+    if samples is not None:
+        if to or version or adapter or push:
+            raise ConfigError(
+                "--samples goes with --min-reward and --best-of-group only: it exports no model"
+            )
+        told = export_samples(folder, samples, min_reward=min_reward, best_of_group=best_of_group)
+        typer.echo(
+            f"{told.rows} rows in {samples}; left out: {told.truncated} samples that reached the limit of "
+            f"tokens, {told.unusable} that were not kept as a whole"
+        )
+        return
+    if min_reward is not None or best_of_group:
+        raise ConfigError("--min-reward and --best-of-group go with --samples FILE.jsonl")
+    with TemporaryDirectory() if push and to is None else nullcontext() as temporary:
+        target = Path(temporary, "export") if temporary else to
+        written = export_model(run_record, version, "adapter" if adapter else "merged", target)
+        if not temporary:
+            typer.echo(f"see {written}")
+        if push:
+            typer.echo(f"see {push_to_hub(written, push)}")
+
+
 @app.command(cls=_WithOverrides)
 def check(
     file: RunFile,
@@ -611,9 +671,10 @@ def check(
     """Check a run file, and print the run's processes, models and batches. No worker starts."""
     from stretto.assembly import plan
     from stretto.assembly.compose import compose
+    from stretto.cli.acceptance import accepted
     from stretto.cli.describe import describe
 
-    composed = _accepted(compose(file, overrides or ()), starting=False)
+    composed = accepted(compose(file, overrides or ()), starting=False)
     if mermaid:
         typer.echo(plan.graph(composed).mermaid())
     elif graph:
@@ -644,6 +705,24 @@ def plugins(
 
 
 @app.command()
+def new(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="Kind of the component, such as reward.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name, as run files will have it.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the package. Default: stretto-NAME, here.")
+    ] = None,
+) -> None:
+    """Write a plugin package for one component: config, tests, README and CI. It works as it is."""
+    from stretto.assembly.plugins import Plugins
+    from stretto.cli.new import new_package, next_steps
+
+    package = new_package(kind, name, folder, Plugins())
+    typer.echo(f"{package} has the {kind} {name!r}, which works as it is. Try it, then change it:", err=True)
+    for command in next_steps(kind, name, package):
+        typer.echo(f"  {command}", err=True)
+
+
+@app.command()
 def doctor(
     distribution: Annotated[
         str | None, typer.Argument(metavar="DIST", help="Examine the plugins of this distribution only.")
@@ -659,8 +738,8 @@ def doctor(
     for file in path or []:
         installed.add_path(file.resolve())
     shown = [*examine_plugins(distribution, installed), *([] if distribution else examine_machine())]
-    _list_findings(shown)
-    raise typer.Exit(int(any(finding.level == "fault" for finding in shown)))
+    _list_observations(shown)
+    raise typer.Exit(int(any(each.level == "fault" for each in shown)))
 
 
 @app.command()
@@ -685,41 +764,6 @@ def schema() -> None:
 
 
 # ----------------------------------------------------------------------------------------- helpers
-
-
-@contextmanager
-def _accepted_start(composed: Composed) -> Generator[tuple[Path, ForkServer | None]]:
-    """Refuse a run that has errors, while a fork server already imports what its workers need. Give the run's
-    folder and the server, for the duration of the block.
-
-    Raises:
-        ConfigError: as `_accepted`.
-    """
-    from stretto.assembly.plan import run_folder
-    from stretto.kernel.forks import fork_server
-
-    folder = run_folder(composed.config)
-    with fork_server(composed, folder) as forks:
-        _accepted(composed, starting=True)
-        yield folder, forks
-
-
-def _accepted(composed: Composed, *, starting: bool, resumed: bool = False) -> Composed:
-    """Return the composed run if it has no errors, and print its warnings.
-
-    Raises:
-        ConfigError: for every error; also for every fault of this machine's environment if `starting`.
-    """
-    from stretto.cli.checks import faults_and_warnings
-
-    for notice in composed.notices:
-        typer.echo(f"note: {notice}", err=True)
-    faults, warnings = faults_and_warnings(composed, starting=starting, resumed=resumed)
-    for warning in warnings:
-        typer.echo(f"warning: {printable(warning)}", err=True)
-    if faults:
-        raise ConfigError("\n".join(faults))
-    return composed
 
 
 def _runs_in(folders: list[Path]) -> list[RunRecord]:
@@ -799,7 +843,7 @@ def _list_components(installed: Any, kind: str | None) -> None:
     _print_table(table)
 
 
-def _list_findings(findings: Sequence[Observation]) -> None:
+def _list_observations(observations: Sequence[Observation]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -807,10 +851,8 @@ def _list_findings(findings: Sequence[Observation]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("level", "subject", "text"):
         table.add_column(column, overflow="fold", no_wrap=column != "text")
-    for finding in findings:
-        table.add_row(
-            Text(finding.level, style=styles[finding.level]), finding.subject, printable(finding.text)
-        )
+    for each in observations:
+        table.add_row(Text(each.level, style=styles[each.level]), each.subject, printable(each.text))
     _print_table(table)
 
 

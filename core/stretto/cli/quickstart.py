@@ -5,14 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 
+from stretto.cli.folders import is_free
+from stretto.cli.packaged import EXAMPLES, packaged_folder
 from stretto.errors import ConfigError
 
 __all__ = ["copy_quickstart"]
 
-_IN_CHECKOUT = "examples/quickstart"
+_IN_CHECKOUT = f"{EXAMPLES}/quickstart"
 _SCHEMA_LINE = "# yaml-language-server:"
 # Files and folders beside run.yaml that it refers to.
 _REFERENCES = ("model", "train.jsonl", "heldout.jsonl")
@@ -31,7 +32,7 @@ def copy_quickstart(folder: Path) -> Generator[Path]:
     _expect_room(folder)
     is_new = not folder.exists()
     try:
-        _copy(_source_folder(), folder)
+        _copy(packaged_folder("quickstart"), folder)
         yield folder / "run.yaml"
     except BaseException:
         _empty(folder)
@@ -40,20 +41,8 @@ def copy_quickstart(folder: Path) -> Generator[Path]:
         raise
 
 
-def _source_folder() -> Path:
-    """Return the folder of the quickstart's files: `stretto/quickstart` of a wheel, or the example of the
-    checkout."""
-    package = Path(str(files("stretto")))
-    for folder in (package / "quickstart", package.parents[1] / _IN_CHECKOUT):
-        if (folder / "run.yaml").is_file():
-            return folder
-    raise ConfigError(f"the quickstart's files are missing from this installation (looked below {package})")
-
-
 def _expect_room(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists():
+    if not is_free(folder):
         run_file = folder / "run.yaml"
         hint = f"; to run it again: stretto run {run_file}" if run_file.is_file() else ""
         raise ConfigError(f"{str(folder)!r} exists and is not an empty folder{hint}", value=str(folder))

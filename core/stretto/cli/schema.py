@@ -74,12 +74,7 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         run["properties"][key]["items"] = _section_schema(choices[kind], plugins.names(kind), {})
     for key, kind in NAMED_SECTIONS.items():
         section = _section_schema(choices[kind], plugins.names(kind), {})
-        description = run["properties"][key]["description"]
-        run["properties"][key] = {
-            "type": "object",
-            "additionalProperties": section,
-            "description": description,
-        }
+        run["properties"][key] = _names_schema(section, run["properties"][key])
     for key, kind in VARIANT_SECTIONS.items():
         properties = definitions["VariantConfig"]["properties"]
         section = _section_schema(choices[kind], plugins.names(kind), properties[key])
@@ -91,24 +86,16 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
             fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
             if fields.get("parts") is ComponentParts:
                 properties = definitions[struct.__name__]["properties"]
-                description = properties["parts"]["description"]
-                properties["parts"] = {
-                    "type": "object",
-                    "additionalProperties": section,
-                    "description": description,
-                }
-    run["properties"]["variants"] = {
-        "type": "object",
-        "additionalProperties": {"$ref": "#/$defs/VariantConfig"},
-        "description": run["properties"]["variants"]["description"],
-    }
+                properties["parts"] = _names_schema(section, properties["parts"])
+    variant = {"$ref": "#/$defs/VariantConfig"}
+    run["properties"]["variants"] = _names_schema(variant, run["properties"]["variants"])
     assert refs
     for struct in _all_structs(structs):
         for field in _info(struct).fields:
             properties = definitions[struct.__name__]["properties"]
             if names := _names_of(field.type):
                 properties[field.encode_name] = _allow_name(properties[field.encode_name], names)
-            if _is_measured(field.type):
+            if _mark(field.type) == "measured":
                 properties[field.encode_name] = _allow_name(properties[field.encode_name], ["auto"])
     for definition in definitions.values():
         for name, schema in definition.get("properties", {}).items():
@@ -165,8 +152,18 @@ def _names_of(info: types.Type) -> list[str]:
     return []
 
 
-def _is_measured(info: types.Type) -> bool:
-    return isinstance(info, types.Metadata) and (info.extra or {}).get("stretto") == "measured"
+def _names_schema(section: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a mapping of names to sections.
+
+    Args:
+        plain: the mapping's own schema, with its description.
+    """
+    return {"type": "object", "additionalProperties": section, "description": plain["description"]}
+
+
+def _mark(info: types.Type) -> str:
+    """Return the mark of `stretto.component` that a field's type carries; empty if it has none."""
+    return str((info.extra or {}).get("stretto", "")) if isinstance(info, types.Metadata) else ""
 
 
 def _allow_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -269,10 +266,10 @@ _PLAIN: dict[type[types.Type], str] = {
 def _type_text(info: types.Type) -> str:
     """Return a type as readable text: `int >= 1`, `str | null`, `one of wait, drop`."""
     match info:
-        case types.Metadata(type=inner, extra=extra):
-            if _is_measured(info):
+        case types.Metadata(type=inner):
+            if _mark(info) == "measured":
                 return f"{_type_text(inner)} | auto"
-            return "path" if (extra or {}).get("stretto") == "local_path" else _type_text(inner)
+            return "path" if _mark(info) == "local_path" else _type_text(inner)
         case types.UnionType(types=parts):
             return " | ".join(_type_text(part) for part in parts)
         case types.LiteralType(values=values):

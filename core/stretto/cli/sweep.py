@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import yaml
 
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plan import Worker, placement, workers
-from stretto.bus.server import write_private
 from stretto.cli.checks import faults_and_warnings
 from stretto.cli.sweep_grid import PlannedRun
 from stretto.cli.sweep_view import SweepView
@@ -39,6 +38,7 @@ from stretto.cores import available_cores
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.changes import differences, is_complete
 from stretto.launcher import visible_gpus
+from stretto.private_file import write_private
 from stretto.records.run import RunRecord
 
 __all__ = ["Machine", "Needs", "Sweep", "default_folder", "needs_of", "this_machine"]
@@ -143,10 +143,7 @@ def _gpus_of(run_workers: Sequence[Worker]) -> int:
 
 def _available_gb() -> float:
     """Return the memory that processes can still take, in GiB."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists() and (found := re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())):
-        return int(found[1]) / 2**20
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return psutil.virtual_memory().available / 2**30
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,273 @@
+"""`stretto export`: models that transformers and peft load, and rows that `sft` trains on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import msgspec
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+import stretto
+from kept_samples import Kept
+from made_run import make_run
+from sample_messages import done, record, trajectories
+from stretto.bus.messages import KeptText
+from stretto.cli.main import app
+from stretto.errors import ConfigError, StrettoError
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+    {"role": "tool", "name": "add", "content": "2"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the quickstart with adapters: two steps, and their samples."""
+    folder = tmp_path_factory.mktemp("lora") / "out"
+    overrides: dict[str, Any] = {
+        "training": {"threads": 1, "lora": {"rank": 4}, "lr": 1e-2},
+        "inference": {"threads": 1},
+        "queue": {"batch_size": 8, "max_staleness": 0},
+        "dataset": {"path": QUICKSTART / "train.jsonl"},
+        "evaluation": None,
+        "model": QUICKSTART / "model",
+    }
+    with stretto.run(QUICKSTART / "run.yaml", out=folder, steps=2, **overrides) as run:
+        run.wait()
+    return folder
+
+
+def logprobs(model: Any) -> Any:
+    import torch
+
+    tokens = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        return torch.log_softmax(model(tokens).logits, -1)
+
+
+def test_the_exported_model_is_that_of_the_checkpoint(lora_run: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    to = tmp_path / "model"
+    done = export(lora_run, "--to", to)
+    assert done.exit_code == 0, done.output
+    source = lora_run / "checkpoints" / "step-000002" / "model"
+    exported, trained, base = (
+        logprobs(AutoModelForCausalLM.from_pretrained(folder))
+        for folder in (to, source, QUICKSTART / "model")
+    )
+    assert torch.equal(exported, trained)
+    assert not torch.allclose(exported, base, atol=1e-3)
+    assert AutoTokenizer.from_pretrained(to).decode([30]) == AutoTokenizer.from_pretrained(source).decode(
+        [30]
+    )
+    assert json.loads((to / "generation_config.json").read_text())["eos_token_id"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
+def test_the_exported_adapter_gives_the_same_model_on_its_base(lora_run: Path, tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    to = tmp_path / "adapter"
+    assert export(lora_run, "--adapter", "--to", to).exit_code == 0
+    base = AutoModelForCausalLM.from_pretrained(QUICKSTART / "model")
+    adapted: Any = PeftModel.from_pretrained(base, to)
+    merged = AutoModelForCausalLM.from_pretrained(lora_run / "checkpoints" / "step-000002" / "model")
+    torch.testing.assert_close(logprobs(adapted), logprobs(merged), atol=1e-4, rtol=1e-4)
+    assert AutoTokenizer.from_pretrained(to).eos_token == "<|im_end|>"
+    assert not (to / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("form", ["--merged", "--adapter"])
+def test_no_file_names_a_place_of_this_machine_or_a_secret(
+    lora_run: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_MODEL", "/a/secret/place")
+    run = tmp_path / "run"
+    shutil.copytree(lora_run, run, ignore=shutil.ignore_patterns("bus", "logs"))
+    document = yaml.safe_load((run / "config.yaml").read_text())
+    document |= {"model": "${oc.env:MY_MODEL}", "seed": "${oc.env:MY_MODEL}"}
+    for folder, source in ((tmp_path / "a", lora_run), (tmp_path / "b", run)):
+        (run / "config.yaml").write_text(yaml.safe_dump(document))
+        assert export(source, form, "--to", folder).exit_code == 0
+        for file in folder.iterdir():
+            text = file.read_bytes()
+            assert not any(
+                place.encode() in text for place in (str(ROOT), str(lora_run.parents[1]), "secret")
+            )
+    card = (tmp_path / "a" / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["library_name"] == ("peft" if form == "--adapter" else "transformers")
+    assert "a local model named `model`: 2 train steps with the algorithm `grpo`" in card
+    assert "| `training.lr` | 0.01 |" in card
+    assert "| `reward` | " in card
+
+
+def test_a_mistake_is_refused_and_leaves_nothing(lora_run: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine").touch()
+    untrained = make_run(tmp_path / "made")
+    for arguments, reason in [
+        ((lora_run, "--to", full), "full exists and is not empty"),
+        ((lora_run, "--version", "7", "--to", tmp_path / "x"), "no checkpoint 'step-000007'"),
+        ((untrained, "--to", tmp_path / "x"), "has no checkpoint"),
+        ((tmp_path, "--to", tmp_path / "x"), "holds no run"),
+        ((lora_run, "--samples", tmp_path / "a.jsonl", "--adapter"), "exports no model"),
+        ((lora_run, "--best-of-group"), "go with --samples"),
+    ]:
+        refused = export(*arguments)
+        assert isinstance(refused.exception, ConfigError)
+        assert reason in str(refused.exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"full", "made"}
+
+
+class FakeHub:
+    """What `push_to_hub` asks of the hub's client."""
+
+    def __init__(self) -> None:
+        self.repository = ""
+        self.files: dict[str, bytes] = {}
+        self.private = False
+        self.fault = ""
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> str:
+        assert exist_ok
+        self.repository, self.private = repo_id, private
+        return f"https://huggingface.co/{repo_id}"
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        assert repo_id == self.repository
+        assert commit_message
+        if self.fault:
+            raise OSError(self.fault)
+        self.files = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    fake = FakeHub()
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    return fake
+
+
+def test_a_push_uploads_the_folder_to_a_private_repository(
+    lora_run: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pushed = export(lora_run, "--push-to-hub", "me/arithmetic")
+    assert pushed.exit_code == 0, pushed.output
+    assert pushed.output == "see https://huggingface.co/me/arithmetic\n"
+    assert hub.private
+    checkpoint = lora_run / "checkpoints" / "step-000002" / "model"
+    assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+    assert "README.md" in hub.files
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_push_does_not_show_the_token(lora_run: Path, hub: FakeHub, tmp_path: Path) -> None:
+    hub.fault = "403: the token hf_verysecret may not write"
+    refused = export(lora_run, "--push-to-hub", "me/arithmetic", "--to", tmp_path / "model")
+    assert isinstance(refused.exception, StrettoError)
+    assert str(refused.exception) == "--push-to-hub me/arithmetic: 403: the token <token> may not write"
+    assert refused.exception.__suppress_context__
+    assert "hf_verysecret" not in refused.output
+    assert (tmp_path / "model" / "README.md").exists()  # it is here to try again
+
+
+# ------------------------------------------------------------------------------------------ samples
+
+
+def rows_in(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_exported_samples_are_trained_on_by_sft(lora_run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sft.jsonl"
+    exported = export(lora_run, "--samples", file)
+    assert exported.exit_code == 0, exported.output
+    rows = rows_in(file)
+    assert f"{len(rows)} rows in" in exported.output
+    config = {
+        "name": "sft",
+        "model": QUICKSTART / "model",
+        "algorithm": "sft",
+        "training": {"use": "torch", "lr": 1e-4},
+        "dataset": {"use": "jsonl", "path": file},
+        "queue": {"batch_size": len(rows)},  # every step trains on all rows
+        "out": tmp_path / "out",
+    }
+    with stretto.run(config, steps=4) as run:
+        assert run.wait()["status"] == "completed"
+        nll = [step["nll"] for step in run.metrics]
+    assert nll[-1] < nll[0]
+
+
+def test_only_good_samples_and_the_best_of_each_group(lora_run: Path, tmp_path: Path) -> None:
+    every, good, best = (tmp_path / f"{name}.jsonl" for name in ("every", "good", "best"))
+    assert export(lora_run, "--samples", every).exit_code == 0
+    assert export(lora_run, "--samples", good, "--min-reward", "1").exit_code == 0
+    assert export(lora_run, "--samples", best, "--best-of-group").exit_code == 0
+    store = stretto_samples(lora_run)
+    assert {row["id"] for row in rows_in(every)} == {row["id"] for row in store if row["finish"] == "stop"}
+    assert {row["reward"] for row in rows_in(good)} == {1.0}
+    assert {row["reward"] for row in rows_in(every)} == {0.0, 1.0}
+    groups = {row["id"].split("/")[0] for row in rows_in(every)}
+    assert len(rows_in(best)) == len(groups)
+    highest = {
+        group: max(row["reward"] for row in rows_in(every) if row["id"].startswith(f"{group}/"))
+        for group in groups
+    }
+    assert {row["id"].split("/")[0]: row["reward"] for row in rows_in(best)} == highest
+    first = next(row for row in store if row["id"] == rows_in(every)[0]["id"])
+    assert rows_in(every)[0]["prompt"] == first["prompt_text"]
+    assert rows_in(every)[0]["completion"] == first["text"]
+
+
+def stretto_samples(folder: Path) -> list[dict[str, Any]]:
+    from stretto.records.samples import SampleStore
+
+    return SampleStore(folder).find(limit=None)
+
+
+def test_a_conversation_gives_a_row_for_each_turn_of_the_assistant(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "made", steps=1)
+    shutil.rmtree(folder / "samples")
+    kept = Kept(folder)
+    bundle, notes = trajectories(5, reward=0.5), record(5)
+    chat = msgspec.json.encode(CHAT).decode()
+    notes = msgspec.structs.replace(notes, texts=tuple(KeptText(None, "…", chat) for _ in notes.texts))
+    kept.add(bundle, notes, done(bundle, notes))
+    kept.flush()
+    file = tmp_path / "sft.jsonl"
+    exported = export(folder, "--samples", file, "--best-of-group")
+    assert exported.exit_code == 0, exported.output
+    rows = rows_in(file)
+    assert [(row["prompt"], row["completion"]) for row in rows] == [
+        (CHAT[:2], CHAT[2:5]),
+        (CHAT[:6], CHAT[6:]),
+    ]
+    assert [row["id"] for row in rows] == ["5/1/0/0", "5/1/0/1"]
