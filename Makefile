@@ -3,6 +3,7 @@
 # make coverage     the same tests, and which lines they run in all processes; fails below the floor in pyproject.toml
 # make lint         ruff, pyright (strict), import rules, spelling
 # make format       what ruff can mend
+# make docs         the documentation site, into build/site; fails if a link does not hold
 # make test-slow   the tests that take a minute or more
 # make test-all    both, in one go
 # make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
@@ -32,7 +33,7 @@ ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart test test-slow test-all test-chaos test-integration coverage lint format bench clean
+.PHONY: quickstart test test-slow test-all test-chaos test-integration coverage lint format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -73,6 +74,9 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bus.py
 	$(BIN)/python benchmarks/decode.py
@@ -83,7 +87,9 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/durability.py
 	$(BIN)/python benchmarks/tracing.py
+	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/algorithms.py
+	$(BIN)/python benchmarks/curriculum.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES)

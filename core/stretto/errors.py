@@ -19,7 +19,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     ├── WeightsError         weights that are missing, damaged or not the announced ones: `version`
     ├── LaunchError          a worker that could not be started, or ends again and again: `worker`
     ├── RunError             a run that cannot go on: `reason`
-    ├── ApiError             (stretto.agents.openai_api) an agent's refused HTTP request: `status`, `data`
+    ├── ApiError             (stretto.agents.api_call) a refused HTTP request of an agent: `status`, `code`
     └── OverLimit            (stretto.agents.recorder) an agent's call beyond the limits of its run: `code`
 
 An error that a user or another process can cause is one of these, or a subclass that a plugin defines. A bug

@@ -177,7 +177,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         PluginError, match=r"no launcher 'slur'; did you mean 'slurm'\? \(not in this version\)"
     ):
         Plugins().get("launcher", "slur")
-    with pytest.raises(PluginError, match=r"no reward 'zzz'; installed: exact, format, function"):
+    with pytest.raises(PluginError, match=r"no reward 'zzz'; installed: code, exact, format, function"):
         Plugins().get("reward", "zzz")
 
 

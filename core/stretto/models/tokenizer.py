@@ -110,18 +110,14 @@ def load_tokenizer(model: str | None) -> Tokenizer:
         raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {error}") from error
 
 
-def shows_tools(model: str) -> bool:
+def shows_tools(tokenizer: Tokenizer) -> bool:
     """Whether the chat template of a model puts the given tools into the prompt.
 
-    Args:
-        model: folder or hub id.
-
     Raises:
-        ConfigError: if the tokenizer cannot be loaded, the model has no chat template, or the template
-            refuses a plain question.
+        ConfigError: if the model has no chat template, or the template refuses a plain question.
     """
     tool = {"type": "function", "function": {"name": "a_tool", "description": "", "parameters": {}}}
-    return "a_tool" in load_tokenizer(model).render([{"role": "user", "content": "hello"}], tools=[tool])
+    return "a_tool" in tokenizer.render([{"role": "user", "content": "hello"}], tools=[tool])
 
 
 def fault_of(prompt: Any) -> str:

@@ -40,6 +40,7 @@ __all__ = [
     "StoredVersion",
     "expect_private",
     "lay_out",
+    "open_shared_version",
     "open_version",
 ]
 
@@ -342,6 +343,23 @@ def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) ->
     if wrong := differing_names(hashes, manifest.hashes()):
         raise WeightsError(f"{label} is not the announced one: {wrong[:3]} differ", version=note.version)
     return FolderUpdate(note, folder, manifest, temporary=temporary)
+
+
+def open_shared_version(note: WeightsNote) -> FolderUpdate:
+    """Open the version in the folder `note.address`, which another process of this user made.
+
+    Raises:
+        WeightsError: as `open_version`, or if others can enter the folder or its parent.
+    """
+    folder = Path(note.address)
+    try:
+        # The files are read to hash them, and later to load them. Nobody else may change them in between.
+        expect_private(folder.parent)
+        expect_private(folder)
+    except (OSError, WeightsError) as error:
+        reason = f"version {note.version} at {folder} cannot be read: {error}"
+        raise WeightsError(reason, version=note.version) from error
+    return open_version(note, folder)
 
 
 def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:

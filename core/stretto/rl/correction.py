@@ -68,7 +68,8 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         A token of weight 0 still counts in the loss's denominator.
 
         Args:
-            proximal, behaviour: (T,) logprobs.
+            proximal: (T,) logprobs of the policy at the start of the step.
+            behaviour: (T,) logprobs of the policy that sampled.
             batch: has `loss_mask`. `sequence_tis` takes the product of rho over its tokens, `sequence_mask`
                 the geometric mean.
         """

@@ -302,7 +302,8 @@ def importance_weight(
     """Weight that corrects for tokens that older weights sampled: pi_prox / pi_behav, AReaL eq. 5.
 
     Args:
-        proximal_logprobs, behaviour_logprobs: (T,), without gradient.
+        proximal_logprobs: (T,), of the policy at the start of the step, without gradient.
+        behaviour_logprobs: (T,), of the policy that sampled.
         cap: largest weight that is allowed; None for no bound.
         over_cap: "mask" gives a token above the cap the weight 0 (AReaL); "truncate" gives it the weight
             `cap` (truncated importance sampling).

@@ -37,8 +37,9 @@ from stretto.bus.messages import (
     TrainedRows,
     TrajectoryBundle,
 )
-from stretto.bus.server import Bootstrap, write_private
+from stretto.bus.server import Bootstrap
 from stretto.errors import RunError, leaves
+from stretto.private_file import write_private
 from stretto.records.sample_files import FOLDER, SegmentKind, Table
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter

@@ -1,6 +1,7 @@
 """Engines `mock`: training and inference at configured speeds, to try a configuration's timing.
 
-Neither needs a model or a GPU: answers are random tokens of random length, and the weights are one number.
+Neither needs a model or a GPU: answers are random tokens of random length, or those of a function, and the
+weights are one number.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stretto import Component, Context, InferenceConfig, TrainingConfig, hookimpl
-from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt
+from stretto import Component, Context, InferenceConfig, Problem, TrainingConfig, hookimpl
+from stretto.component import Importable, NonNegativeFloat, PositiveFloat, PositiveInt
+from stretto.config import RunConfig
+from stretto.user_code.importable import fault_of_importable
 
 __all__ = ["MockInferenceConfig", "MockTrainingConfig"]
 
@@ -44,6 +47,10 @@ class MockInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unk
     """Seconds of pause at each weight swap."""
     vocab_size: PositiveInt = 64
     """Number of different tokens that answers are drawn from."""
+    script: Importable | None = None
+    """A function that answers instead, to try agents, tools and environments without a model:
+    `answer(prompt: str, seed: int) -> str`, which returns at least one character. It runs in the inference
+    worker, so it must be fast. The tokens of a text are its bytes, so the run has no `model`."""
 
 
 def make_training(config: MockTrainingConfig, context: Context) -> Any:
@@ -58,6 +65,16 @@ def make_inference(config: MockInferenceConfig, context: Context) -> Any:
     from stretto_mock.inference import MockInference
 
     return MockInference(config, context)
+
+
+def check_inference(config: MockInferenceConfig, run: RunConfig) -> Iterator[Problem]:
+    """Check that the script exists and the run has no model, whose tokens are no bytes."""
+    if config.script is not None and (fault := fault_of_importable(config.script)):
+        yield Problem("inference.script", fault)
+    if config.script is not None and run.model is not None:
+        yield Problem(
+            "inference.script", "its texts are bytes, and the tokens of a `model` are not; set `model: null`"
+        )
 
 
 @hookimpl
@@ -81,7 +98,8 @@ def stretto_inference() -> Iterator[Component[MockInferenceConfig]]:
         "mock",
         make_inference,
         MockInferenceConfig,
-        "random answers of random length, at a configured speed",
+        "random answers of random length, or those of a function, at a configured speed",
+        check_inference,
         needs_model=False,
         reads_images=True,
     )

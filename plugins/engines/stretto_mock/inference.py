@@ -1,4 +1,5 @@
-"""The mock inference engine: it draws random tokens and emits them at a configured speed."""
+"""The mock inference engine: it draws random tokens, or asks a function, and emits them at a configured
+speed."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError, RequestError
 from stretto.serving.intake import Intake, OpenSample, final_chunks
+from stretto.user_code.importable import load_importable
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -45,6 +47,7 @@ class MockInference:
     def __init__(self, config: MockInferenceConfig, context: Context) -> None:
         del context
         self._config = config
+        self._script = None if config.script is None else load_importable(config.script)
         self._intake = Intake(_MockSample, vocabulary=_NO_LIMIT, room=_NO_LIMIT)
         self._running: list[_MockSample] = []
         self._version = -1
@@ -107,13 +110,26 @@ class MockInference:
     # ------------------------------------------------------------------------------------ private
 
     def _draw(self, sample: _MockSample) -> None:
-        config, limit = self._config, sample.request.sampling.max_tokens
+        limit = sample.request.sampling.max_tokens
+        tokens = (
+            self._random_answer(sample, limit + 1) if self._script is None else self._scripted_answer(sample)
+        )
+        sample.tokens = tokens[:limit]
+        sample.finish = "length" if len(tokens) > limit else "stop"
+        sample.credit = float(len(sample.begun))
+
+    def _random_answer(self, sample: _MockSample, limit: int) -> NDArray[np.int32]:
+        config = self._config
         random = np.random.default_rng(sample.seed)
         scale = random.lognormal(-(config.sigma**2) / 2, config.sigma)
         length = max(1, round(config.mean_tokens * scale))
-        sample.tokens = random.integers(config.vocab_size, size=min(length, limit), dtype=np.int32)
-        sample.finish = "length" if length > limit else "stop"
-        sample.credit = float(len(sample.begun))
+        return random.integers(config.vocab_size, size=min(length, limit), dtype=np.int32)
+
+    def _scripted_answer(self, sample: _MockSample) -> NDArray[np.int32]:
+        assert self._script is not None
+        prompt = sample.request.prompt_ids.numpy().astype(np.uint8).tobytes().decode(errors="replace")
+        answer = str(self._script(prompt, sample.seed))
+        return np.frombuffer(answer.encode(), np.uint8).astype(np.int32)
 
     async def _tick(self) -> None:
         last = time.monotonic()

@@ -8,20 +8,17 @@ even when the files are removed. Both sides hash every tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
-from stretto.errors import WeightsError
 from stretto.models.version_files import (
     FolderPublisher,
     FolderUpdate,
     RunFolders,
-    expect_private,
-    open_version,
+    open_shared_version,
 )
 
 if TYPE_CHECKING:
@@ -71,22 +68,10 @@ class FileSubscriber:
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Map the files of a version and compare every tensor's hash with the announcement."""
         # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-        return await anyio.to_thread.run_sync(_open, note)
+        return await anyio.to_thread.run_sync(open_shared_version, note)
 
     def close(self) -> None:
         """Do nothing: the subscriber holds no resources."""
-
-
-def _open(note: WeightsNote) -> FolderUpdate:
-    folder = Path(note.address)
-    try:
-        # The files are read to hash them, and later to load them. Nobody else may change them in between.
-        expect_private(folder.parent)
-        expect_private(folder)
-    except (OSError, WeightsError) as error:
-        reason = f"version {note.version} at {folder} cannot be read: {error}"
-        raise WeightsError(reason, version=note.version) from error
-    return open_version(note, folder)
 
 
 @hookimpl
