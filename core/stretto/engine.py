@@ -290,6 +290,12 @@ class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
         rank r works on part r // (processes // D)."""
         return self.processes
 
+    @property
+    def ranks_together(self) -> int:
+        """Number of consecutive ranks that must be on one machine, because they exchange activations within
+        each layer."""
+        return 1
+
 
 class TrainingEngine(Protocol):
     """Holds one model in one rank of its worker group. The worker calls it from one thread, one call at a

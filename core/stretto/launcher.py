@@ -69,8 +69,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the worker, unique in the run, such as `rollout-0`."""
     role: Role
     command: tuple[str, ...]
-    """Program and arguments. They contain no secrets: the secrets are in the bootstrap file that they
-    name."""
+    """Program and arguments. They contain no secrets: the secrets are in the worker's bootstrap file, whose
+    path is the last argument. With `-` in place of the path, the process reads that file's text from its
+    standard input."""
     env: Mapping[str, str]
     """Environment variables to set in addition to the inherited ones."""
     resources: Resources
@@ -78,6 +79,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the file for the stdout and stderr of the process."""
     imports: tuple[str, ...] = ()
     """Modules that the process will import. A process that is forked has them already."""
+    unit: str = ""
+    """Jobs with the same unit must run on one machine: the ranks of a tensor parallel group. Empty: the job
+    may run anywhere."""
 
 
 class Handle(Protocol):

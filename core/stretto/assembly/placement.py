@@ -60,6 +60,11 @@ class WorkerGroup:
         """Ranks that work together on one part of a batch."""
         return self.section.processes // self.section.data_parallel
 
+    def unit_of(self, rank: int) -> str:
+        """Return the name of the ranks that must run on the machine of this rank; empty if none must."""
+        together = self.section.ranks_together
+        return f"{self.name} {rank // together}" if together > 1 else ""
+
     def part_of(self, rank: int) -> int:
         """Return the part of a batch that a rank works on."""
         return rank // self.ranks_per_part

@@ -34,6 +34,8 @@ class Worker:
     id: str
     role: Role
     resources: Resources
+    unit: str = ""
+    """Workers with the same unit must run on one machine; empty if the worker may run anywhere."""
 
 
 def resources_of(config: RunConfig, worker: str) -> Resources:
@@ -69,9 +71,9 @@ def workers(config: RunConfig, placement: Placement) -> list[Worker]:
         "verifier": config.verifier.processes if scoring else 0,
     }
     trainers = [
-        Worker(name, "trainer", group.section)
+        Worker(name, "trainer", group.section, group.unit_of(rank))
         for group in placement.groups.values()
-        for name in group.workers
+        for rank, name in enumerate(group.workers)
     ]
     return trainers + [
         Worker(name, role, resources_of(config, name))

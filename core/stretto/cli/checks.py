@@ -784,4 +784,12 @@ def _thread_problems(config: RunConfig, placement: Placement) -> Iterator[Proble
 
 
 def _blank_job(worker: Worker) -> Job:
-    return Job(worker=worker.id, role=worker.role, command=(), env={}, resources=worker.resources, log="")
+    return Job(
+        worker=worker.id,
+        role=worker.role,
+        command=(),
+        env={},
+        resources=worker.resources,
+        log="",
+        unit=worker.unit,
+    )

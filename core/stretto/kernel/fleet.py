@@ -179,6 +179,7 @@ class Fleet:
             resources=worker.resources,
             log=str(self._logs / f"{worker.id}.out"),
             imports=self._imports[worker.id],
+            unit=worker.unit,
         )
 
     # ------------------------------------------------------------------------------- membership

@@ -57,6 +57,11 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
         """Number of parts of a batch, one for each data-parallel group."""
         return self.processes // self.tensor_parallel
 
+    @property
+    def ranks_together(self) -> int:
+        """The ranks of a tensor parallel group."""
+        return self.tensor_parallel
+
 
 def _make(config: Fsdp2TrainingConfig, context: Context) -> TrainingEngine:
     from stretto.training.engine import HFTraining

@@ -13,10 +13,12 @@ from pathlib import Path
 import anyio
 
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
+from stretto.cores import available_cores
 from stretto.errors import LaunchError
 from stretto.launcher import Forks, Job, StartedProcess, process_environment, visible_gpus
+from stretto.nodes import Node, Spot, place
 
-__all__ = ["LocalHandle", "LocalLauncher", "place"]
+__all__ = ["LocalHandle", "LocalLauncher"]
 
 
 class LocalHandle:
@@ -74,7 +76,7 @@ class LocalLauncher:
 
     def __init__(self, config: LauncherConfig, context: Context) -> None:
         del config, context
-        self._gpus: dict[str, list[str]] = {}
+        self._spots: dict[str, tuple[Job, Spot]] = {}
         self._forks: Forks | None = None
 
     def use_forks(self, forks: Forks) -> None:
@@ -84,7 +86,7 @@ class LocalLauncher:
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
         """Compare the GPUs and memory that the jobs need with those of this machine."""
         try:
-            place(jobs, visible_gpus(os.environ))
+            place(jobs, [_this_machine()], {})
         except LaunchError as error:
             yield Problem("launcher", str(error), "environment")
         needed_gb = sum(job.resources.memory_gb or 0 for job in jobs)
@@ -98,9 +100,9 @@ class LocalLauncher:
 
     async def launch(self, jobs: Sequence[Job]) -> list[LocalHandle]:
         """Start the jobs. A worker that ran before gets the same GPUs again."""
-        fresh = [job for job in jobs if job.worker not in self._gpus]
-        if fresh:
-            self._gpus |= place(fresh, visible_gpus(os.environ))
+        fresh = [job for job in jobs if job.worker not in self._spots]
+        spots = place(fresh, [_this_machine()], self._spots)
+        self._spots |= {job.worker: (job, spots[job.worker]) for job in fresh}
         handles: dict[str, LocalHandle] = {}
         errors: list[LaunchError] = []
 
@@ -122,7 +124,7 @@ class LocalLauncher:
         return [handles[job.worker] for job in jobs]
 
     async def _start(self, job: Job) -> StartedProcess:
-        env = {**process_environment(job.resources, self._gpus[job.worker]), **job.env}
+        env = {**process_environment(job.resources, self._spots[job.worker][1].gpus), **job.env}
         if self._forks is not None and self._forks.can_fork(job.command, env):
             process = await self._forks.fork(job.command, Path(job.log), job.imports)
             if process is not None:
@@ -138,43 +140,8 @@ class LocalLauncher:
             )
 
 
-def place(jobs: Sequence[Job], gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Choose the GPUs that each worker sees, those with the most unused memory first. Workers share a GPU
-    only if the sum of their shares allows it.
-
-    Raises:
-        LaunchError: if the GPUs do not suffice.
-    """
-    free = dict.fromkeys(gpus, 1.0)
-    assignment: dict[str, list[str]] = {}
-    # Large shares first: a small one must not take the GPU that a whole one needs.
-    for job in sorted(jobs, key=lambda job: -job.resources.share):
-        share = job.resources.share
-        fitting = [gpu for gpu in sorted(free, key=lambda gpu: -free[gpu]) if free[gpu] >= share - 1e-9]
-        if len(fitting) < job.resources.gpus:
-            raise LaunchError(_shortage(job, len(gpus), len(fitting)), worker=job.worker)
-        assignment[job.worker] = fitting[: job.resources.gpus]
-        for gpu in assignment[job.worker]:
-            free[gpu] -= share
-    return assignment
-
-
-def _shortage(job: Job, visible: int, fitting: int) -> str:
-    """Explain why the GPUs do not suffice for a job, naming the config keys that say what it needs."""
-    gpus, share = job.resources.gpus, job.resources.share
-    requirement = (
-        f"{job.worker} needs {_gpus(gpus)} (`gpus`) with {100 * share:g} % of the memory unused (`share`)"
-    )
-    if visible < gpus:
-        return f"{requirement}; this machine has {_gpus(visible)}"
-    return (
-        f"{requirement}; this machine has {_gpus(visible)}, and other workers leave that much on "
-        f"{_gpus(fitting)}"
-    )
-
-
-def _gpus(count: int) -> str:
-    return {0: "no GPU", 1: "1 GPU"}.get(count, f"{count} GPUs")
+def _this_machine() -> Node:
+    return Node("this machine", available_cores(), tuple(visible_gpus(os.environ)))
 
 
 @hookimpl
