@@ -103,9 +103,9 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     """For a training engine: rank of its process in the worker group, below `config.processes`."""
     rendezvous: str = ""
-    """For a training engine in a group of several processes: path of the file through which the processes
-    find each other. Each start of the group has a new file. The engines in one process share its process
-    group."""
+    """For a training engine in a group of several processes: how the processes find each other. Either the
+    path of a file that all of them see, or `tcp://HOST:PORT`, where rank 0 listens. Each start of the group
+    has another one. The engines in one process share its process group."""
     folder: str = ""
     """The run's folder; empty in a process that has no access to it."""
     sandbox: SandboxMode = "bubblewrap"

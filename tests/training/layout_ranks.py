@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ def engine_of(
     folder: Path, model: str, options: Mapping[str, Any], *, rank: int = 0, head: Head = "policy", **more: Any
 ) -> Any:
     """An engine of one rank; `more` are fields of its context."""
-    meeting = str(folder / "rendezvous")
+    meeting = os.environ.get("MEETING") or str(folder / "rendezvous")
     context = Context(
         run="r", name="n", seed=1, model=model, head=head, rank=rank, rendezvous=meeting, **more
     )

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.algorithm import AlgorithmConfig
+from stretto.bus.server import free_port
 from stretto.config import RunConfig
 from stretto.dataset import DatasetConfig
 from stretto.errors import EngineError
@@ -94,10 +95,11 @@ class Measured:
         return {key: tensors[f"after.{key}"] - tensors[f"before.{key}"] for key in names}
 
 
-def run_ranks(folder: Path, ranks: int, **case: Any) -> None:
-    """Run a case in processes of its own, all ended after five minutes."""
+def run_ranks(folder: Path, ranks: int, *, meeting: str = "", **case: Any) -> None:
+    """Run a case in processes of its own, all ended after five minutes. The ranks find each other through a
+    file, or as `meeting` says."""
     (folder / "case.json").write_text(json.dumps(case))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEETING": meeting}
     processes: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + 300
     try:
@@ -120,7 +122,9 @@ def run_ranks(folder: Path, ranks: int, **case: Any) -> None:
 Runs = list[dict[str, Any]]
 
 
-def run_layouts(folder: Path, layouts: Mapping[str, tuple[Mapping[str, Any], Runs]]) -> dict[str, Measured]:
+def run_layouts(
+    folder: Path, layouts: Mapping[str, tuple[Mapping[str, Any], Runs]], meeting: str = ""
+) -> dict[str, Measured]:
     """Measure layouts of the same number of ranks, by name options and runs. They share the processes, which
     take longer to import their libraries than to train."""
     [ranks] = {int(options["processes"]) for options, _ in layouts.values()}
@@ -132,7 +136,7 @@ def run_layouts(folder: Path, layouts: Mapping[str, tuple[Mapping[str, Any], Run
         runs += [
             {**run, "name": f"{name}/{run['name']}", "options": {**options, **run["options"]}} for run in own
         ]
-    run_ranks(folder, ranks, runs=runs)
+    run_ranks(folder, ranks, meeting=meeting, runs=runs)
     return found
 
 
@@ -361,6 +365,16 @@ def test_other_layouts_give_the_numbers_of_one_process(
         assert found.steps(run)[0]["grad_norm"] == pytest.approx(single.steps(run)[0]["grad_norm"], rel=1e-5)
         assert off(found.update(run), single.update(run)) < 1e-5, run
     assert off(found.update("qwen2-adam"), single.update("qwen2-adam")) < 1e-2
+
+
+def test_ranks_of_several_machines_meet_over_tcp(
+    single: Measured, models: dict[str, Path], tmp_path: Path
+) -> None:
+    run = {"name": "tcp", "model": str(models["llama"]), "options": SGD}
+    layouts = {"copies": ({"use": "fsdp2", "processes": 2, "shard": False}, [run])}
+    meeting = f"tcp://127.0.0.1:{free_port()}"
+    found = run_layouts(tmp_path / "ranks", layouts, meeting)["copies"]
+    assert off(found.update("tcp"), single.update("llama-sgd")) < 1e-5
 
 
 @pytest.mark.slow

@@ -132,11 +132,11 @@ class Composed:
                     return f"{origin.label} raised {place_of(error, origin.files)}"
         return f"{owners[path].label} raised {place_of(error)}" if path else ""
 
-    def explain(self, error: BaseException, log: Path) -> str:
+    def explain(self, error: BaseException, log: Path | str) -> str:
         """Return an error as text for readers without its traceback: the plugin that raised it, and the line.
 
         Args:
-            log: the file with the traceback, for an error that is not a `StrettoError`.
+            log: what has the traceback, for an error that is not a `StrettoError`.
         """
         if isinstance(error, StrettoError):
             return self.redact(str(error))

@@ -56,6 +56,7 @@ from nats.js.kv import KeyValue
 from stretto.bus.messages import SERVER, Message, Refusal, Subjects, Wait
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Refused, StrettoError
+from stretto.interfaces import address_towards
 
 __all__ = ["Bus", "Delivery", "Extent", "connect", "decoder", "sleep_and_measure_delay"]
 
@@ -267,6 +268,17 @@ class Bus:
     def url(self) -> str:
         """Address of the server, or addresses of the servers, as the client has them now."""
         return ",".join(server.geturl() for server in self._nats.servers)
+
+    @property
+    def local_address(self) -> str:
+        """Address of this machine from which it reaches the server, so that other machines of the run reach
+        it there.
+
+        Raises:
+            OSError: if there is no route to the server.
+        """
+        server = self._nats.connected_url or self._nats.servers[0]
+        return address_towards(server.hostname or "localhost")
 
     @property
     def limit(self) -> int:

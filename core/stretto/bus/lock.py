@@ -40,6 +40,15 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
         files."""
         return self.machine == _machine() and Path(self.path).exists()
 
+    @property
+    def shows_folder(self) -> bool:
+        """Whether this process can read the files of the run's folder: on the kernel's machine, or on a disk
+        that both machines share."""
+        try:
+            return Path(self.path).read_text() == self.owner
+        except OSError:
+            return False
+
     def is_held(self) -> bool:
         """Whether this kernel still holds the lock. A lock that is not visible counts as free."""
         path = Path(self.path)

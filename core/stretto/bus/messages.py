@@ -31,6 +31,7 @@ __all__ = [
     "Answers",
     "AskColumn",
     "AskLoad",
+    "AskMeetingPlace",
     "AskPublished",
     "AskSharedRows",
     "AskTools",
@@ -65,6 +66,7 @@ __all__ = [
     "LoadCheckpoint",
     "LoadReport",
     "Loaded",
+    "MeetingPlace",
     "Member",
     "Message",
     "Party",
@@ -175,7 +177,7 @@ class Join(Message, frozen=True, tag="Join/2"):
     """Proof that the process may join under this id (see `stretto.bus.joining`)."""
 
 
-class Welcome(Message, frozen=True, tag="Welcome/2"):
+class Welcome(Message, frozen=True, tag="Welcome/3"):
     """What a worker needs to know about the run."""
 
     config: bytes
@@ -190,6 +192,8 @@ class Welcome(Message, frozen=True, tag="Welcome/2"):
     outage_s: float
     """A worker that cannot see the lock leaves after this many seconds without a beacon."""
     lock: KernelLock
+    many_machines: bool = False
+    """Whether the launcher may start workers on other machines than the kernel's."""
 
 
 SERVER = "nats-server"
@@ -819,6 +823,19 @@ class Prefetch(Message, frozen=True):
     """Whether the batches need no other rows, so that the trainers drop those that they have read."""
 
 
+class AskMeetingPlace(Message, frozen=True):
+    """Another rank to rank 0 of its worker group, answered by `MeetingPlace`: how do the ranks find each
+    other?"""
+
+    lease_epoch: int
+
+
+class MeetingPlace(Message, frozen=True):
+    """How the ranks of a worker group find each other (see `Context.rendezvous`)."""
+
+    rendezvous: str
+
+
 class LoadCheckpoint(Message, frozen=True):
     """Kernel to trainers, answered by `Loaded`: load the initial model or a checkpoint."""
 
@@ -953,7 +970,7 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
     "trainer": {
         **dict.fromkeys(("load", "call", "end", "save"), ("kernel", "trainer")),
         **dict.fromkeys(("prefetch", "published"), ("kernel",)),
-        "column": ("trainer",),
+        **dict.fromkeys(("column", "meeting_place"), ("trainer",)),
         "weights": ("inference",),
         "shared_rows": ("inference",),
     },

@@ -97,9 +97,24 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: if the file is missing or is not a bootstrap file.
         """
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except (OSError, msgspec.DecodeError) as error:
+            return cls.decode(path.read_bytes(), str(path))
+        except OSError as error:
             raise ConfigError(f"{path} is not a bootstrap file: {error}") from error
+
+    @classmethod
+    def decode(cls, text: bytes, source: str) -> Bootstrap:
+        """Read the text of a bootstrap file.
+
+        Args:
+            source: where the text comes from, for the error.
+
+        Raises:
+            ConfigError: if it is not the text of a bootstrap file.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{source} is not a bootstrap file: {error}") from error
 
 
 def run_id(folder: Path) -> str | None:
@@ -353,14 +368,14 @@ def binary() -> str:
     return binary
 
 
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that is free now.
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port of an address of this machine that is free now.
 
     Raises:
-        OSError: if there is none.
+        OSError: if there is none, or if the address is not of this machine.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 

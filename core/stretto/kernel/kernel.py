@@ -75,7 +75,7 @@ from stretto.kernel.tickets import TicketQueue
 from stretto.kernel.timeline import Timeline
 from stretto.kernel.traces import RunTraces, StepTrace
 from stretto.kernel.trainers import StepResult, Trainers
-from stretto.launcher import ROLES, Role
+from stretto.launcher import ROLES, ClusterLauncher, Role
 from stretto.weights import WeightsNote
 
 __all__ = ["own_run"]
@@ -475,6 +475,7 @@ class Kernel:
             fingerprints={path: dataset.fingerprint for path, dataset in self._setup.datasets.items()},
             outage_s=self._config.bus.outage_s,
             lock=self._lock,
+            many_machines=isinstance(self._setup.launcher, ClusterLauncher),
         )
 
     def _on_ready(self, member: FleetMember) -> None:

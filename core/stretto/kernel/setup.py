@@ -91,10 +91,10 @@ class RunSetup:
         self.placement = Placement(config, self.graph)
         every = workers(config, self.placement)
         self.workers = every if goes_on else [each for each in every if each.role == "trainer"]
-        launcher: Launcher = composed.make("launcher", self.context)
-        if forks is not None and isinstance(launcher, ForkingLauncher):
+        self.launcher: Launcher = composed.make("launcher", self.context)
+        if forks is not None and isinstance(self.launcher, ForkingLauncher):
             forks.keep_output(self.logs / "forks.out")
-            launcher.use_forks(forks)
+            self.launcher.use_forks(forks)
             self.forks = forks
         self.transport: WeightsTransport = composed.make("weights", self.context)
         self.sources = {
@@ -108,7 +108,7 @@ class RunSetup:
             evaluation_source=self.sources.get("evaluation.dataset", _no_source),
         )
         self.fleet = Fleet(
-            launcher,
+            self.launcher,
             folder / "bus",
             self.logs,
             {worker.id: imports_of(composed, self.placement, worker) for worker in self.workers},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -306,8 +307,7 @@ class ServerEngine(ABC):
             server = Server(self._url(), config.api_key)
         else:
             port, key = Server.draw_address()
-            log_file = self._context.path("logs", f"{self._context.worker}-server.log")
-            server = await Server.start(self.command(port, key), port, key, log_file)
+            server = await Server.start(self.command(port, key), port, key, self._log_file())
         try:
             await server.until_healthy(self.health, config.start_timeout_s)
             await self.greet(server)
@@ -317,6 +317,16 @@ class ServerEngine(ABC):
             raise
         log.info("server ready", url=server.url, after_s=round(time.monotonic() - start, 1))
         return server
+
+    def _log_file(self) -> Path:
+        """Return the file for the server's output. Without the run's folder, it is in a new private folder of
+        this machine."""
+        worker = self._context.worker
+        if self._context.folder:
+            return self._context.path("logs", f"{worker}-server.log")
+        file = Path(tempfile.mkdtemp(prefix=f"stretto-{self._context.run}-"), f"{worker}-server.log")
+        log.info("the server's output is on this machine", file=str(file))
+        return file
 
     def _learn_model(self) -> None:
         """Read the model's config, shapes and end tokens; the server has downloaded the model by now."""

@@ -100,7 +100,9 @@ NO_SPAN = Span(None, "")
 
 
 @contextmanager
-def traced(config: TracingConfig | None, process: str, run: str, name: str, folder: Path) -> Generator[None]:
+def traced(
+    config: TracingConfig | None, process: str, run: str, name: str, folder: Path | None
+) -> Generator[None]:
     """Trace this process in the block, if the run is traced. At its end, send the spans that are left; this
     takes 2 seconds at most.
 
@@ -108,16 +110,16 @@ def traced(config: TracingConfig | None, process: str, run: str, name: str, fold
         process: id of the worker, or `kernel`.
         run: id of the run.
         name: the run's name.
-        folder: the run's folder.
+        folder: the run's folder; None in a process that does not see it.
     """
     global _tracer
     if config is None:
         yield
         return
-    if config.endpoint is None and not folder.is_dir():
+    if config.endpoint is None and folder is None:
         log.warning(
             "this process is not traced",
-            reason=f"it does not see the run's folder {folder}; set tracing.endpoint",
+            reason="it does not see the run's folder; set tracing.endpoint",
         )
         yield
         return

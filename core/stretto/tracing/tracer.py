@@ -52,7 +52,7 @@ _LIMITS = SpanLimits(max_links=1 << 16, max_attribute_length=1000)
 class Tracer:
     """The tracer of this process. Make it once and close it at the end of the process's work."""
 
-    def __init__(self, config: TracingConfig, process: str, run: str, name: str, folder: Path) -> None:
+    def __init__(self, config: TracingConfig, process: str, run: str, name: str, folder: Path | None) -> None:
         self._ids = _Ids()
         self._ratio = TraceIdRatioBased(config.share)
         self._complaints = _Complaints()
@@ -197,8 +197,9 @@ class _Complaints(logging.Handler):
             )
 
 
-def _exporter(config: TracingConfig, process: str, folder: Path) -> SpanExporter:
+def _exporter(config: TracingConfig, process: str, folder: Path | None) -> SpanExporter:
     if config.endpoint is None:
+        assert folder is not None, "`traced` has looked"
         return FileExporter(folder / "traces" / f"{process}.jsonl")
     return OTLPSpanExporter(config.endpoint.rstrip("/").removesuffix(_PATH) + _PATH)
 

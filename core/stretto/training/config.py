@@ -112,8 +112,9 @@ class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid
     """Section of an engine that distributes the model over several ranks."""
 
     interface: str = ""
-    """Network interface that Gloo, the backend for CPU tensors, uses between ranks. Empty: the value of
-    GLOO_SOCKET_IFNAME, else `lo`, which is right if all ranks are on one machine."""
+    """Network interface that ranks use between each other, by Gloo for tensors in host memory and by NCCL for
+    those on GPUs. Empty: the values of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Without these, it is
+    loopback on one machine; on several it is the interface that leads to rank 0."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that a rank waits for the other ranks before it fails. Set it longer than rank 0 needs to write
     a checkpoint."""

@@ -1,7 +1,7 @@
 """(torch) The common base of distributed layouts: the process group, exchanges of figures, the norm.
 
-Nothing is pickled: ranks send figures as JSON and find each other through a file. Gloo listens on one network
-interface only.
+Nothing is pickled: ranks send figures as JSON. Ranks on one machine find each other through a file, and on
+several machines through a store that rank 0 serves. Gloo listens on one network interface only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.errors import EngineError
+from stretto.interfaces import address_towards, interface_with
 from stretto.training.layout import Layout
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankLayout"]
 
+_LOOPBACK = "127.0.0.1"
 # Number of engines in this process that use its process group.
 _users = 0
 
@@ -65,8 +67,9 @@ class RankLayout(Layout):
         """Join the process group, or create it. The engines of one process share the group.
 
         Raises:
-            EngineError: if the existing group has another number of ranks, or several ranks have no file to
-                find each other through.
+            EngineError: if the existing group has another number of ranks, or several ranks have no place to
+                meet.
+            OSError: if rank 0 cannot be reached, or cannot listen.
         """
         global _users
         if self._mesh is not None:
@@ -84,19 +87,29 @@ class RankLayout(Layout):
 
     def _begin(self) -> None:
         config, context = self._config, self._context
-        if config.interface or "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = config.interface or "lo"
+        host, port = _address_in(context.rendezvous)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if config.interface or variable not in os.environ:
+                os.environ[variable] = config.interface or interface_with(address_towards(host))
         # Gloo always carries the figures, and the parameters that are in the host's memory.
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        if context.rendezvous:
+        if port:
+            store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+                host,
+                port,
+                config.processes,
+                is_master=context.rank == 0,
+                timeout=timedelta(seconds=config.timeout_s),
+            )
+        elif context.rendezvous:
             # Do not pass the path as `init_method`: in a URL, `#` and `%` have another meaning.
-            store: Any = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+            store = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
                 context.rendezvous, config.processes
             )
         elif config.processes == 1:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         else:
-            raise EngineError(f"{config.processes} ranks need a file to meet by; Context.rendezvous is empty")
+            raise EngineError(f"{config.processes} ranks need a place to meet; Context.rendezvous is empty")
         dist.init_process_group(
             backend,
             rank=context.rank,
@@ -167,3 +180,11 @@ class RankLayout(Layout):
             for gradient in gradients:
                 gradient.mul_(factor)
         return norm
+
+
+def _address_in(rendezvous: str) -> tuple[str, int]:
+    """Return the host and port of `tcp://HOST:PORT`; loopback and port 0 for the path of a file."""
+    if not rendezvous.startswith("tcp://"):
+        return _LOOPBACK, 0
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)

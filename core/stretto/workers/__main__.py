@@ -1,5 +1,8 @@
 """`python -m stretto.workers BOOTSTRAP`: run one worker process. Launchers start this command.
 
+With `-`, the text of the bootstrap file comes on standard input: a launcher that starts processes on other
+machines sends it this way, so that the secrets are in no file and no environment there.
+
 It is not a command of `stretto`, whose command line takes a tenth of a second to import.
 """
 
@@ -9,9 +12,15 @@ import argparse
 import sys
 from pathlib import Path
 
+from stretto.bus.server import Bootstrap
 from stretto.workers.worker import main
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m stretto.workers", description="Run one worker process.")
-    parser.add_argument("bootstrap", type=Path, help="file with the bus address, credentials and id")
-    sys.exit(main(parser.parse_args().bootstrap))
+    parser.add_argument(
+        "bootstrap", help="file with the bus address, credentials and id; - to read its text from stdin"
+    )
+    name = parser.parse_args().bootstrap
+    if name == "-":
+        sys.exit(main(Bootstrap.decode(sys.stdin.buffer.read(), "the text on standard input")))
+    sys.exit(main(Bootstrap.read(Path(name))))

@@ -39,14 +39,17 @@ class WorkerContext:
         self.role: Role = role
         self.nonce = nonce
         self.composed: Composed = compose_mapping(msgspec.msgpack.decode(welcome.config))
+        folder = welcome.folder if welcome.lock.shows_folder else ""
         self.component_context: Context = context_of(
-            self.composed.config, run=welcome.run, folder=welcome.folder, worker=worker
+            self.composed.config, run=welcome.run, folder=folder, worker=worker
         )
         self.lease_epoch = welcome.lease_epoch
         self.kernel_epoch = welcome.lease_epoch
         """Lease epoch of the kernel that this worker joined. Another kernel starts workers of its own."""
         self.kernel = KernelWatch(welcome.lock, grace_s=welcome.grace_s, outage_s=welcome.outage_s)
         self.fingerprints = welcome.fingerprints
+        self.many_machines = welcome.many_machines
+        """Whether workers may run on other machines than the kernel's."""
         self.beacon: Beacon | None = None
         self.leave = anyio.Event()
         self.reason = ""
@@ -58,7 +61,9 @@ class WorkerContext:
 
     def explain(self, error: BaseException) -> str:
         """Return an error as text for readers without its traceback (see `Composed.explain`)."""
-        return self.composed.explain(error, self.component_context.path("logs", f"{self.worker}.jsonl"))
+        context = self.component_context
+        file = context.path("logs", f"{self.worker}.jsonl") if context.folder else None
+        return self.composed.explain(error, file or f"the output of {self.worker}")
 
     def subject(self, verb: str) -> str:
         """Return the subject of requests to this worker to do `verb`."""

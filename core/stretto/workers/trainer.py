@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -29,6 +31,7 @@ from stretto.assembly.dataflow import graph_of
 from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_groups, split_rows
 from stretto.bus import messages
 from stretto.bus.messages import (
+    AskMeetingPlace,
     AskPublished,
     AskSharedRows,
     CallDone,
@@ -36,6 +39,7 @@ from stretto.bus.messages import (
     Heartbeat,
     LoadCheckpoint,
     Loaded,
+    MeetingPlace,
     Message,
     Prefetch,
     Published,
@@ -44,8 +48,9 @@ from stretto.bus.messages import (
     SharedRows,
     StepEnded,
 )
+from stretto.bus.server import free_port
 from stretto.engine import TrainingEngine
-from stretto.errors import EngineError, Refused, one_error
+from stretto.errors import ConfigError, EngineError, Refused, one_error
 from stretto.weights import Publisher, WeightsNote
 from stretto.workers.batch_store import BatchStore
 from stretto.workers.canary import probe_of
@@ -72,6 +77,8 @@ _STATE = "algorithm.json"
 _START = "start_logprobs"
 _SHARED_VERSIONS = 8
 """Keep the shared rows of this many newest versions: an engine's swap may take longer than a train step."""
+_MEETING_S = 600.0
+"""Deadline for rank 0 to say where the ranks meet: a cluster may start its process much later."""
 _RANK_DEADLINE_S = 24 * 3600.0
 """Deadline of a request to another rank. The kernel notices a rank that dies long before."""
 
@@ -97,6 +104,13 @@ class TrainerWorker:
     async def run(self, ready: Callable[[], None]) -> None:
         """Make the engines, then serve requests of the kernel."""
         context = self._context
+        if not context.component_context.folder:
+            raise ConfigError(
+                f"{context.worker} on {socket.gethostname()} does not see the run's folder, where trainers "
+                "keep checkpoints; set `out` to a folder on a disk that the machines of the trainers and the "
+                "kernel share",
+                path="out",
+            )
         algorithm: Algorithm = context.make("algorithm")
         self._algorithm = algorithm
         self._graph = graph_of(algorithm.calls(), algorithm.models)
@@ -107,6 +121,7 @@ class TrainerWorker:
         self._part = self._group.part_of(self._rank)
         self._leads = self._group is self._placement.lead
         self._rows = BatchStore(context, self._placement)
+        self._rendezvous = await self._meeting_place()
         for model in self._group.models:
             self._engines[model] = await self._thread.run(self._make_engine, model)
         config, wire = context.composed.config, BusWire(context)
@@ -139,6 +154,32 @@ class TrainerWorker:
         """Add `busy_s`: seconds spent in calls."""
         return msgspec.structs.replace(heartbeat, busy_s=self._busy_s)
 
+    async def _meeting_place(self) -> str:
+        """Return how the ranks of this worker group find each other (see `Context.rendezvous`)."""
+        context, name = self._context, self._group.name
+        if not context.many_machines or self._group.section.processes == 1:
+            return str(context.component_context.path("bus", f"{name}-{context.lease_epoch}.rendezvous"))
+        if self._rank == 0:
+            host = context.bus.local_address
+            place = MeetingPlace(f"tcp://{f'[{host}]' if ':' in host else host}:{free_port(host)}")
+            await context.bus.serve(
+                context.subject("meeting_place"), AskMeetingPlace, partial(self._tell, place)
+            )
+            return place.rendezvous
+        first = self._group.workers[0]
+        answer = await context.bus.request(
+            context.names.worker("trainer", first, "meeting_place"),
+            AskMeetingPlace(context.lease_epoch),
+            MeetingPlace,
+            who=first,
+            deadline_s=_MEETING_S,
+        )
+        return answer.rendezvous
+
+    async def _tell(self, place: MeetingPlace, message: AskMeetingPlace) -> MeetingPlace:
+        self._context.check_lease(message.lease_epoch)
+        return place
+
     def _make_publisher(self, wire: BusWire, *, sampling: bool) -> Publisher:
         context = self._context
         publisher = context.make("weights").publisher(wire) if sampling else DigestPublisher()
@@ -158,9 +199,7 @@ class TrainerWorker:
             head=model.head,
             trainable=model.trainable,
             rank=self._rank,
-            rendezvous=str(
-                context.component_context.path("bus", f"{group.name}-{context.lease_epoch}.rendezvous")
-            ),
+            rendezvous=self._rendezvous,
         )
         return context.composed.make(group.path, component_context, section)
 

@@ -58,17 +58,17 @@ _COLLECT_WHILE_LOADING = 1_000_000
 objects that stay; with Python's default the collector takes a fifth of the time that they need."""
 
 
-def main(bootstrap_file: Path) -> int:
+def main(bootstrap: Bootstrap) -> int:
     """Run a worker process, and return its exit status."""
     # Writes the stacks of all threads to stderr, even while the event loop hangs.
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
     _raise_file_limit()
     limit_output()
-    bootstrap = Bootstrap.read(bootstrap_file)
-    worker = bootstrap.worker
-    file = Path(bootstrap.logs, f"{worker}.jsonl") if bootstrap.logs else None
-    log_to(file, run=bootstrap.run, role=bootstrap.role, worker=worker)
+    worker, lock = bootstrap.worker, bootstrap.lock
+    # Without the run's folder, the log is part of the output, which a launcher collects.
+    file = Path(bootstrap.logs, f"{worker}.jsonl") if lock is not None and lock.shows_folder else None
+    log_to(file, console=file is None, run=bootstrap.run, role=bootstrap.role, worker=worker)
     try:
         anyio.run(_work, bootstrap)
     except BaseExceptionGroup as group:
@@ -127,7 +127,8 @@ async def _join_and_work(bootstrap: Bootstrap, joining: anyio.CancelScope) -> No
             context = WorkerContext(bus, names, worker, role, nonce, welcome)
             bus.explain = context.explain
             config, folder = context.composed.config, context.component_context.folder
-            with tracing.traced(config.tracing, worker, bootstrap.run, config.name, Path(folder)):
+            traces = Path(folder) if folder else None
+            with tracing.traced(config.tracing, worker, bootstrap.run, config.name, traces):
                 await _work_and_leave(context, beats)
 
 

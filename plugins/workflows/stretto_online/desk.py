@@ -21,6 +21,7 @@ from aiohttp import web
 from stretto import Context
 from stretto.agents.api_call import ApiError, read_body
 from stretto.agents.endpoint import Endpoint, key_of
+from stretto.errors import ConfigError
 from stretto.private_file import write_private
 from stretto.reward import is_number
 from stretto.workflow import Score
@@ -73,6 +74,7 @@ class SessionDesk:
 
     def __init__(self, config: OnlineConfig, context: Context) -> None:
         self._config = config
+        self._context = context
         self._file = context.path("sessions", f"{context.worker}.json")
         self._token = secrets.token_urlsafe(24)
         self._opening = anyio.Lock()
@@ -94,10 +96,17 @@ class SessionDesk:
 
         Raises:
             OSError: if the port is not free.
+            ConfigError: if this process does not see the run's folder.
         """
         async with self._opening:
             if self._opened:
                 return
+            if not self._context.folder:
+                raise ConfigError(
+                    "the workflow 'online' writes its address into the run's folder, which "
+                    f"{self._context.worker} does not see; run the rollout workers where they see it: on the "
+                    "kernel's machine, or with `out` on a disk that their machines share"
+                )
             await self.endpoint.start(self._config.port or 0)
             self._file.parent.mkdir(mode=0o700, exist_ok=True)
             address = {**_addresses(self.endpoint.base_url), "token": self._token}

@@ -1,0 +1,33 @@
+"""The addresses and network interfaces of this machine."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+__all__ = ["address_towards", "interface_with"]
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine from which it reaches a host. Nothing is sent.
+
+    Raises:
+        OSError: if the host's name cannot be resolved, or there is no route to it.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of a datagram socket: it only chooses the route
+        return probe.getsockname()[0]
+
+
+def interface_with(address: str) -> str:
+    """Return the name of the interface that has an address of this machine, such as `eth0`.
+
+    Raises:
+        OSError: if none has it.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    raise OSError(f"no network interface of this machine has the address {address}")
