@@ -19,6 +19,7 @@ from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Proble
 
 __all__ = [
     "ROLES",
+    "ClusterLauncher",
     "ForkingLauncher",
     "Forks",
     "Handle",
@@ -28,6 +29,8 @@ __all__ = [
     "Resources",
     "Role",
     "StartedProcess",
+    "Submission",
+    "SubmittingLauncher",
     "process_environment",
     "thread_variables",
     "visible_gpus",
@@ -182,6 +185,47 @@ class ForkingLauncher(Protocol):
 
     def use_forks(self, forks: Forks) -> None:
         """Use a fork server for workers on the kernel's machine. Called once, before `launch`."""
+        ...
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that a cluster shall start."""
+
+    begin: tuple[str, ...]
+    """Command that begins the run. Its process is the kernel."""
+    resume: tuple[str, ...]
+    """Command that continues the run, once `begin` has run."""
+    folder: str
+    """Folder of the run; `config.yaml` is in it once the run has begun."""
+    jobs: tuple[Job, ...]
+    """The workers that the kernel will start, without their commands."""
+
+
+@runtime_checkable
+class SubmittingLauncher(Protocol):
+    """A launcher of a cluster in which the kernel runs, too: a run is submitted, and begins later."""
+
+    def submission(self, submission: Submission) -> str | None:
+        """Return the text to submit. None in a process that the cluster has started: there the run begins at
+        once."""
+        ...
+
+    def submit(self, text: str) -> str:
+        """Submit the text, and return what the cluster calls it, such as `Slurm job 12`.
+
+        Raises:
+            LaunchError: if the cluster refuses it.
+        """
+        ...
+
+
+@runtime_checkable
+class ClusterLauncher(Protocol):
+    """A launcher whose workers may run on other machines than the kernel."""
+
+    @property
+    def address(self) -> str:
+        """Address or name of the kernel's machine, as the machines of the workers reach it."""
         ...
 
 

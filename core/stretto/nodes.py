@@ -53,7 +53,8 @@ def place(
       whose weights it receives.
     - On a node, a process gets the GPUs with the most unused memory.
 
-    More threads than cores are no error, but a process prefers the node with the most unused cores.
+    More threads than cores are no error, but a process prefers a node with enough unused cores, and then the
+    one with the most.
 
     Args:
         running: the jobs that run already on these nodes, and their spots, by worker id.
@@ -131,11 +132,12 @@ class _Room:
     def preference(self, job: Job) -> tuple[float, ...]:
         """Return the reasons to place a job here, as numbers: higher is better, and earlier ones go first."""
         free_gpus = sum(self.gpus.values()) if job.resources.gpus else 0.0
+        has_cores = self.cores >= job.resources.threads
         alike = sum(_group(each) == _group(job) for each in self.jobs)
         if job.role == "trainer":
-            return alike, free_gpus, self.cores
+            return has_cores, alike, free_gpus, self.cores
         beside = job.role == "inference" and any(each.role == "trainer" for each in self.jobs)
-        return -alike, beside, free_gpus, self.cores
+        return has_cores, -alike, beside, free_gpus, self.cores
 
 
 def _group(job: Job) -> str:

@@ -48,7 +48,7 @@ from stretto.user_code.sandbox import sandbox_problems
 if TYPE_CHECKING:
     from stretto.children.reward import Task
 
-__all__ = ["faults_and_warnings", "problems"]
+__all__ = ["blank_job", "faults_and_warnings", "problems"]
 
 _TRY_S = 60.0
 """Time limit of each trial: making components, scoring the first rows, or reading a row with images."""
@@ -244,7 +244,7 @@ def _component_problems(composed: Composed, path: str, placement: Placement | No
 
 def _launcher_problems(composed: Composed, placement: Placement) -> Iterable[Problem]:
     launcher: Launcher = composed.make("launcher", context_of(composed.config))
-    return launcher.check([_blank_job(worker) for worker in workers(composed.config, placement)])
+    return launcher.check([blank_job(worker) for worker in workers(composed.config, placement)])
 
 
 def _trial_problems(
@@ -783,7 +783,8 @@ def _thread_problems(config: RunConfig, placement: Placement) -> Iterator[Proble
         )
 
 
-def _blank_job(worker: Worker) -> Job:
+def blank_job(worker: Worker) -> Job:
+    """Return the job of a worker without its command: enough to find it a place."""
     return Job(
         worker=worker.id,
         role=worker.role,

@@ -72,6 +72,10 @@ EvaluationOverrides = Annotated[
     ),
 ]
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be submitted to the cluster, and stop.")
+]
+
 Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")
 ]
@@ -129,12 +133,18 @@ def options(
 
 
 @app.command(cls=_WithOverrides)
-def run(file: RunFile, overrides: Overrides = None) -> None:
-    """Train: read the run file, start the run's processes, and show the run until it ends."""
+def run(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Train: read the run file, start the run's processes, and show the run until it ends.
+
+    With the launcher of a cluster, submit the run instead. It begins when the cluster starts it.
+    """
     from stretto.assembly.compose import compose
     from stretto.cli.acceptance import accepted_start
+    from stretto.cli.submit import submitted_run
 
     composed = compose(file, overrides or ())
+    if submitted_run(composed, file, overrides or (), dry_run=dry_run):
+        return
     with accepted_start(composed) as (folder, forks):
         from stretto.kernel.life import run_to_end
 
@@ -176,12 +186,23 @@ def resume(
     accept_dataset: Annotated[
         bool, typer.Option("--accept-dataset", help="Continue although the rows of a dataset have changed.")
     ] = False,
+    dry_run: DryRun = False,
 ) -> None:
-    """Resume a run from its newest checkpoint and its journal. Overrides change its values."""
+    """Resume a run from its newest checkpoint and its journal. Overrides change its values.
+
+    With the launcher of a cluster, submit the run instead.
+    """
+    from stretto.cli.submit import submitted_resume
     from stretto.cli.trust import require_trust
 
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
+    options = [
+        *(["--trust-plugins"] if trust_plugins else []),
+        *(["--accept-dataset"] if accept_dataset else []),
+    ]
+    if submitted_resume(folder, [*(overrides or ()), *options], dry_run=dry_run):
+        return
     from stretto.cli.acceptance import accepted
     from stretto.kernel.changes import compose_changes, put_into_force
     from stretto.kernel.life import owned, resume_to_end

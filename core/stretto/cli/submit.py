@@ -1,0 +1,81 @@
+"""Runs that a cluster starts: `stretto run` and `stretto resume` with a launcher that submits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto.assembly.compose import Composed, compose
+from stretto.assembly.plan import context_of, placement, run_folder, workers
+from stretto.cli.acceptance import accepted
+from stretto.cli.checks import blank_job
+from stretto.errors import ConfigError
+from stretto.launcher import Launcher, Submission, SubmittingLauncher
+
+__all__ = ["submitted_resume", "submitted_run"]
+
+_STRETTO = (sys.executable, "-m", "stretto")
+
+
+def submitted_run(composed: Composed, file: Path, overrides: Sequence[str], *, dry_run: bool) -> bool:
+    """Submit a run if its launcher does so, and return whether it does.
+
+    Args:
+        dry_run: print the text instead.
+
+    Raises:
+        ConfigError: if the run has errors, or `dry_run` is set for a launcher that submits nothing.
+        LaunchError: if the cluster refuses the run.
+    """
+    folder = run_folder(composed.config)
+    begin = (*_STRETTO, "run", str(file.absolute()), *overrides, f"out={folder}")
+    resume = (*_STRETTO, "resume", str(folder))
+    return _submitted(composed, folder, begin, resume, dry_run=dry_run, resumed=False)
+
+
+def submitted_resume(folder: Path, arguments: Sequence[str], *, dry_run: bool) -> bool:
+    """Submit a run that goes on if its launcher submits runs, and return whether it does.
+
+    Args:
+        arguments: overrides and options of `stretto resume`.
+        dry_run: print the text instead.
+
+    Raises:
+        ConfigError, LaunchError: as `submitted_run`.
+    """
+    if not (folder / "config.yaml").exists():
+        return False  # `stretto resume` says what is wrong
+    resume = (*_STRETTO, "resume", str(folder), *arguments)
+    composed = compose(folder / "config.yaml")
+    return _submitted(composed, folder, resume, resume, dry_run=dry_run, resumed=True)
+
+
+def _submitted(
+    composed: Composed,
+    folder: Path,
+    begin: tuple[str, ...],
+    resume: tuple[str, ...],
+    *,
+    dry_run: bool,
+    resumed: bool,
+) -> bool:
+    launcher: Launcher = composed.make("launcher", context_of(composed.config))
+    jobs = tuple(blank_job(worker) for worker in workers(composed.config, placement(composed)))
+    submission = Submission(begin=begin, resume=resume, folder=str(folder), jobs=jobs)
+    text = launcher.submission(submission) if isinstance(launcher, SubmittingLauncher) else None
+    if text is None or not isinstance(launcher, SubmittingLauncher):
+        if dry_run:
+            name = composed.config.launcher.use
+            raise ConfigError(
+                f"--dry-run prints what is submitted to a cluster; the launcher {name!r} starts the run here"
+            )
+        return False
+    if dry_run:
+        print(text, end="")
+        return True
+    accepted(composed, starting=False, resumed=resumed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{launcher.submit(text)}; the run's folder is {folder}")
+    print(f"to follow the run once it has begun: stretto watch {folder}")
+    return True

@@ -1,0 +1,289 @@
+"""Starts workers as steps of the Slurm job that the kernel runs in, and submits such a job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from stretto import Context, Problem
+from stretto.errors import LaunchError
+from stretto.launcher import Job, Submission
+from stretto.nodes import Node, Spot, place
+from stretto_slurm import SlurmConfig
+from stretto_slurm.allocation import Allocation, ask_slurm, slurm_environment
+from stretto_slurm.script import part_of, script_of
+
+__all__ = ["SlurmHandle", "SlurmLauncher"]
+
+# `Node failure` is what srun prints when a node is lost; its own status is then 0.
+_LOST_NODE = "error: Node failure on"
+_LOST = 1
+_SIGNAL_BASE = 128
+_POLL_S = 0.05
+_KILLED_S = 30.0
+"""A step that was killed has this many seconds until its srun ends."""
+# Slurm numbers the GPUs of a step in one way or another, so they are chosen by their place in its list. Not
+# every Slurm ends what a worker leaves running, so this does. A command in the background has no standard
+# input unless it is given one.
+_WRAPPER = """\
+IFS=, read -ra all <<< "${{CUDA_VISIBLE_DEVICES-}}"
+chosen=""
+for each in {gpus}; do chosen="$chosen,${{all[each]}}"; done
+export CUDA_VISIBLE_DEVICES="${{chosen#,}}"
+command -v "$1" > /dev/null || {{ echo "no program $1 on $SLURMD_NODENAME" >&2; exit 127; }}
+setsid "$@" <&0 &
+worker=$!
+trap 'kill -TERM $worker' TERM
+trap 'kill -USR1 $worker' USR1
+echo "stretto: {worker} on $SLURMD_NODENAME, step $SLURM_STEP_ID, pid $worker"
+while kill -0 $worker 2> /dev/null; do wait $worker; status=$?; done
+wait $worker; late=$?
+[ $late = 127 ] || status=$late
+kill -KILL -- -$worker 2> /dev/null
+exit $status"""
+_STARTED = re.compile(r"^stretto: (\S+) on (\S+), step (\d+), pid (\d+)$", re.MULTILINE)
+
+
+class SlurmHandle:
+    """One step, and the `srun` that waits for it."""
+
+    def __init__(
+        self,
+        job: Job,
+        process: anyio.abc.Process,
+        allocation: Allocation,
+        part: int,
+        spot: Spot,
+        log_begin: int,
+    ) -> None:
+        self._job = job
+        self._allocation = allocation
+        self._part = part
+        self._process = process
+        self._spot = spot
+        self._log_begin = log_begin
+        """Size of the log before the step."""
+        self._step = self._pid = ""
+
+    @property
+    def worker(self) -> str:
+        """Id of the worker."""
+        return self._job.worker
+
+    @property
+    def place(self) -> str:
+        """Its node, step and process id."""
+        return f"{self._spot.node} step {self._step} pid {self._pid}"
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.returncode is None
+
+    async def until_started(self, within_s: float) -> None:
+        """Wait until the step has started its program.
+
+        Raises:
+            LaunchError: if it does not start within this many seconds, or ends before.
+        """
+        with anyio.move_on_after(within_s):
+            while not (started := _STARTED.search(self._output())):
+                if self._process.returncode is not None:
+                    raise LaunchError(
+                        f"{self.worker} cannot be started on {self._spot.node}: {self.tail(5)}",
+                        worker=self.worker,
+                    )
+                await anyio.sleep(_POLL_S)
+            self._step, self._pid = f"{self._allocation.jobs[self._part]}.{started[3]}", started[4]
+            return
+        raise LaunchError(
+            f"{self.worker} did not start on {self._spot.node} within {within_s:g} s (launcher.start_s): "
+            f"{self.tail(5)}",
+            worker=self.worker,
+        )
+
+    async def wait(self) -> int:
+        """Wait for the step's end and return the exit status of its process."""
+        status = await self._process.wait()
+        if status > _SIGNAL_BASE:
+            return _SIGNAL_BASE - status
+        return status or (_LOST if _LOST_NODE in self._output() else 0)
+
+    async def stop(self, grace_s: float) -> None:
+        """Send SIGTERM to the worker, and SIGKILL to all processes of its step after `grace_s` seconds."""
+        if grace_s > 0:
+            await self._signal(signal.SIGTERM)
+        with anyio.move_on_after(grace_s):
+            await self.wait()
+            return
+        await _ask_quietly("scancel", "--signal=KILL", self._step)
+        with anyio.move_on_after(_KILLED_S):
+            await self.wait()
+            return
+        with suppress(ProcessLookupError):  # its node does not answer
+            self._process.kill()
+        await self.wait()
+
+    async def dump_stacks(self) -> None:
+        """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
+        await self._signal(signal.SIGUSR1)
+
+    def tail(self, lines: int) -> str:
+        """Return the last lines of the worker's stdout and stderr."""
+        last: deque[str] = deque(maxlen=lines)
+        for name in (f"{self._job.log}.1", self._job.log):  # the older part, if the worker rotated the file
+            if Path(name).exists():
+                with Path(name).open(errors="replace") as file:
+                    last += (line for line in file if not _STARTED.match(line))
+        return "".join(last).rstrip()
+
+    async def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to the worker alone: `scancel` would send it to all processes of the step."""
+        if self._process.returncode is None:
+            kill = ["kill", f"-{number.name.removeprefix('SIG')}", self._pid]
+            options = [*self._allocation.step_options(self._part), "--gres=none", "--quiet"]
+            await _ask_quietly("srun", *options, f"--nodelist={self._spot.node}", *kill)
+
+    def _output(self) -> str:
+        """Return what the step has written since it began."""
+        with Path(self._job.log).open("rb") as file:
+            file.seek(self._log_begin)
+            return file.read().decode(errors="replace")
+
+
+class SlurmLauncher:
+    """Starts workers on the nodes of a Slurm job."""
+
+    def __init__(self, config: SlurmConfig, context: Context) -> None:
+        self._config = config
+        self._name = context.name
+        self._allocation = Allocation.of(os.environ)
+        self._handles: dict[str, tuple[Job, Spot, SlurmHandle]] = {}
+        """The latest step of each worker."""
+
+    @property
+    def address(self) -> str:
+        """Address of the kernel's node, as Slurm's daemons reach it."""
+        node = os.environ.get("SLURMD_NODENAME", "")
+        described = ask_slurm("scontrol", "show", "node", "-o", node) if node else ""
+        found = re.search(r"NodeAddr=(\S+)", described)
+        return found[1] if found else socket.gethostname()
+
+    def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
+        """Compare what the jobs need with what Slurm has given, or see that they can be submitted."""
+        try:
+            if self._allocation is None:
+                script_of(
+                    self._config, self._name, Submission(begin=(), resume=(), folder="", jobs=tuple(jobs))
+                )
+                ask_slurm("sinfo", "--version")
+            else:
+                self._place(jobs, self._allocation)
+        except LaunchError as error:
+            yield Problem("launcher", str(error), "environment")
+
+    def submission(self, submission: Submission) -> str | None:
+        """Return the script of a job for the run; None in a process that runs in a job."""
+        return script_of(self._config, self._name, submission) if self._allocation is None else None
+
+    def submit(self, text: str) -> str:
+        """Submit the script."""
+        return f"Slurm job {ask_slurm('sbatch', '--parsable', text=text).strip()}"
+
+    async def launch(self, jobs: Sequence[Job]) -> list[SlurmHandle]:
+        """Start a step for each job. A worker that ran before gets its spot again if its node is still there.
+
+        Raises:
+            LaunchError: if no node has room, or a step does not start.
+        """
+        if self._allocation is None:
+            raise LaunchError("this process runs in no Slurm job, so it cannot start a step")
+        spots = await anyio.to_thread.run_sync(self._place, jobs, self._allocation)
+        handles: list[SlurmHandle] = []
+        try:
+            for job in jobs:
+                handles.append(await self._start(job, spots[job.worker], self._allocation))
+            with anyio.fail_after(2 * self._config.start_s):
+                async with anyio.create_task_group() as tasks:
+                    for handle in handles:
+                        tasks.start_soon(handle.until_started, self._config.start_s)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                for handle in handles:
+                    await handle.stop(0)
+            raise _launch_error(error) from error
+        for job, handle in zip(jobs, handles, strict=True):
+            self._handles[job.worker] = job, spots[job.worker], handle
+        return handles
+
+    def _place(self, jobs: Sequence[Job], allocation: Allocation) -> dict[str, Spot]:
+        spots: dict[str, Spot] = {}
+        for part in range(len(allocation.jobs)):
+            mine = [job for job in jobs if part_of(self._config, job) == part]
+            if not mine:
+                continue
+            spots |= self._place_part(mine, allocation.nodes(part))
+        return spots
+
+    def _place_part(self, jobs: Sequence[Job], nodes: Sequence[Node]) -> dict[str, Spot]:
+        """Choose the spots of jobs on the nodes of one part, beside what runs there."""
+        names, starting = {node.name for node in nodes}, {job.worker for job in jobs}
+        taken = {
+            worker: (job, spot)
+            for worker, (job, spot, handle) in self._handles.items()
+            if spot.node in names and (worker in starting or handle.runs)
+        }
+        again = {worker: spot for worker, (_, spot) in taken.items() if worker in starting}
+        return again | place([job for job in jobs if job.worker not in again], nodes, taken)
+
+    async def _start(self, job: Job, spot: Spot, allocation: Allocation) -> SlurmHandle:
+        config, part = self._config, part_of(self._config, job)
+        options = [
+            *allocation.step_options(part),
+            *(f"--nodelist={spot.node}", f"--cpus-per-task={job.resources.threads}", "--cpu-bind=none"),
+            *(f"--job-name={job.worker}", "--unbuffered", "--export=ALL"),
+            *([] if spot.gpus else ["--gres=none"]),
+            *config.srun,
+        ]
+        command, bootstrap = job.command, None
+        if command[1:3] == ("-m", "stretto.workers"):
+            command, bootstrap = (*command[:-1], "-"), command[-1]
+        with Path(job.log).open("ab") as log, Path(bootstrap or os.devnull).open("rb") as text:
+            begin = log.tell()
+            process = await anyio.open_process(
+                ["srun", *options, "bash", "-c", _wrapped(job, spot, config.prologue), "stretto", *command],
+                stdin=text,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**slurm_environment(), **job.env},
+                start_new_session=True,
+            )
+        return SlurmHandle(job, process, allocation, part, spot, begin)
+
+
+def _wrapped(job: Job, spot: Spot, prologue: Sequence[str]) -> str:
+    """Return the lines of bash that run a worker's command in a session of its own."""
+    return "\n".join([*prologue, _WRAPPER.format(gpus=" ".join(spot.gpus), worker=job.worker)])
+
+
+async def _ask_quietly(*command: str) -> None:
+    """Run a command of Slurm. It fails if the step has ended, which is no fault."""
+    with suppress(LaunchError):
+        await anyio.to_thread.run_sync(ask_slurm, *command)
+
+
+def _launch_error(error: BaseException) -> BaseException:
+    """Return the first LaunchError in an exception group, or the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,42 @@
+"""The launcher `slurm` in a job of two nodes with two GPUs each, in which test_slurm.py runs this file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import anyio
+
+from stretto import Context
+from stretto.launcher import Job, Resources
+from stretto.testing import LauncherConformance
+from stretto_slurm import SlurmConfig
+from stretto_slurm.slurm import SlurmLauncher
+
+
+class TestSlurm(LauncherConformance):
+    """It keeps the promises of launchers."""
+
+    use = "slurm"
+
+
+async def test_each_process_sees_gpus_of_its_own(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['SLURMD_NODENAME'], os.environ['CUDA_VISIBLE_DEVICES'])"
+    jobs = [
+        Job(
+            worker=f"inference-{number}",
+            role="inference",
+            command=(sys.executable, "-c", code),
+            env={},
+            resources=Resources(gpus=gpus),
+            log=str(tmp_path / f"{number}.log"),
+        )
+        for number, gpus in enumerate((1, 1, 1, 1, 0))
+    ]
+    launcher = SlurmLauncher(SlurmConfig(nodes=2), Context(run="r", name="n", seed=0))
+    handles = await launcher.launch(jobs)
+    with anyio.fail_after(60):
+        assert [await handle.wait() for handle in handles] == [0] * 5
+    seen = [handle.tail(1).split() for handle in handles]
+    assert sorted(map(tuple, seen[:4])) == [(node, gpu) for node in ("node1", "node2") for gpu in "01"]
+    assert len(seen[4]) == 1  # no GPU

@@ -1,0 +1,237 @@
+"""Runs in a real Slurm: two nodes on this machine, which slurm.sh starts (`make test-clusters`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import write_run_file
+
+from stretto.cli.audit import audit_run
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+STRETTO = [sys.executable, "-m", "stretto"]
+SETTINGS = {
+    "SLURM_NODES": "2",
+    "SLURM_CPUS_PER_NODE": "8",
+    "SLURM_FAKE_GPUS": "2",
+    "SLURM_NODE_TIMEOUT": "10",
+}
+# In the steps of engines, a private mount hides the run's folder: they then have no folder in common with the
+# other workers.
+HIDE = (
+    "if [[ $SLURM_JOB_NAME == inference-* && -z $HIDDEN ]]; then HIDDEN=1 exec unshare --mount bash -c "
+    '"$BASH_EXECUTION_STRING" "$0" "$@"; fi',
+    "if [[ -n $HIDDEN ]]; then mount -t tmpfs none {out}; fi",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slurm() -> Iterator[None]:
+    """Two nodes, idle."""
+    script = [str(HERE / "slurm.sh")]
+    subprocess.run(script, env={**os.environ, **SETTINGS}, check=True)
+    yield
+    subprocess.run([*script, "stop"], env={**os.environ, **SETTINGS}, check=True)
+
+
+def ask(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def until(condition: Callable[[], Any], within_s: float = 180, otherwise: Callable[[], str] = str) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.2)
+    return found
+
+
+class SlurmRun:
+    """A submitted run."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        self.folder = folder
+        said = ask(*STRETTO, *command)
+        found = re.match(r"Slurm job (\d+); the run's folder is (\S+)", said)
+        assert found, said
+        assert found[2] == str(folder)
+        self.job = found[1]
+
+    def state(self) -> str:
+        return re.findall(r"JobState=(\w+)", ask("scontrol", "show", "job", "-o", self.job))[0]
+
+    def until_step(self, step: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        until(lambda: path.exists() and path.read_text().count('"ledger"') >= step, otherwise=self.text)
+
+    def end(self, state: str = "COMPLETED") -> None:
+        until(
+            lambda: self.state() not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"),
+            otherwise=self.text,
+        )
+        assert self.state() == state, self.text()
+
+    def text(self) -> str:
+        parts = sorted(self.folder.parent.glob(f"{self.folder.name}.slurm-*.out"))
+        return "\n".join([*(part.read_text() for part in parts), ask("squeue"), ask("sinfo")])
+
+    def nodes(self) -> dict[str, list[str]]:
+        """The nodes on which each worker has run, in order."""
+        logs = (self.folder / "logs").glob("*.out")
+        started = [
+            re.findall(r"^stretto: (\S+) on (\S+), step", log.read_text(), re.MULTILINE) for log in logs
+        ]
+        found: dict[str, list[str]] = {}
+        for worker, node in (each for lines in started for each in lines):
+            found.setdefault(worker, []).append(node)
+        return found
+
+    def assert_completed(self, steps: int) -> dict[str, Any]:
+        self.end()
+        summary = json.loads((self.folder / "summary.json").read_text())
+        assert (summary["status"], summary["version"]) == ("completed", steps), self.text()
+        assert audit_run(self.folder).status == "clean"
+        return summary
+
+
+Submit = Callable[..., SlurmRun]
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> Iterator[Submit]:
+    """`submit("steps=30")`: a run of mock engines on two nodes; `submit(resume=run)` goes on with one."""
+    file, runs = write_run_file(tmp_path), list[SlurmRun]()
+
+    def submit_run(*overrides: str, resume: SlurmRun | None = None, run_file: Path = file) -> SlurmRun:
+        folder = resume.folder if resume else tmp_path / "out"
+        begin = [
+            "run",
+            str(run_file),
+            f"out={folder}",
+            "launcher.use=slurm",
+            "launcher.nodes=2",
+            "weights=bus",
+        ]
+        runs.append(SlurmRun(folder, [*(["resume", str(folder)] if resume else begin), *overrides]))
+        return runs[-1]
+
+    yield submit_run
+    for run in runs:
+        subprocess.run(["scancel", run.job], check=False)
+        until(lambda run=run: run.state() not in ("RUNNING", "COMPLETING"))
+    for node in ("node1", "node2"):
+        if "drain" in ask("sinfo", "-h", "-N", "-n", node, "-o", "%T"):
+            ask("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def test_the_launcher_in_a_job() -> None:
+    inside = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "inside_slurm.py")]
+    resources = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--gpus-per-node=2"]
+    done = subprocess.run(
+        ["salloc", *resources, *inside], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+
+
+def test_the_quickstart_on_two_nodes_with_a_trainer_on_each(submit: Submit, tmp_path: Path) -> None:
+    run = submit(
+        *(
+            "steps=6",
+            "training.use=fsdp2",
+            "training.processes=2",
+            "training.threads=1",
+            "training.shard=false",
+        ),
+        # Both ranks have no room on one node.
+        *("training.memory_gb=5", "rollout.memory_gb=0.5", "verifier.memory_gb=0.5"),
+        *("inference.memory_gb=1", "inference.threads=1", "inference.replicas=2"),
+        *("evaluation=null", "queue.batch_size=8", "samples.keep=none"),
+        "launcher.prologue=" + json.dumps([line.format(out=tmp_path) for line in HIDE]),
+        run_file=ROOT / "examples/quickstart/run.yaml",
+    )
+    run.assert_completed(6)
+    nodes = run.nodes()
+    assert {*nodes["trainer-0"], *nodes["trainer-1"]} == {"node1", "node2"}
+    assert {*nodes["inference-0"], *nodes["inference-1"]} == {"node1", "node2"}
+    logs = {path.name for path in (run.folder / "logs").iterdir()}
+    assert "trainer-1.jsonl" in logs
+    assert "inference-0.jsonl" not in logs  # it does not see the folder
+    assert "worker ready" in (run.folder / "logs" / "kernel.jsonl").read_text()
+
+
+def test_a_cancelled_job_leaves_nothing_and_can_be_resumed(submit: Submit) -> None:
+    run = submit("steps=400", "checkpoint.every=10")
+    run.until_step(12)
+    ask("scancel", run.job)
+    run.end("CANCELLED")
+    until(lambda: not ask("squeue", "--noheader", "--steps").strip())
+    again = submit("steps=30", resume=run)
+    again.assert_completed(30)
+
+
+def test_a_preempted_job_resumes_the_run(submit: Submit) -> None:
+    run = submit("steps=120", "checkpoint.every=10")
+    run.until_step(15)
+    ask("scontrol", "requeue", run.job)
+    until(lambda: run.state() == "PENDING")
+    ask("scontrol", "update", f"jobid={run.job}", "StartTime=now")
+    run.assert_completed(120)
+    assert "Restarts=1" in ask("scontrol", "show", "job", "-o", run.job)
+
+
+def test_a_run_goes_on_after_its_time_limit(submit: Submit) -> None:
+    run = submit("steps=120")
+    run.until_step(15)
+    ask("scancel", "--signal=USR1", "--batch", run.job)  # as Slurm does `stop_before_s` before the limit
+    until(lambda: run.state() == "PENDING", otherwise=run.text)
+    assert json.loads((run.folder / "summary.json").read_text())["status"] == "interrupted"
+    ask("scontrol", "update", f"jobid={run.job}", "StartTime=now")
+    run.assert_completed(120)
+
+
+def test_a_lost_node_costs_its_workers_only(submit: Submit) -> None:
+    run = submit("steps=150", "inference.replicas=2", "rollout.processes=2")
+    run.until_step(15)
+    lost = {worker for worker, nodes in run.nodes().items() if nodes == ["node2"]}
+    assert {"inference", "rollout"} <= {worker.partition("-")[0] for worker in lost}
+    ask("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    summary = run.assert_completed(150)
+    assert summary["restarts"] == len(lost)
+    assert all(run.nodes()[worker] == ["node2", "node1"] for worker in lost)
+
+
+def test_no_worker_starts_on_a_drained_node(submit: Submit) -> None:
+    run = submit("steps=150", "inference.replicas=2", "rollout.processes=2")
+    run.until_step(15)
+    ask("scontrol", "update", "nodename=node2", "state=drain", "reason=test")
+    worker = next(
+        worker for worker, nodes in run.nodes().items() if nodes == ["node2"] and "rollout" in worker
+    )
+    output = (run.folder / "logs" / f"{worker}.out").read_text()
+    [step] = re.findall(r", step (\d+), pid", output)
+    ask("scancel", "--signal=KILL", f"{run.job}.{step}")
+    run.assert_completed(150)
+    assert run.nodes()[worker] == ["node2", "node1"]
+
+
+def test_parts_of_a_job_have_nodes_of_their_own(submit: Submit) -> None:
+    parts = json.dumps({"scorers": {"workers": ["rollout", "verifier"], "options": ["--nodelist=node2"]}})
+    run = submit("steps=20", "launcher.nodes=1", f"launcher.parts={parts}")
+    run.assert_completed(20)
+    nodes = run.nodes()
+    assert nodes["rollout-0"] == nodes["verifier-0"] == ["node2"]
+    assert nodes["trainer-0"] == nodes["inference-0"] == ["node1"]
