@@ -38,6 +38,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SamplesConfig",
+    "TlsConfig",
     "TracingConfig",
     "VariantConfig",
     "Variants",
@@ -128,21 +129,77 @@ class SamplesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.keep != "none" and number % every == 0
 
 
+class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS of the connections to your own NATS server. `stretto certs` makes such files."""
+
+    ca: LocalPath | None = None
+    """Certificates of the authorities that may have signed the server's certificate; default those of the
+    system."""
+    certificate: LocalPath | None = None
+    """Certificate that every process of the run shows to the server, if the server asks for one."""
+    key: LocalPath | None = None
+    """Private key of `certificate`, not encrypted."""
+
+    def __post_init__(self) -> None:
+        """Check the relations between fields."""
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key go together")
+
+
+_ADDRESS = r"(nats|tls)://[^\s,]+"
+_MOST_REPLICAS = 5
+"""NATS keeps at most so many copies of a stream."""
+
+
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The NATS server that carries the run."""
+    """The NATS server, or the cluster of NATS servers, that carries the run."""
 
     url: (
         Annotated[
             str,
-            msgspec.Meta(pattern=r"^(nats|tls)://", description="`nats://host:4222` or `tls://host:4222`"),
+            msgspec.Meta(
+                pattern=rf"^{_ADDRESS}(,\s*{_ADDRESS})*$(?!\n)",
+                description="`nats://host:4222` or `tls://host:4222`, several with commas",
+            ),
         ]
         | None
     ) = None
-    """Address of your own NATS server, `nats://host:4222` or `tls://…`. By default the run starts the bundled
-    server on loopback, with its store in the run's folder."""
+    """Address of your own NATS server, `nats://host:4222` or `tls://…`; of a cluster the addresses of all its
+    servers, with commas. By default the run starts the bundled server on loopback, with its store in the
+    run's folder."""
     credentials: LocalPath | None = None
     """Credentials for `url`: a JSON file with `user` and `password`, or a NATS credentials file
     (`.creds`)."""
+    tls: TlsConfig | None = None
+    """Authority and certificate for `url` with `tls://`."""
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=_MOST_REPLICAS)] = 1
+    """Number of servers of a cluster that keep a copy of everything stored. With 3, the run goes on when one
+    of the servers is lost. The bundled server is one server."""
+    listen: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                pattern=r"^([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$(?!\n)",
+                description="an address such as `0.0.0.0:4222`, `10.0.0.5` or `[::]:4222`",
+            ),
+        ]
+        | None
+    ) = None
+    """Address at which the bundled server listens, `host` or `host:port`, so that workers of other machines
+    can join; `0.0.0.0` is every address of the machine. Without a port it takes a free one. Off loopback the
+    server has TLS, and each process of the run its own certificate. Default: loopback."""
+    address: (
+        Annotated[
+            str, msgspec.Meta(pattern=r"^[A-Za-z0-9:.-]+$(?!\n)", description="a host's name or address")
+        ]
+        | None
+    ) = None
+    """Name or address by which other machines reach the bundled server. Default: that of `listen`, or for
+    `0.0.0.0` the machine's name if it stands for an address other than loopback, else the address of the
+    machine's default route."""
+    insecure: bool = False
+    """Use no TLS for `listen`, and do not warn of a `url` without TLS on another machine. Whoever can read
+    the network then reads the run's credentials, and with them can do everything that its workers can."""
     grace_s: PositiveFloat = 10.0
     """Seconds that workers and the bundled server keep running after the kernel process is gone. It holds for
     the workers that see the run's folder on the kernel's machine; the others leave after `outage_s`."""
@@ -152,6 +209,27 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     kernel."""
     max_payload_mb: PositiveInt = 8
     """Largest single message of the bundled server, in MiB. Larger messages are sent in parts."""
+
+    def __post_init__(self) -> None:
+        """Check the relations between fields."""
+        schemes = {server.partition(":")[0] for server in self.servers}
+        if self.servers and (self.listen or self.address):
+            raise ValueError("listen and address are for the bundled server; with url there is none")
+        if not self.servers and self.replicas > 1:
+            raise ValueError(
+                f"replicas {self.replicas} needs a cluster: url names its servers; the bundled server is one"
+            )
+        if self.tls is not None and schemes != {"tls"}:
+            raise ValueError("tls needs a url in which every server has tls://")
+        if len(schemes) > 1:
+            raise ValueError("url has servers with tls:// and servers with nats://; expected one of them")
+        if self.address and not self.listen:
+            raise ValueError("address needs listen: without it the bundled server is on loopback only")
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses in `url`; empty for the bundled server."""
+        return tuple(address.strip() for address in self.url.split(",")) if self.url else ()
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

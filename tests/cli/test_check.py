@@ -15,9 +15,11 @@ import pytest
 
 from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
-from stretto.bus.server import NatsServer, fault_of_server
+from stretto.bus.probe import faults_of_bus
+from stretto.bus.server import NatsServer
 from stretto.cli import checks
 from stretto.cli.checks import problems
+from stretto.config import BusConfig
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine
 from stretto.errors import BusError, ConfigError, ContractError, PluginError
@@ -360,8 +362,10 @@ def answering() -> Iterator[Callable[[bytes], str]]:
 async def test_a_nats_server_is_told_from_what_is_none(
     server: NatsServer, answering: Callable[[bytes], str]
 ) -> None:
-    assert fault_of_server(server.url, 3) == ""
-    assert "is no nats-server" in fault_of_server(answering(b"SSH-2.0"), 3)
+    [refusal] = await faults_of_bus(BusConfig(url=server.url), 3)
+    assert refusal.message.endswith(": Authorization Violation")
+    [stranger] = await faults_of_bus(BusConfig(url=answering(b"SSH-2.0")), 3)
+    assert "is no nats-server" in stranger.message
 
 
 def closed_port() -> int:

@@ -11,7 +11,7 @@ import anyio
 
 from stretto.bus.messages import JournalDraws, JournalEntry
 from stretto.cli.audit import audit_run
-from stretto.cli.audit_store import open_copy
+from stretto.cli.audit_store import open_store
 
 Start = Callable[..., Any]
 
@@ -40,7 +40,7 @@ def draws(run: Any) -> list[JournalDraws]:
     """The draws in the journal of a run whose kernel is dead."""
 
     async def read() -> list[JournalDraws]:
-        async with open_copy(run.folder) as store:
+        async with open_store(run.folder) as store:
             kinds = {store.names.journal: JournalEntry}
             entries = [each.content async for each in store.messages(store.names.journal_stream, kinds)]
         return [entry for entry in entries if isinstance(entry, JournalDraws)]

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from browser import complaints, open_browser, requested
 from pages import Page, curve_of, served
 from stretto.bus.messages import TrajectoryBundle, WireTrajectory
-from stretto.cli.audit_store import open_copy
+from stretto.cli.audit_store import open_store
 from stretto.cli.main import app
 from stretto.errors import printable
 from stretto.records.samples import SampleStore
@@ -77,7 +77,7 @@ def run(module_start: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 
 async def _trajectories(folder: Path) -> dict[str, WireTrajectory]:
     found: dict[str, WireTrajectory] = {}
-    async with open_copy(folder) as store:
+    async with open_store(folder) as store:
         kinds = {store.names.trajectories: TrajectoryBundle}
         async for message in store.messages(store.names.log_stream, kinds):
             assert isinstance(message.content, TrajectoryBundle)

@@ -13,6 +13,9 @@ The bus promises:
   the bus closes, and holds back what is published in the meantime.
 - Every wait for an answer has a deadline; after it, `NoAnswer` names the silent process. The time without a
   connection does not count, because the silence of the bus says nothing about the other process.
+- With several servers of a cluster, the client connects to any of them. What is stored survives the loss of a
+  server if it has replicas; while the others elect a leader, the client repeats what it asked the store.
+- With `tls://` nothing is sent before the server has shown a certificate that fits.
 - If the handler of a subscription raises, the bus ends: the exception comes out of `async with connect(...)`.
   An exception in the handler of a request goes to the asking process as a refusal.
 """
@@ -23,6 +26,7 @@ import asyncio
 import json
 import re
 import secrets
+import ssl
 import struct
 import time
 from collections import OrderedDict
@@ -55,10 +59,20 @@ from nats.js.kv import KeyValue
 
 from stretto.bus.messages import SERVER, Message, Refusal, Subjects, Wait
 from stretto.bus.server import Bootstrap
+from stretto.bus.tls import client_context
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Refused, StrettoError
 from stretto.interfaces import address_towards
 
-__all__ = ["Bus", "Delivery", "Extent", "connect", "decoder", "sleep_and_measure_delay"]
+__all__ = [
+    "Bus",
+    "Delivery",
+    "Extent",
+    "connect",
+    "decoder",
+    "open_once",
+    "sleep_and_measure_delay",
+    "without_logins",
+]
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -73,6 +87,12 @@ _PART_HEAD = struct.Struct(">B16sII")  # mark, id of the whole payload, index, c
 _CONNECT_S = 20.0
 _STORE_ANSWER_S = 10.0
 """Seconds for one attempt of an operation on the store."""
+_CLUSTER_ANSWER_S = 4.0
+"""The same for a store with replicas. A killed server answers nothing, and another one may answer soon."""
+_HEARTBEAT_S = 2
+"""Seconds between two signs of life from the server of a stream that this process follows."""
+_SILENT_S = 7.0
+"""After this many seconds without one, the process creates another consumer."""
 _RESEND_S = 2.0
 _KEEP_ANSWERS = 1024
 _MAX_PAYLOAD = 48 * 2**20
@@ -89,12 +109,19 @@ _LOGGED_REFUSALS = 100
 
 _NO_MESSAGE = (10037, 10043, 10057)
 """Error codes of the server for a message that does not exist, or no longer exists."""
+_OTHER_CONFIGURATION = 10058
+"""Error code for a stream that exists with another configuration."""
+_ELECTING = (10005, 10009, 10118, 10119, 10158)
+"""Error codes of a cluster that has lost a server a moment ago: too few servers for the replicas, no leader
+here, a stream or a consumer whose server is away, and a message whose first copy is still being stored."""
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
 _PING_S = 1
 """Seconds between two pings of the server."""
 _UNANSWERED_PINGS = 5
 """After more pings than this without an answer, the client gives up the connection and reconnects."""
+
+_NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus.tls)"
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -152,18 +179,16 @@ async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
     connections.
 
     Raises:
-        NoAnswer: if the server cannot be reached, or refuses the credentials.
+        NoAnswer: if no server can be reached, or if they refuse the credentials or the certificate, or have
+            no valid certificate themselves. The message has the last reason.
+        ConfigError: if the certificate of the bootstrap is damaged.
     """
-    client = Client()
+    client = _Client()
     has_store = bool(bootstrap.store_user)
-    store = Client() if has_store else client
+    store = _Client() if has_store else client
     bus = Bus(client, store, bootstrap)
-    login: dict[str, Any] = {}
-    if bootstrap.credentials_file:
-        login["user_credentials"] = bootstrap.credentials_file
-    elif bootstrap.user:
-        login |= {"user": bootstrap.user, "password": bootstrap.password}
     try:
+        login = _login_of(bootstrap)
         await _open_client(client, bootstrap, bus.on_error, bus.on_disconnected, bus.on_reconnected, login)
         if has_store:
             login = {"user": bootstrap.store_user, "password": bootstrap.store_password}
@@ -180,6 +205,77 @@ async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
                 await _close_client(each)
 
 
+class _Client(Client):
+    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        server = self._current_server
+        if initial_connection and server and server.uri.scheme == "tls" and not info.get("tls_required"):
+            raise nats.errors.Error(f"{server.uri.hostname} offers no TLS")
+        await super()._process_info(info, initial_connection)
+
+
+async def open_once(
+    bootstrap: Bootstrap,
+    address: str,
+    timeout_s: float,
+    on_error: Callable[[Exception], Awaitable[None]] | None = None,
+) -> Client:
+    """Open a plain client of one server, which does not reconnect. The caller closes it.
+
+    Args:
+        on_error: called with each error that the server reports.
+
+    Raises:
+        BusError: if the server does not accept the client within `timeout_s` seconds.
+        ConfigError: if the certificate of the bootstrap is damaged.
+    """
+    client = _Client()
+
+    async def ignore(error: Exception) -> None:
+        """Leave the error to the exception."""
+
+    tls = {"tls": client_context(bootstrap.tls)} if address.startswith("tls://") else {}
+    try:
+        with anyio.fail_after(timeout_s):
+            await client.connect(
+                [address],
+                inbox_prefix=_inbox_of(bootstrap).encode(),
+                allow_reconnect=False,
+                error_cb=on_error or ignore,
+                **tls,
+                **_login_of(bootstrap),
+            )
+    except (TimeoutError, OSError, nats.errors.Error) as error:
+        reason = client.last_error if isinstance(error, TimeoutError) else error
+        await _close_client(client)
+        raise BusError(_reason_text(reason or error, address)) from error
+    return client
+
+
+def _login_of(bootstrap: Bootstrap) -> dict[str, Any]:
+    if bootstrap.credentials_file:
+        return {"user_credentials": bootstrap.credentials_file}
+    return {"user": bootstrap.user, "password": bootstrap.password} if bootstrap.user else {}
+
+
+def without_logins(url: str) -> str:
+    """Return addresses of servers without the users and passwords that they may contain."""
+    return re.sub(r"//[^/@,]*@", "//", url)
+
+
+def _reason_text(error: Exception, url: str) -> str:
+    """Return why a connection was not made, in words for a user."""
+    text = str(error).removeprefix("nats: ").strip("'") or type(error).__name__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message or text}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {error.reason or text}; {_NO_CERTIFICATE}"
+    if isinstance(error, ConnectionResetError) and "tls://" in url:
+        return f"it ended the connection; {_NO_CERTIFICATE}"
+    return text
+
+
 async def _open_client(
     client: Client,
     bootstrap: Bootstrap,
@@ -189,10 +285,12 @@ async def _open_client(
     login: dict[str, Any],
 ) -> None:
     options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # typed as int there
+    if "tls://" in bootstrap.url:
+        options["tls"] = client_context(bootstrap.tls)
     try:
         with anyio.fail_after(_CONNECT_S):
             await client.connect(
-                bootstrap.url,
+                bootstrap.url.split(","),
                 name=bootstrap.worker or bootstrap.role,
                 inbox_prefix=_inbox_of(bootstrap).encode(),
                 allow_reconnect=True,
@@ -207,7 +305,11 @@ async def _open_client(
                 **login,
             )
     except (TimeoutError, OSError, nats.errors.Error) as error:
-        raise NoAnswer(f"nats-server at {bootstrap.url}", "connect", _CONNECT_S) from error
+        reason = client.last_error if isinstance(error, TimeoutError) else error
+        why = f" ({_reason_text(reason, bootstrap.url)})" if reason is not None else ""
+        raise NoAnswer(
+            f"nats-server at {without_logins(bootstrap.url)}{why}", "connect", _CONNECT_S
+        ) from error
 
 
 async def _close_client(client: Client) -> None:
@@ -235,7 +337,9 @@ class Bus:
         self._nats = client
         self._store_client = store
         self._outage_s = bootstrap.outage_s
-        self._jetstream: JetStreamContext = store.jetstream(timeout=_STORE_ANSWER_S)
+        self._replicas = bootstrap.replicas
+        self._answer_s = _STORE_ANSWER_S if self._replicas == 1 else _CLUSTER_ANSWER_S
+        self._jetstream: JetStreamContext = store.jetstream(timeout=self._answer_s)
         self._names = Subjects(bootstrap.run)
         self._prefix = _inbox_of(bootstrap)
         self.inbox = secrets.token_hex(11)
@@ -248,7 +352,8 @@ class Bus:
         """Process, verb and time of each request without an answer, and of each operation on the store."""
         self._parts = _Parts()
         self._tasks: TaskGroup | None = None
-        self._complaint = ""
+        self._complaints: set[str] = set()
+        """Errors of the connection that are logged already."""
         self._up = asyncio.Event()
         self._store_up = self._up if store is client else asyncio.Event()
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
@@ -267,7 +372,13 @@ class Bus:
     @property
     def url(self) -> str:
         """Address of the server, or addresses of the servers, as the client has them now."""
-        return ",".join(server.geturl() for server in self._nats.servers)
+        return without_logins(",".join(server.geturl() for server in self._nats.servers))
+
+    @property
+    def _address(self) -> str:
+        """Address of the server to which the client is connected."""
+        url = self._nats.connected_url
+        return without_logins(url.geturl()) if url is not None else ""
 
     @property
     def local_address(self) -> str:
@@ -521,6 +632,7 @@ class Bus:
             opt_start_seq=max(1, start),
             ack_policy=AckPolicy.NONE,
             inactive_threshold=120,
+            num_replicas=self._replicas,
         )
         info = await self._storing(lambda: self._jetstream.add_consumer(stream, consumer), stream)
         return info.name
@@ -574,12 +686,16 @@ class Bus:
         """Return the sequence numbers of the messages in a stream. The server has checked them at its start:
         a damaged message counts as missing."""
         subject = f"$JS.API.STREAM.INFO.{stream}"
-        answer = await self._storing(
-            lambda: self._store_client.request(subject, b'{"deleted_details": true}', timeout=10), subject
-        )
-        state = json.loads(answer.data).get("state")
-        if state is None:
-            raise BusError(f"nats-server does not describe {stream}: {answer.data.decode(errors='replace')}")
+
+        async def ask() -> dict[str, Any]:
+            question = b'{"deleted_details": true}'
+            answer = await self._store_client.request(subject, question, timeout=self._answer_s)
+            content = json.loads(answer.data)
+            if "error" in content:
+                raise APIError.from_error(content["error"])
+            return content["state"]
+
+        state = await self._storing(ask, subject)
         return Extent(state["first_seq"], state["last_seq"], frozenset(state.get("deleted") or ()))
 
     async def holds(self, stream: str, sequence: int) -> bool:
@@ -615,7 +731,7 @@ class Bus:
         decode = decoder(kind)
         while True:
             try:
-                [msg] = await subscription.fetch(1, timeout=10)
+                [msg] = await subscription.fetch(1, timeout=self._answer_s)
             except (TimeoutError, nats.errors.TimeoutError):
                 continue
             except (nats.errors.Error, APIError) as error:
@@ -632,7 +748,18 @@ class Bus:
 
     async def make_state(self, bucket: str) -> None:
         """Create a bucket of named values. Idempotent."""
-        await self._storing(lambda: self._jetstream.create_key_value(bucket=bucket, history=1), bucket)
+        create = self._jetstream.create_key_value
+
+        async def make() -> None:
+            try:
+                await create(bucket=bucket, history=1, replicas=self._replicas)
+            except APIError as error:
+                if error.err_code != _OTHER_CONFIGURATION:
+                    raise
+                present = (await self._jetstream.stream_info(f"KV_{bucket}")).config
+                await self._jetstream.update_stream(present, num_replicas=self._replicas)
+
+        await self._storing(make, bucket)
 
     async def put_state(self, bucket: str, key: str, message: Message) -> int:
         """Store a value and return its revision. Revisions only rise within a bucket."""
@@ -656,12 +783,13 @@ class Bus:
         self._up.set()
         self._store_up.set()
         await self._nats.subscribe(f"{self._prefix}.from.*.{self.inbox}.*", cb=self._on_answer)
+        log.info("bus connected", url=self._address)
 
     async def on_error(self, error: Exception) -> None:
         """Log an error of the server or the connection. The client calls it."""
         complaint = f"{type(error).__name__}: {error}"
-        if complaint != self._complaint:  # every attempt to reconnect reports the same error
-            self._complaint = complaint
+        if complaint not in self._complaints:  # every attempt to reconnect reports the same errors
+            self._complaints.add(complaint)
             log.warning("bus", error=complaint)
 
     async def on_disconnected(self) -> None:
@@ -673,8 +801,8 @@ class Bus:
     async def on_reconnected(self) -> None:
         """Send messages again. The client calls it."""
         self._up.set()
-        self._complaint = ""
-        log.info("bus reconnected")
+        self._complaints.clear()
+        log.info("bus reconnected", url=self._address)
         if self._store_client is self._nats:
             await self.on_store_reconnected()
 
@@ -742,8 +870,20 @@ class Bus:
         self._tasks.start_soon(function, *arguments)
 
     async def _make_stream(self, config: StreamConfig) -> None:
+        """Create a stream, or give an existing one this configuration: a resumed run may have other
+        replicas."""
         config.storage = StorageType.FILE
-        await self._storing(lambda: self._jetstream.add_stream(config), config.name or "")
+        config.num_replicas = self._replicas
+
+        async def make() -> None:
+            try:
+                await self._jetstream.add_stream(config)
+            except APIError as error:
+                if error.err_code != _OTHER_CONFIGURATION:
+                    raise
+                await self._jetstream.update_stream(config)
+
+        await self._storing(make, config.name or "")
 
     async def _bucket(self, bucket: str) -> KeyValue:
         return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
@@ -763,7 +903,7 @@ class Bus:
             except (NotFoundError, KeyNotFoundError):
                 raise
             except APIError as error:
-                if not _temporary(error) or remaining_s <= 0:
+                if not self._temporary(error) or remaining_s <= 0:
                     raise BusError(f"nats-server refuses {action!r}: {error.description}") from error
             except (TimeoutError, nats.errors.Error) as error:
                 if remaining_s <= 0:
@@ -773,6 +913,13 @@ class Bus:
             await anyio.sleep(0.2)
             remaining_s -= anyio.current_time() - began
 
+    def _temporary(self, error: APIError) -> bool:
+        """Whether an operation may succeed later."""
+        if self._replicas > 1 and error.err_code in _ELECTING:
+            return True
+        # Code 503: JetStream is starting or has no leader yet.
+        return error.code == 503 and "insufficient" not in (error.description or "").lower()
+
     async def _store(self, subject: str, data: bytes, id: str) -> int:
         headers = {"Nats-Msg-Id": id}
         ack = await self._storing(
@@ -781,10 +928,24 @@ class Bus:
         return ack.seq
 
     async def _read_message(self, stream: str, sequence: int) -> RawStreamMsg:
+        """Return a stored message. Any server of a cluster may answer, also one that does not have the newest
+        messages yet. So what that server lacks is asked of the leader, which has them all.
+
+        Raises:
+            MessageGone: if the message is not in the stream.
+            NoAnswer: if the server does not answer in time.
+        """
+
+        async def get() -> RawStreamMsg:
+            try:
+                return await self._jetstream.get_msg(stream, sequence, direct=True)
+            except NotFoundError:
+                if self._replicas == 1:
+                    raise
+                return await self._jetstream.get_msg(stream, sequence)
+
         try:
-            return await self._storing(
-                lambda: self._jetstream.get_msg(stream, sequence, direct=True), f"{stream} {sequence}"
-            )
+            return await self._storing(get, f"{stream} {sequence}")
         except NotFoundError as error:
             raise MessageGone(f"message {sequence} of {stream} is gone") from error
 
@@ -827,7 +988,7 @@ class Bus:
         ask = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         batch, expires_s = 256, 15
         request = msgspec.json.encode(
-            {"batch": batch, "expires": expires_s * 10**9, "idle_heartbeat": 5 * 10**9}
+            {"batch": batch, "expires": expires_s * 10**9, "idle_heartbeat": _HEARTBEAT_S * 10**9}
         )
         try:
             while True:
@@ -835,10 +996,10 @@ class Bus:
                 received = 0
                 while received < batch:
                     try:
-                        with anyio.fail_after(12):  # heartbeats come every 5 s
+                        with anyio.fail_after(_SILENT_S):
                             msg = await queue.get()
                     except TimeoutError:
-                        raise NoAnswer("nats-server", ask, 12.0) from None
+                        raise NoAnswer("nats-server", ask, _SILENT_S) from None
                     if msg is None:
                         raise NoAnswer("nats-server", ask, 0.0)
                     status = (msg.headers or {}).get("Status")
@@ -934,11 +1095,6 @@ def _no_responders(msg: Msg) -> bool:
 
 def _consumer(subject: str) -> str:
     return subject.replace(".", "_")
-
-
-def _temporary(error: APIError) -> bool:
-    # Code 503: JetStream is starting or has no leader yet.
-    return error.code == 503 and "insufficient" not in (error.description or "").lower()
 
 
 async def sleep_and_measure_delay(seconds: float) -> float:

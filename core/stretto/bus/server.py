@@ -2,6 +2,7 @@
 
 The server runs under `guard.py`, which stops the server when the kernel has been gone for the grace time.
 Each run has random credentials, with one user for each role. They are in files that only the user can read.
+A server that other machines can reach has TLS, and each role a certificate of its own.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 import structlog
 
 from stretto.bus import guard
+from stretto.bus.listening import Listening, listening, url_host
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import WORKER_VERBS, Party, Subjects
+from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
@@ -41,7 +43,6 @@ __all__ = [
     "Bootstrap",
     "NatsServer",
     "binary",
-    "fault_of_server",
     "foreign_bootstrap",
     "free_port",
     "lock_run",
@@ -54,11 +55,15 @@ log = structlog.get_logger()
 
 VIEWER: Party = "viewer"
 _PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER)
+_NEAR: tuple[Party, ...] = ("kernel", "samples")
+"""Processes that always run on the kernel's machine."""
 STORE = "store"
 """Name of the user, and of the account, that own the streams and the state."""
 _Permissions = dict[str, list[str] | dict[str, list[str]]]
 """`publish` and `subscribe` -> subjects, or `deny` with the forbidden subjects."""
 _GUARD_POLL_S = 0.5
+_CERTIFICATE_DAYS = 1000
+"""A kernel makes new certificates at its start, so this bounds how long one kernel can work."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,12 +71,17 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     read."""
 
     url: str
+    """Addresses of the servers, separated by commas."""
     run: str
     role: str
     user: str = ""
     password: str = ""
     credentials_file: str = ""
     """A NATS `.creds` file, if the run uses a server of the user's own with such a file."""
+    tls: TlsIdentity | None = None
+    """Authority and certificate for servers with `tls://`; None for the authorities of the system."""
+    replicas: int = 1
+    """Number of servers that keep a copy of what is stored (`bus.replicas`)."""
     store_user: str = ""
     store_password: str = ""
     """Credentials of a second connection, for the streams and the state. Only the kernel has them, and only
@@ -163,11 +173,17 @@ def lock_run(folder: Path) -> IO[str]:
     return file
 
 
-def _bootstrap_files(folder: Path, users: dict[Party, tuple[str, str]], shared: Bootstrap) -> None:
+def _bootstrap_files(
+    folder: Path,
+    users: dict[Party, tuple[str, str]],
+    shared: Bootstrap,
+    own: Callable[[Party, Bootstrap], Bootstrap],
+) -> None:
     """Write `folder/<party>.json` for the kernel and every role, mode 0600.
 
     Args:
         shared: what is the same in all files. Only the kernel's file gets its credentials for the store.
+        own: adds what a party alone has.
     """
     for party, (user, password) in users.items():
         content = msgspec.structs.replace(shared, role=party, user=user, password=password)
@@ -175,7 +191,7 @@ def _bootstrap_files(folder: Path, users: dict[Party, tuple[str, str]], shared: 
             content = msgspec.structs.replace(content, store_user="", store_password="")
         if party == VIEWER:
             content = msgspec.structs.replace(content, credentials_file="", logs="")
-        write_private(folder / f"{party}.json", msgspec.json.encode(content))
+        write_private(folder / f"{party}.json", msgspec.json.encode(own(party, content)))
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
@@ -183,25 +199,34 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
     needs credentials of its own, because with those of the roles it could do everything.
 
     Raises:
-        ConfigError: if the credentials file is neither JSON with user and password nor `.creds`.
+        ConfigError: if the credentials file is neither JSON with user and password nor `.creds`, or if the
+            files of `bus.tls` are not what they should be.
     """
-    assert config.url is not None
+    assert config.servers
     user = password = creds = ""
     if config.credentials is not None:
         user, password, creds = login_of(config.credentials, "bus.credentials")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     shared = Bootstrap(
-        url=config.url,
+        url=",".join(config.servers),
         run=run,
         role="",
         credentials_file=creds,
+        tls=TlsIdentity.of(config.tls) if config.tls is not None else None,
+        replicas=config.replicas,
         logs=str(logs),
         outage_s=config.outage_s,
         grace_s=config.grace_s,
     )
     users: dict[Party, tuple[str, str]] = dict.fromkeys(_PARTIES, (user, password))
     users[VIEWER] = ("", "")
-    _bootstrap_files(folder, users, shared)
+
+    def without_certificate_of_viewer(party: Party, content: Bootstrap) -> Bootstrap:
+        if party != VIEWER or content.tls is None:
+            return content
+        return msgspec.structs.replace(content, tls=TlsIdentity(ca=content.tls.ca))
+
+    _bootstrap_files(folder, users, shared, without_certificate_of_viewer)
 
 
 def login_of(credentials: str, key: str) -> tuple[str, str, str]:
@@ -224,22 +249,6 @@ def login_of(credentials: str, key: str) -> tuple[str, str, str]:
         ) from error
 
 
-def fault_of_server(urls: str, timeout_s: float) -> str:
-    """Connect briefly to each address. Return why none of them has a nats-server; empty if one has."""
-    faults: list[str] = []
-    for url in urls.split(","):
-        parts = urlsplit(url)
-        address = (parts.hostname or "", parts.port or 4222)
-        try:
-            with socket.create_connection(address, timeout_s) as probe:
-                if probe.recv(4) == b"INFO":  # a nats-server sends first, even before TLS
-                    return ""
-            faults.append(f"what answers at {address[0]}:{address[1]} is no nats-server")
-        except OSError as error:
-            faults.append(f"no nats-server at {address[0]}:{address[1]} ({error})")
-    return "; ".join(faults)
-
-
 @dataclass
 class NatsServer:
     """A running server under its guard. The kernel owns it, and must hold the run's lock (see guard.py)."""
@@ -255,24 +264,29 @@ class NatsServer:
     async def start(
         cls, folder: Path, run: str, config: BusConfig, logs: Path, cleaner: Sequence[str] = ()
     ) -> NatsServer:
-        """Start a server on a free port of loopback, with its store in `folder`, and write the bootstrap
-        files.
+        """Start a server with its store in `folder`, and write the bootstrap files. It listens on a free port
+        of loopback, unless `bus.listen` says otherwise.
 
         Args:
             cleaner: command that the guard runs at its end if the kernel is gone.
 
         Raises:
             BusError: if the server does not start. The message has the end of the server's log.
+            ConfigError: if this machine does not have the address of `bus.listen`, or no address is known by
+                which other machines reach it.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await _end_former(folder / "guard.pid")
-        port = free_port()
+        place = _with_port(listening(config))
         passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}
-        configuration = _configuration(folder, run, port, config.max_payload_mb, passwords)
+        has_tls = place.public and not config.insecure
+        identities = _make_certificates(folder, run, place) if has_tls else {}
+        configuration = _configuration(folder, run, place, config.max_payload_mb, passwords, tls=has_tls)
         write_private(folder / "nats.conf", configuration.encode())
-        url = f"nats://127.0.0.1:{port}"
+        scheme = "tls" if has_tls else "nats"
+        near, far = (f"{scheme}://{url_host(host)}:{place.port}" for host in (place.near, place.far))
         shared = Bootstrap(
-            url=url,
+            url=far,
             run=run,
             role="",
             store_user=STORE,
@@ -281,12 +295,17 @@ class NatsServer:
             outage_s=config.outage_s,
             grace_s=config.grace_s,
         )
-        _bootstrap_files(folder, {party: (party, passwords[party]) for party in _PARTIES}, shared)
+
+        def own(party: Party, content: Bootstrap) -> Bootstrap:
+            url = near if party in _NEAR else far
+            return msgspec.structs.replace(content, url=url, tls=identities.get(party))
+
+        _bootstrap_files(folder, {party: (party, passwords[party]) for party in _PARTIES}, shared, own)
         command = [sys.executable, guard.__file__, binary(), str(folder / "nats.conf")]
         command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
-        server = cls(url, folder, command, _start_guard(folder, command))
+        server = cls(near, folder, command, _start_guard(folder, command))
         try:
-            await server._until_ready(port, folder)
+            await server._until_ready(place, folder)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await server.stop()
@@ -312,16 +331,16 @@ class NatsServer:
         if self.process.poll() is None:
             self.process.kill()  # on Linux the server dies with its guard
 
-    async def _until_ready(self, port: int, folder: Path) -> None:
+    async def _until_ready(self, place: Listening, folder: Path) -> None:
         deadline = anyio.current_time() + 20
         while anyio.current_time() < deadline and self.process.poll() is None:
             with suppress(OSError):
-                async with await anyio.connect_tcp("127.0.0.1", port):
+                async with await anyio.connect_tcp(place.near, place.port):
                     return
             await anyio.sleep(0.02)
         file = folder / "nats.log"
         tail = "\n".join(file.read_text().splitlines()[-5:]) if file.exists() else "it wrote no log"
-        raise BusError(f"the bundled nats-server did not come up on port {port}: {tail}")
+        raise BusError(f"the bundled nats-server did not come up at {place.host}, port {place.port}: {tail}")
 
 
 def restart_server(folder: Path) -> None:
@@ -369,17 +388,42 @@ def binary() -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of an address of this machine that is free now.
+    """Return a port that is free now at an address of this machine.
 
     Raises:
-        OSError: if there is none, or if the address is not of this machine.
+        OSError: if there is none, or if the machine has no such address.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as probe:
+        probe.bind(address)
         return probe.getsockname()[1]
 
 
-def _configuration(folder: Path, run: str, port: int, max_payload_mb: int, passwords: dict[str, str]) -> str:
+def _with_port(place: Listening) -> Listening:
+    try:
+        return replace(place, port=place.port or free_port(place.host))
+    except OSError as error:
+        raise ConfigError(f"bus.listen: cannot listen at {place.host}: {error}", path="bus.listen") from error
+
+
+def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, TlsIdentity]:
+    """Write the server's certificate, and return a client's certificate for each party. The authority that
+    signs them lives only in this call."""
+    from stretto.bus.certificates import Authority  # it imports for a tenth of a second
+
+    authority = Authority.create(f"stretto run {run}", _CERTIFICATE_DAYS)
+    write_private(folder / "ca.pem", authority.text.encode())
+    authority.server(place.hosts, _CERTIFICATE_DAYS).write(folder, "server")
+    clients = {party: authority.client(party, _CERTIFICATE_DAYS) for party in _PARTIES}
+    return {
+        party: TlsIdentity(ca=authority.text, certificate=client.certificate, key=client.key)
+        for party, client in clients.items()
+    }
+
+
+def _configuration(
+    folder: Path, run: str, place: Listening, max_payload_mb: int, passwords: dict[str, str], *, tls: bool
+) -> str:
     """Return the configuration of nats-server as JSON, which nats-server accepts.
 
     The streams and the state belong to the account `store`, and the workers to the account `run`. The server
@@ -396,10 +440,14 @@ def _configuration(folder: Path, run: str, port: int, max_payload_mb: int, passw
     def user(name: str, permissions: Mapping[str, Any]) -> dict[str, Any]:
         return {"user": name, "password": passwords[name], "permissions": permissions}
 
+    # The server refuses clients without a certificate of the run's authority before it reads anything else.
+    certificates = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    files = {key: str(folder / name) for key, name in certificates.items()}
     return json.dumps(
         {
-            "host": "127.0.0.1",
-            "port": port,
+            "host": place.host,
+            "port": place.port,
+            **({"tls": {**files, "verify": True, "min_version": "1.3"}} if tls else {}),
             "server_name": run,
             "log_file": str(folder / "nats.log"),
             "pid_file": str(folder / "nats.pid"),

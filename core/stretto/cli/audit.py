@@ -31,7 +31,7 @@ from stretto.cli.audit_records import (
     read_lines,
     read_log,
 )
-from stretto.cli.audit_store import open_copy
+from stretto.cli.audit_store import open_store
 from stretto.errors import RunError
 from stretto.kernel.changes import values_file
 from stretto.records.run import RunRecord
@@ -81,7 +81,7 @@ def audit_run(folder: Path) -> AuditReport:
 
 
 async def _audit(folder: Path) -> AuditReport:
-    async with open_copy(folder) as store:
+    async with open_store(folder) as store:
         journal, log = await read_journal(store), await read_log(store)
     checker = _Checker(folder, journal, log, read_checkpoints(folder))
     checks = list(checker.checks())

@@ -26,7 +26,7 @@ from stretto.bus.messages import (
     TrajectoryBundle,
     WireTrajectory,
 )
-from stretto.cli.audit_store import StoreCopy, StoredMessage
+from stretto.cli.audit_store import StoredMessage, StoredRun
 from stretto.errors import RunError
 
 __all__ = [
@@ -200,7 +200,7 @@ def _facts(trajectory: WireTrajectory) -> TrajectoryFacts:
     )
 
 
-async def read_journal(store: StoreCopy) -> JournalRecord:
+async def read_journal(store: StoredRun) -> JournalRecord:
     """Read the whole journal."""
     journal = JournalRecord()
     async for message in store.messages(store.names.journal_stream, {store.names.journal: JournalEntry}):
@@ -211,7 +211,7 @@ async def read_journal(store: StoreCopy) -> JournalRecord:
     return journal
 
 
-async def read_log(store: StoreCopy) -> LogRecord:
+async def read_log(store: StoredRun) -> LogRecord:
     """Read what is left of the log. The arrays of trajectories are not kept."""
     names = store.names
     kinds = {names.trajectories: TrajectoryBundle, names.groups: GroupDone | GroupFailed}

@@ -1,6 +1,8 @@
-"""The journal and the log of a run, read from a copy of its store by a nats-server of the audit's own.
+"""The journal and the log of a run, as an audit reads them.
 
-The run's own store stays as it is: a nats-server repairs and compacts the files that it opens.
+The store of a bundled server is copied, and a nats-server of the audit's own reads the copy. The run's own
+store stays as it is: a nats-server repairs and compacts the files that it opens. The store on a server of the
+user's own (`bus.url`) is read there.
 """
 
 from __future__ import annotations
@@ -21,20 +23,22 @@ import anyio
 import msgspec
 import nats
 import nats.errors
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import APIError
 
-from stretto.bus.client import decoder
+from stretto.bus.client import decoder, open_once, without_logins
 from stretto.bus.guard import is_locked
 from stretto.bus.messages import Message, Subjects
-from stretto.bus.server import STORE, binary
+from stretto.bus.server import STORE, Bootstrap, binary
 from stretto.children.protocol import die_with_parent
 from stretto.errors import BusError, RunError
 
-__all__ = ["StoreCopy", "StoredMessage", "open_copy"]
+__all__ = ["StoredMessage", "StoredRun", "open_store"]
 
 _START_S = 60.0
+_CONNECT_S = 5.0
 _BATCH = 32
 _PART = 0xC1
 """First byte of a part of a large payload, and of the message that lists the parts."""
@@ -53,22 +57,41 @@ class StoredMessage:
 
 
 @asynccontextmanager
-async def open_copy(folder: Path) -> AsyncGenerator[StoreCopy]:
-    """Copy the journal and the log of the run in `folder`, and serve the copy for the duration of the block.
+async def open_store(folder: Path) -> AsyncGenerator[StoredRun]:
+    """Open the journal and the log of the run in `folder` for the duration of the block.
 
     Raises:
-        RunError: if a kernel owns the run, or if the run has no store of its own.
-        BusError: if the server does not start on the copy.
+        RunError: if a kernel owns the run at the beginning or at the end of the block, or if its store cannot
+            be found.
+        BusError: if the server of the copy does not start, or if the user's own cannot be reached.
     """
+    before = _last_owner(folder)
+    bootstrap = folder / "bus" / "kernel.json"
+    foreign = Bootstrap.read(bootstrap) if bootstrap.exists() else None
+    if foreign is None or foreign.store_user:
+        async with _open_copy(folder) as stored:
+            yield stored
+    else:
+        client = await _connect_to_any(foreign)
+        try:
+            yield StoredRun(client.jetstream(timeout=_START_S), foreign.run)
+        finally:
+            await client.close()
+    if _last_owner(folder) != before:
+        raise RunError(f"a kernel took over the run in {folder} during the audit; audit it when it has ended")
+
+
+@asynccontextmanager
+async def _open_copy(folder: Path) -> AsyncGenerator[StoredRun]:
     with tempfile.TemporaryDirectory(prefix="stretto-audit-") as aside:
         copy = Path(aside)
         run = _copy_streams(folder, copy / "store")
         async with _serve(copy) as jetstream:
-            yield StoreCopy(jetstream, run)
+            yield StoredRun(jetstream, run)
 
 
-class StoreCopy:
-    """The copied streams of one run."""
+class StoredRun:
+    """The streams of one run."""
 
     def __init__(self, jetstream: JetStreamContext, run: str) -> None:
         self._jetstream = jetstream
@@ -85,7 +108,7 @@ class StoreCopy:
         try:
             state = (await self._jetstream.stream_info(stream)).state
         except (APIError, nats.errors.Error, TimeoutError) as error:
-            raise BusError(f"the copy of {stream} cannot be read: {error}") from error
+            raise BusError(f"{stream} cannot be read: {error}") from error
         return (state.first_seq, state.last_seq) if state.messages else (state.last_seq + 1, state.last_seq)
 
     async def messages(self, stream: str, kinds: Mapping[str, Any]) -> AsyncIterator[StoredMessage]:
@@ -118,7 +141,7 @@ class StoreCopy:
             try:
                 batch = await subscription.fetch(min(_BATCH, left), timeout=30)
             except (TimeoutError, nats.errors.Error) as error:
-                raise BusError(f"{left} messages of the copy of {stream} cannot be read: {error}") from error
+                raise BusError(f"{left} messages of {stream} cannot be read: {error}") from error
             left -= len(batch)
             for msg in batch:
                 id = (msg.headers or {}).get("Nats-Msg-Id", "")
@@ -146,23 +169,18 @@ def _copy_streams(folder: Path, store: Path) -> str:
     """Copy the streams of the journal and the log, and return the run's id.
 
     Raises:
-        RunError: if a kernel owns the run at the beginning or at the end of the copy, or if the run has no
-            store of its own.
+        RunError: if the folder has no store with one run's journal.
     """
     streams = folder / "bus" / "store" / "jetstream" / STORE / "streams"
     journals = sorted(streams.glob("JOURNAL_*"))
     if len(journals) != 1:
         raise RunError(
-            f"{streams} has {len(journals)} journals, expected one; a run on your own server (`bus.url`) "
-            "has its journal there, and `stretto audit` cannot copy it"
+            f"{streams} has {len(journals)} journals, expected one, and bus/kernel.json names no other server"
         )
-    before = _last_owner(folder)
     run = journals[0].name.removeprefix("JOURNAL_")
     for name in (f"JOURNAL_{run}", f"LOG_{run}"):
         if (streams / name).is_dir():
             _copy_tree(streams / name, store / "jetstream" / STORE / "streams" / name)
-    if _last_owner(folder) != before:
-        raise RunError(f"a kernel took over the run in {folder} during the copy; audit it when it has ended")
     return run
 
 
@@ -189,6 +207,21 @@ def _last_owner(folder: Path) -> tuple[str, int]:
     if is_locked(lock):
         raise RunError(f"the run in {folder} is owned by {owner}; audit it when it has ended")
     return owner, lock.stat().st_mtime_ns
+
+
+async def _connect_to_any(bootstrap: Bootstrap) -> Client:
+    """Connect to one of the servers that hold the run's store.
+
+    Raises:
+        BusError: if none of them can be reached.
+    """
+    faults: list[str] = []
+    for address in bootstrap.url.split(","):
+        try:
+            return await open_once(bootstrap, address, _CONNECT_S)
+        except BusError as error:
+            faults.append(f"nats-server at {without_logins(address)}: {error}")
+    raise BusError(f"the run's journal is on a server of your own; {'; '.join(faults)}")
 
 
 @asynccontextmanager

@@ -17,7 +17,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+import anyio
 import msgspec
 
 from stretto.algorithm import Call
@@ -28,10 +30,12 @@ from stretto.assembly.plan import placement as placement_of
 from stretto.assembly.plugins import missing_extra
 from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, run_of_variant, variants_of
-from stretto.bus.server import binary, fault_of_server
+from stretto.bus.listening import is_loopback, listening
+from stretto.bus.probe import faults_of_bus
+from stretto.bus.server import binary
 from stretto.cli.folders import is_free
 from stretto.component import Problem
-from stretto.config import RunConfig
+from stretto.config import BusConfig, RunConfig
 from stretto.cores import available_cores
 from stretto.dataset import Dataset, Row
 from stretto.errors import BusError, ConfigError, StrettoError, place_of
@@ -107,8 +111,9 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         yield placement
         return
     failed_sections = _failed_sections(section_problems)
-    with ThreadPoolExecutor() as trials:  # each trial is a process of its own
+    with ThreadPoolExecutor() as trials:  # most trials are a process of their own
         tools = trials.submit(lambda: list(_tool_trial_problems(config, failed_sections)))
+        server = trials.submit(lambda: list(_server_problems(config)))
         components = trials.submit(
             lambda: list(_trial_problems(composed, placement, starting, failed_sections))
         )
@@ -135,7 +140,7 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
             needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
             yield Problem("metrics", needed, "environment")
-        yield from _server_problems(config)
+        yield from server.result()
         yield from rewards.result()
         yield from rows.result()
         yield from components.result()
@@ -146,15 +151,59 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
 
 
 def _server_problems(config: RunConfig) -> Iterator[Problem]:
-    """Check that the run's nats-server answers, or that there is one to start."""
-    if config.bus.url is not None:
-        if fault := fault_of_server(config.bus.url, _CONNECT_S):
-            yield Problem("bus.url", fault, "environment")
+    """Check that the run's nats-servers answer and can store what the run needs, or that there is one to
+    start. Warn of connections that others can read."""
+    bus = config.bus
+    if bus.servers:
+        try:
+            faults = anyio.run(faults_of_bus, bus, _CONNECT_S)
+        except ConfigError as error:
+            yield Problem(error.path, str(error))
+            return
+        for fault in faults:
+            yield Problem(fault.key, fault.message, "environment" if fault.fatal else "warning")
+        if (open_servers := _open_servers(bus)) and not bus.insecure:
+            yield Problem(
+                "bus.url",
+                f"no TLS to {', '.join(open_servers)}: whoever can read the network reads the run's "
+                "credentials and samples; use tls:// (see docs/nats.md), or set `bus.insecure: true` if you "
+                "trust the network",
+                "warning",
+            )
+        if bus.replicas > len(bus.servers):
+            yield Problem(
+                "bus.url",
+                f"names {len(bus.servers)} of at least {bus.replicas} servers: while these are down, no new "
+                "process can connect; name all of them",
+                "warning",
+            )
         return
     try:
         binary()
     except BusError as error:
         yield Problem("bus", str(error), "environment")
+    try:
+        public = listening(bus).public
+    except ConfigError as error:
+        yield Problem(error.path, str(error), "environment")
+        return
+    if public and bus.insecure:
+        yield Problem(
+            "bus.insecure",
+            f"nats-server will listen at {bus.listen} without TLS: whoever can read the network reads the "
+            "run's credentials and samples, and with them can do all that its workers can",
+            "warning",
+        )
+
+
+def _open_servers(bus: BusConfig) -> list[str]:
+    """Return the servers on other machines to which connections have no TLS, without logins."""
+    places = [urlsplit(server) for server in bus.servers]
+    return [
+        f"{place.hostname}:{place.port or 4222}"
+        for place in places
+        if place.scheme == "nats" and not is_loopback(place.hostname or "")
+    ]
 
 
 def _folder_problems(config: RunConfig) -> Iterator[Problem]:

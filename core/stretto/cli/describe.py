@@ -25,7 +25,7 @@ def describe(composed: Composed) -> str:
     lines += _table(
         ["role", "processes", "threads", "gpus", "share", "component"],
         [
-            ["kernel", "1", "1", "0", "", f"bus: {config.bus.url or 'bundled nats-server'}"],
+            ["kernel", "1", "1", "0", "", f"bus: {', '.join(config.bus.servers) or 'bundled nats-server'}"],
             *_worker_rows(composed, placement),
         ],
     )

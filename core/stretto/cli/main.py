@@ -1,6 +1,7 @@
 """The command line: `stretto COMMAND`. `stretto COMMAND --help` describes a command.
 
 - Start: `quickstart`, `run`, `resume`, `sweep`, `evaluate`; `invite` lets one more worker join a run.
+- For a nats-server of your own: `certs` makes certificates.
 - See one run: `status`, `watch`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
 - Verify: `check` a run file, `audit` a run that has ended.
@@ -354,15 +355,23 @@ def watch(
         str | None,
         typer.Option(help="With a viewer file: login for a server of your own.", metavar="FILE"),
     ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            help="With a viewer file: certificate for a server of your own, beside its key NAME.key.",
+            metavar="NAME.pem",
+        ),
+    ] = None,
 ) -> None:
     """Show the live view of a run that another process owns. `q` ends the view; the run goes on."""
     from stretto.cli.watch import watch_bus, watch_folder
 
     if source.is_dir():
-        if url is not None or credentials is not None:
-            raise ConfigError("--url and --credentials go with a viewer file, not with a run's folder")
+        if url is not None or credentials is not None or certificate is not None:
+            options = "--url, --credentials and --certificate"
+            raise ConfigError(f"{options} go with a viewer file, not with a run's folder")
         raise typer.Exit(watch_folder(source))
-    raise typer.Exit(watch_bus(source, url, credentials))
+    raise typer.Exit(watch_bus(source, url, credentials, certificate))
 
 
 @app.command()
@@ -773,6 +782,29 @@ def invite(
 
     bootstrap = write_bootstrap(folder.absolute() / "bus", worker)
     print(shlex.join([sys.executable, "-m", "stretto.workers", str(bootstrap)]))
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the files.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name or address by which clients call the servers; several times for several."),
+    ] = None,
+    client: Annotated[
+        list[str] | None, typer.Option(help="Name of a client; several times for several. Default: client.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="Days for which the certificates are valid.")] = 365,
+) -> None:
+    """Make certificates for nats-servers of your own and their clients, and an authority that signs them.
+
+    With an authority in FOLDER, it makes new certificates of the same authority.
+    """
+    from stretto.cli.certs import explanation, write_certificates
+
+    clients = client or ["client"]
+    write_certificates(folder, host or [], clients, days)
+    typer.echo(explanation(folder, clients[0]))
 
 
 @app.command()

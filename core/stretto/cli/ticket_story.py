@@ -10,7 +10,7 @@ import anyio
 import msgspec
 
 from stretto.bus.messages import GroupDone, GroupFailed, JournalBatch, RetiredTickets
-from stretto.cli.audit_store import StoreCopy, open_copy
+from stretto.cli.audit_store import StoredRun, open_store
 from stretto.errors import ConfigError, printable
 from stretto.records.run import RunRecord
 from stretto.records.samples import SampleStore
@@ -41,7 +41,7 @@ def ticket_story(folder: Path, ticket: int) -> TicketStory:
 
 async def _tell(folder: Path, ticket: int) -> TicketStory:
     facts = _Facts(SampleStore(folder), ticket)
-    async with open_copy(folder) as store:
+    async with open_store(folder) as store:
         await facts.read_log(store)
         await facts.read_journal(store)
     events = [*facts.attempts(), *facts.endings()]
@@ -66,7 +66,7 @@ class _Facts:
         self._batches: dict[int, tuple[str, ...]] = {}
         """Version -> ids of the ticket's trajectories in its batch."""
 
-    async def read_log(self, store: StoreCopy) -> None:
+    async def read_log(self, store: StoredRun) -> None:
         kinds = {store.names.groups: GroupDone | GroupFailed, store.names.retired: RetiredTickets}
         async for message in store.messages(store.names.log_stream, kinds):
             match message.content:
@@ -79,7 +79,7 @@ class _Facts:
                 case _:
                     pass
 
-    async def read_journal(self, store: StoreCopy) -> None:
+    async def read_journal(self, store: StoredRun) -> None:
         async for message in store.messages(store.names.journal_stream, {store.names.journal: JournalBatch}):
             batch = message.content
             if isinstance(batch, JournalBatch) and self._ticket in batch.tickets:

@@ -19,6 +19,8 @@ from anyio.abc import TaskStatus
 from stretto.bus.client import connect
 from stretto.bus.messages import RunStatus, Subjects
 from stretto.bus.server import VIEWER, Bootstrap, login_of
+from stretto.bus.tls import TlsIdentity
+from stretto.config import TlsConfig
 from stretto.errors import ConfigError, leaves, printable
 from stretto.kernel.view import View, final_lines, terminal
 from stretto.records.metrics import MAIN_FIGURES
@@ -57,7 +59,7 @@ def watch_folder(folder: Path) -> int:
     return exit_status
 
 
-def watch_bus(file: Path, url: str | None, credentials: str | None) -> int:
+def watch_bus(file: Path, url: str | None, credentials: str | None, certificate: Path | None = None) -> int:
     """Show the run whose kernel sends its status over the bus, until it ends, or until the user ends the
     view. Return the exit status.
 
@@ -65,6 +67,7 @@ def watch_bus(file: Path, url: str | None, credentials: str | None) -> int:
         file: the viewer's bootstrap file, `bus/viewer.json` of the run.
         url: the address of nats-server as it is reached from here; None for the one in the file.
         credentials: a file with a login for a server of the user's own.
+        certificate: a client's certificate for such a server; its key is in the file with the suffix `.key`.
 
     Raises:
         ConfigError: if a file is not what it should be.
@@ -77,6 +80,12 @@ def watch_bus(file: Path, url: str | None, credentials: str | None) -> int:
     if credentials is not None:
         user, password, creds = login_of(credentials, "--credentials")
         bootstrap = msgspec.structs.replace(bootstrap, user=user, password=password, credentials_file=creds)
+    if certificate is not None:
+        own = TlsIdentity.of(
+            TlsConfig(certificate=str(certificate), key=str(certificate.with_suffix(".key")))
+        )
+        ca = bootstrap.tls.ca if bootstrap.tls is not None else ""
+        bootstrap = msgspec.structs.replace(bootstrap, tls=msgspec.structs.replace(own, ca=ca))
     # The view says what is wrong with the connection.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     listener = _Listener()

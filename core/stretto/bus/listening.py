@@ -1,0 +1,120 @@
+"""The addresses of the bundled nats-server: where it listens, and by which names processes reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from stretto.config import BusConfig
+from stretto.errors import ConfigError
+
+__all__ = ["Listening", "is_loopback", "listening", "own_hosts", "url_host"]
+
+_LOOPBACK = "127.0.0.1"
+_ANYWHERE = ("192.0.2.1", 9)
+"""An address of documentation networks. Connecting a UDP socket sends nothing; it only chooses a route."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a server listens."""
+
+    host: str
+    port: int
+    """0 for a free port."""
+    near: str
+    """Host by which processes on this machine reach it."""
+    far: str
+    """Host by which processes on other machines reach it; the same as `near` on loopback."""
+
+    @property
+    def public(self) -> bool:
+        """Whether other machines can reach it."""
+        return not is_loopback(self.host)
+
+    @property
+    def hosts(self) -> list[str]:
+        """All names and addresses by which a client may call it."""
+        own = [self.host] if not _is_wildcard(self.host) else []
+        return [self.far, self.near, *own, *own_hosts()]
+
+
+def listening(config: BusConfig) -> Listening:
+    """Return where the bundled server of a run listens.
+
+    Raises:
+        ConfigError: if no address is known by which other machines reach it.
+    """
+    if config.listen is None:
+        return Listening(_LOOPBACK, 0, _LOOPBACK, _LOOPBACK)
+    host, port = _split(config.listen)
+    near = host if not _is_wildcard(host) else "::1" if ":" in host else _LOOPBACK
+    if is_loopback(host):
+        return Listening(host, port, near, config.address or near)
+    return Listening(host, port, near, config.address or (_far() if _is_wildcard(host) else host))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine's loopback, and nothing else."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def own_hosts() -> list[str]:
+    """Return the names and addresses by which this machine is called, those of loopback included."""
+    names = [socket.gethostname(), socket.getfqdn()]
+    route = _address_of_default_route()
+    found = ["localhost", _LOOPBACK, "::1", *names, *_addresses_of(names[0]), *([route] if route else [])]
+    return [host for host in dict.fromkeys(found) if host]
+
+
+def url_host(host: str) -> str:
+    """Return a host as it is written in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _split(listen: str) -> tuple[str, int]:
+    """Split `host`, `host:port` or `[address]:port`."""
+    host, bracket, rest = listen.rpartition("]")
+    if bracket:
+        return host.removeprefix("["), int(rest.removeprefix(":") or 0)
+    host, _, port = listen.partition(":")
+    return host, int(port or 0)
+
+
+def _is_wildcard(host: str) -> bool:
+    return host in ("0.0.0.0", "::")  # noqa: S104 - it is compared, not bound
+
+
+def _far() -> str:
+    name = socket.gethostname()
+    if any(not is_loopback(address) for address in _addresses_of(name)):
+        return name
+    if address := _address_of_default_route():
+        return address
+    raise ConfigError(
+        f"bus.address: no address is known by which others reach this machine: its name {name!r} stands for "
+        "loopback, and it has no route to other networks; set bus.address",
+        path="bus.address",
+    )
+
+
+def _addresses_of(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:  # the name is not known
+        return []
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+
+
+def _address_of_default_route() -> str:
+    """Return the address with which this machine reaches other networks; empty if it has no route to them."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ANYWHERE)
+        except OSError:
+            return ""
+        return probe.getsockname()[0]

@@ -1,0 +1,82 @@
+"""TLS of the clients of the bus: what a process shows and whom it believes, as text in its bootstrap file.
+
+The text makes the file complete: a worker on a machine without the run's folder needs no other file.
+"""
+
+from __future__ import annotations
+
+import ssl
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from stretto.config import TlsConfig
+from stretto.errors import ConfigError
+from stretto.private_file import write_private
+
+__all__ = ["TlsIdentity", "client_context"]
+
+
+class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """The authority that a client believes, and the certificate that it shows, as PEM text."""
+
+    ca: str = ""
+    """Certificates of the authorities; empty for those of the system."""
+    certificate: str = ""
+    """The client's certificate, with the certificates between it and the authority; empty if it shows
+    none."""
+    key: str = ""
+    """The private key of the certificate, not encrypted."""
+
+    @classmethod
+    def of(cls, config: TlsConfig) -> TlsIdentity:
+        """Read the files that a run file names.
+
+        Raises:
+            ConfigError: if a file cannot be read, or if they do not fit together.
+        """
+        texts: dict[str, str] = {}
+        for name in ("ca", "certificate", "key"):
+            if (file := getattr(config, name)) is not None:
+                try:
+                    texts[name] = Path(file).read_text()
+                except (OSError, UnicodeDecodeError) as error:
+                    raise _fault(name, f"{file} cannot be read: {error}") from error
+        identity = cls(**texts)
+        client_context(identity)
+        return identity
+
+
+def client_context(identity: TlsIdentity | None) -> ssl.SSLContext:
+    """Return the settings of a client's TLS connections. The client always checks the server's certificate
+    and its name.
+
+    Args:
+        identity: None for a client that believes the system's authorities and shows no certificate.
+
+    Raises:
+        ConfigError: if a text is not what it should be, or if the key is not that of the certificate.
+    """
+    identity = identity or TlsIdentity()
+    try:
+        context = ssl.create_default_context(cadata=identity.ca or None)
+    except (ssl.SSLError, ValueError) as error:
+        raise _fault("ca", f"expected certificates as PEM text: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if identity.certificate:
+        with tempfile.TemporaryDirectory(prefix="stretto-tls-") as aside:  # ssl reads keys from files only
+            certificate, key = Path(aside, "certificate.pem"), Path(aside, "key.pem")
+            write_private(certificate, identity.certificate.encode())
+            write_private(key, identity.key.encode())
+            try:
+                # An encrypted key would ask for its password on the terminal.
+                context.load_cert_chain(certificate, key, password="")
+            except (ssl.SSLError, ValueError) as error:
+                message = f"expected a certificate and its own key, not encrypted, as PEM text: {error}"
+                raise _fault("certificate", message) from error
+    return context
+
+
+def _fault(key: str, message: str) -> ConfigError:
+    return ConfigError(f"bus.tls.{key}: {message}", path=f"bus.tls.{key}")

