@@ -237,6 +237,8 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     address: str = "127.0.0.1"
     """Address at which the kernel listens. Anybody who can reach it can read the figures."""
+    insecure: bool = False
+    """Listen at an address other than loopback. There is no login and no TLS."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Port at which the kernel listens. 0 takes a free port; the log and `status.json` name it."""
     hosts: tuple[str, ...] = ()

@@ -31,12 +31,13 @@ from stretto.errors import BusError, ConfigError, NoAnswer
 
 def identity(folder: Path, client: str = "client") -> TlsIdentity:
     """The client of a folder that `stretto certs` wrote."""
-    files = TlsConfig(ca=f"{folder}/ca.pem", **pair(folder, client))
-    return TlsIdentity.of(files)
+    return TlsIdentity.of(tls_config(folder, client))
 
 
-def pair(folder: Path, client: str) -> dict[str, str]:
-    return {"certificate": f"{folder}/{client}.pem", "key": f"{folder}/{client}.key"}
+def tls_config(folder: Path, client: str = "client") -> TlsConfig:
+    return TlsConfig(
+        ca=f"{folder}/ca.pem", certificate=f"{folder}/{client}.pem", key=f"{folder}/{client}.key"
+    )
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def tls_server(tmp_path: Path, certs: Path) -> Iterator[Server]:
 
 
 def bootstrap(url: str, tls: TlsIdentity | None) -> Bootstrap:
-    return Bootstrap(url=url, run="r", role="kernel", tls=tls, **LOGIN)
+    return Bootstrap(url=url, run="r", role="kernel", tls=tls, user=LOGIN["user"], password=LOGIN["password"])
 
 
 # --------------------------------------------------------------------------------- who is refused
@@ -133,7 +134,7 @@ async def test_check_says_which_server_refuses_and_why(
     closed = f"127.0.0.1:{free_ports(1)[0]}"
     url = f"tls://{tls_server.address},tls://{closed}"
     ca = f"{certs}/ca.pem"
-    whole = BusConfig(url=url, credentials=str(login), tls=TlsConfig(ca=ca, **pair(certs, "client")))
+    whole = BusConfig(url=url, credentials=str(login), tls=tls_config(certs))
     [away] = await faults_of_bus(whole, 10)
     assert away.message.startswith(f"no nats-server at {closed} (")
     assert not away.fatal

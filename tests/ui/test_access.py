@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -17,6 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
 from made_run import make_run
+from stretto.cli.certs import write_certificates
 from stretto.ui.access import Access
 from stretto.ui.server import application
 
@@ -189,3 +191,26 @@ def _cookies(client: Client) -> str:
 
 async def _text(response: ClientResponse) -> str:
     return await response.text()
+
+
+def test_other_machines_reach_the_page_with_tls_only(runs: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stretto", "ui", str(runs), "--host", "0.0.0.0"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "would read the page and its token" in refused.stderr
+    write_certificates(tmp_path / "certs", ["127.0.0.1"], [], 1)
+    command += ["--certificate", str(tmp_path / "certs" / "server.pem")]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout
+        address = server.stdout.readline().strip()
+        assert address.startswith("https://0.0.0.0:")
+        trusted = ssl.create_default_context(cafile=tmp_path / "certs" / "ca.pem")
+        with urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1"), context=trusted) as answer:
+            assert answer.status == 200
+    finally:
+        server.terminate()
+        server.communicate()
+    command[-1] = str(tmp_path / "none.pem")
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "none.key" in refused.stderr) == (2, True)

@@ -30,7 +30,15 @@ import ssl
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+)
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -114,6 +122,9 @@ _OTHER_CONFIGURATION = 10058
 _ELECTING = (10005, 10009, 10118, 10119, 10158)
 """Error codes of a cluster that has lost a server a moment ago: too few servers for the replicas, no leader
 here, a stream or a consumer whose server is away, and a message whose first copy is still being stored."""
+_COPYING = (10023,)
+"""Error codes for a consumer with more replicas than its stream has now: a stream that gets more replicas is
+copied first."""
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
 _PING_S = 1
@@ -634,7 +645,9 @@ class Bus:
             inactive_threshold=120,
             num_replicas=self._replicas,
         )
-        info = await self._storing(lambda: self._jetstream.add_consumer(stream, consumer), stream)
+        info = await self._storing(
+            lambda: self._jetstream.add_consumer(stream, consumer), stream, passing=_COPYING
+        )
         return info.name
 
     async def follow_consumer(
@@ -888,9 +901,15 @@ class Bus:
     async def _bucket(self, bucket: str) -> KeyValue:
         return await self._storing(lambda: self._jetstream.key_value(bucket), bucket)
 
-    async def _storing(self, operation: Callable[[], Awaitable[T]], action: str) -> T:
+    async def _storing(
+        self, operation: Callable[[], Awaitable[T]], action: str, passing: Collection[int] = ()
+    ) -> T:
         """Run a JetStream operation, and repeat it for up to `outage_s` while the server does not answer. The
-        time without a connection does not count. All these operations are idempotent."""
+        time without a connection does not count. All these operations are idempotent.
+
+        Args:
+            passing: more error codes of the server after which a cluster may succeed later.
+        """
         remaining_s = self._outage_s
         self._requests += 1
         key = f"{action} {self._requests}"
@@ -903,7 +922,10 @@ class Bus:
             except (NotFoundError, KeyNotFoundError):
                 raise
             except APIError as error:
-                if not self._temporary(error) or remaining_s <= 0:
+                temporary = _temporary(error) or (
+                    self._replicas > 1 and error.err_code in (*_ELECTING, *passing)
+                )
+                if not temporary or remaining_s <= 0:
                     raise BusError(f"nats-server refuses {action!r}: {error.description}") from error
             except (TimeoutError, nats.errors.Error) as error:
                 if remaining_s <= 0:
@@ -912,13 +934,6 @@ class Bus:
                 del self._unanswered[key]
             await anyio.sleep(0.2)
             remaining_s -= anyio.current_time() - began
-
-    def _temporary(self, error: APIError) -> bool:
-        """Whether an operation may succeed later."""
-        if self._replicas > 1 and error.err_code in _ELECTING:
-            return True
-        # Code 503: JetStream is starting or has no leader yet.
-        return error.code == 503 and "insufficient" not in (error.description or "").lower()
 
     async def _store(self, subject: str, data: bytes, id: str) -> int:
         headers = {"Nats-Msg-Id": id}
@@ -1095,6 +1110,11 @@ def _no_responders(msg: Msg) -> bool:
 
 def _consumer(subject: str) -> str:
     return subject.replace(".", "_")
+
+
+def _temporary(error: APIError) -> bool:
+    # Code 503: JetStream is starting or has no leader yet.
+    return error.code == 503 and "insufficient" not in (error.description or "").lower()
 
 
 async def sleep_and_measure_delay(seconds: float) -> float:

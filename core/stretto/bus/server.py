@@ -414,11 +414,11 @@ def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, 
     authority = Authority.create(f"stretto run {run}", _CERTIFICATE_DAYS)
     write_private(folder / "ca.pem", authority.text.encode())
     authority.server(place.hosts, _CERTIFICATE_DAYS).write(folder, "server")
-    clients = {party: authority.client(party, _CERTIFICATE_DAYS) for party in _PARTIES}
-    return {
-        party: TlsIdentity(ca=authority.text, certificate=client.certificate, key=client.key)
-        for party, client in clients.items()
-    }
+    identities: dict[Party, TlsIdentity] = {}
+    for party in _PARTIES:
+        client = authority.client(party, _CERTIFICATE_DAYS)
+        identities[party] = TlsIdentity(ca=authority.text, certificate=client.certificate, key=client.key)
+    return identities
 
 
 def _configuration(

@@ -137,6 +137,12 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
             yield Problem("tracing", f"needs {module!r}: pip install 'stretto[otel]'")
         yield from _thread_problems(config, placement)
         yield from _plugin_problems(composed, "launcher", partial(_launcher_problems, composed, placement))
+        if config.metrics and not config.metrics.insecure and not is_loopback(config.metrics.address):
+            yield Problem(
+                "metrics.address",
+                f"is {config.metrics.address!r}: other machines could read the figures without login or TLS; "
+                "set `metrics.insecure: true` if they may, or listen on loopback",
+            )
         if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
             needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
             yield Problem("metrics", needed, "environment")

@@ -24,6 +24,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -431,13 +432,20 @@ def ui(
         str, typer.Option(help="Address to listen on. Others than loopback let other machines in.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 is any free one.")] = 0,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(help="Certificate for https, beside its key NAME.key.", metavar="NAME.pem"),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen off loopback without TLS: others may read along.")
+    ] = False,
 ) -> None:
     """Show runs in a browser, live or ended: curves, timeline, samples, configuration."""
     import anyio
 
     from stretto.ui.server import serve
 
-    anyio.run(serve, folder, host, port, typer.echo)
+    anyio.run(partial(serve, folder, host, port, typer.echo, certificate=certificate, insecure=insecure))
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib.resources import files
@@ -17,6 +18,7 @@ import anyio.to_thread
 import msgspec
 from aiohttp import web
 
+from stretto.bus.listening import is_loopback
 from stretto.errors import ConfigError
 from stretto.records.values import dotted_values
 from stretto.ui.access import Access
@@ -156,16 +158,33 @@ def application(folder: Path, access: Access) -> web.Application:
     return app
 
 
-async def serve(folder: Path, host: str, port: int, announce: Callable[[str], None]) -> None:
+async def serve(
+    folder: Path,
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+    *,
+    certificate: Path | None = None,
+    insecure: bool = False,
+) -> None:
     """Serve the page until SIGINT or SIGTERM.
 
     Args:
         port: 0 for any free port.
         announce: gets the address with its token when the server listens.
+        certificate: certificate for TLS; its key is in the file with the suffix `.key`.
+        insecure: other machines may reach the page without TLS.
 
     Raises:
-        ConfigError: if there is no such folder, or the address cannot be used.
+        ConfigError: if there is no such folder, if the address or the certificate cannot be used, or if other
+            machines would reach the page without TLS.
     """
+    if certificate is None and not insecure and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host}: whoever can read the network would read the page and its token; give "
+            "--certificate for TLS (stretto certs makes one), use a tunnel to loopback, or say --insecure"
+        )
+    tls = _server_context(certificate) if certificate is not None else None
     access = Access(host)
     runner = web.AppRunner(application(folder, access), access_log=None, handle_signals=False)
     await runner.setup()
@@ -174,14 +193,26 @@ async def serve(folder: Path, host: str, port: int, announce: Callable[[str], No
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         shown = f"[{host}]" if ":" in host else host
-        announce(f"http://{shown}:{runner.addresses[0][1]}/?token={access.token}")
+        announce(f"http{'s' if tls else ''}://{shown}:{runner.addresses[0][1]}/?token={access.token}")
         await ended.wait()
     finally:
         await runner.cleanup()
+
+
+def _server_context(certificate: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, certificate.with_suffix(".key"), password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--certificate {certificate}: expected a certificate, and its key in "
+            f"{certificate.with_suffix('.key').name} beside it: {error}"
+        ) from error
+    return context
 
 
 @web.middleware
