@@ -368,6 +368,21 @@ async def test_a_nats_server_is_told_from_what_is_none(
     assert "is no nats-server" in stranger.message
 
 
+def test_check_tells_what_others_could_read(run_file: Path) -> None:
+    def warnings(*overrides: str) -> dict[str, str]:
+        return found(run_file, *overrides, severity="warning")
+
+    assert "without TLS" in warnings("bus.listen=0.0.0.0", "bus.insecure=true")["bus.insecure"]
+    assert "bus.insecure" not in warnings("bus.listen=0.0.0.0")
+    assert "bus.insecure" not in warnings("bus.listen=127.0.0.1", "bus.insecure=true")
+    elsewhere = "bus.url=nats://me:secret@nothing.invalid:4222"
+    assert warnings(elsewhere)["bus.url"].startswith("no TLS to nothing.invalid:4222: whoever can read")
+    assert "bus.url" not in warnings(elsewhere, "bus.insecure=true")
+    figures = found(run_file, "metrics.address=0.0.0.0")
+    assert "other machines could read the figures" in figures["metrics.address"]
+    assert found(run_file, "metrics={address: 0.0.0.0, insecure: true}") == {}
+
+
 def closed_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -26,6 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 
 Start = Any
 Spawn = Callable[[list[str]], subprocess.Popen[bytes]]
+Watch = Callable[[Any, str, Path], subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -43,6 +44,28 @@ def spawn(tmp_path: Path) -> Iterator[Spawn]:
     for process in processes:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    """`watch(run, login, certs)`: `stretto watch` with a copy of the viewer's file, as on another machine."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_process(run: Any, login: str, certs: Path) -> subprocess.Popen[str]:
+        made = run.folder / "bus" / "viewer.json"
+        run.until(made.exists)
+        viewer = tmp_path / "viewer.json"
+        viewer.write_bytes(made.read_bytes())
+        assert "PRIVATE KEY" not in viewer.read_text()
+        options = ["--credentials", login, "--certificate", str(certs / "client.pem")]
+        command = [sys.executable, "-m", "stretto", "watch", str(viewer), *options]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start_process
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture
@@ -114,13 +137,14 @@ def test_the_blocks_of_the_page_are_accepted(tmp_path: Path, certs: Path) -> Non
 
 
 def test_a_run_goes_on_when_a_server_of_its_cluster_is_killed(
-    start: Start, tmp_path: Path, login: str, certs: Path
+    start: Start, watch: Watch, tmp_path: Path, login: str, certs: Path
 ) -> None:
     with Cluster(tmp_path / "cluster", tls=server_tls(certs)) as cluster:
         run = start(
             *(f"bus.url='{cluster.url}'", f"bus.credentials={login}", f"bus.tls={client_tls(certs)}"),
             *("bus.replicas=3", "steps=10"),
         )
+        watching = watch(run, login, certs)
         run.until_step(3)
         port = int(lines_of(run, "bus connected")[0]["url"].rpartition(":")[2])
         [kernels] = [server for server in cluster.servers if server.port == port]
@@ -129,6 +153,9 @@ def test_a_run_goes_on_when_a_server_of_its_cluster_is_killed(
         assert summary["restarts"] == 0
         assert lines_of(run, "bus reconnected")
         run.assert_audit_is_clean()
+        said, _ = watching.communicate(timeout=30)
+        assert watching.returncode == 0, said  # it has heard of the end
+        assert "step 0 of 10" in said
 
 
 @pytest.mark.slow
@@ -164,13 +191,14 @@ def test_nothing_is_lost_when_servers_of_a_cluster_are_killed_for_two_minutes(
 
 
 @pytest.mark.slow
-def test_a_cluster_keeps_a_run_that_is_resumed_with_other_replicas(
+def test_a_cluster_keeps_a_run_that_is_resumed_with_other_replicas_and_servers(
     start: Start, tmp_path: Path, login: str
 ) -> None:
     with Cluster(tmp_path / "cluster") as cluster:
         first = start(f"bus.url='{cluster.url}'", f"bus.credentials={login}", "steps=3")
         first.assert_completed(3)
-        again = start("bus.replicas=3", "steps=6", resume=first)
+        others = cluster.url.rpartition(",")[0]
+        again = start("bus.replicas=3", f"bus.url='{others}'", "steps=6", resume=first)
         again.assert_completed(6)
         again.assert_audit_is_clean()
 

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 import nats.errors
-from nats.js.api import StorageType, StreamConfig
+from nats.js import JetStreamContext
+from nats.js.api import StorageType
 from nats.js.errors import APIError, ServiceUnavailableError
 
 from stretto.bus.client import open_once, without_logins
@@ -22,10 +23,14 @@ from stretto.errors import BusError
 
 __all__ = ["BusFault", "faults_of_bus"]
 
-_STORE_S = 10.0
-"""Time limit of each question to the store. A cluster that has just started elects its leader first."""
-_TOO_FEW_SERVERS = (10005, 10074)
-"""Error codes of the server: too few servers for the replicas, and no cluster."""
+_ANSWER_S = 4.0
+"""Time limit of one question to the store. A server of a cluster without a leader answers nothing."""
+_SILENT_S = 15.0
+"""Seconds for which the store may be silent. A cluster that has just started elects its leader first."""
+_NO_LEADER, _TOO_FEW_SERVERS, _NO_CLUSTER = 10008, 10005, 10074
+"""Error codes of the server."""
+_PASSING = {_NO_LEADER: _SILENT_S, _TOO_FEW_SERVERS: 5.0}
+"""Error code -> seconds after which it is a fault. The servers of a new cluster have to find each other."""
 
 
 @dataclass(frozen=True)
@@ -106,44 +111,50 @@ async def _fault_of_store(
     names, complaints = Subjects(bootstrap.run), list[str]()
 
     async def complain(error: Exception) -> None:
-        complaints.append(str(error).removeprefix("nats: "))
-        asking.cancel()  # the server does not answer what it forbids
+        if "permissions violation" in str(error):
+            complaints.append(str(error).removeprefix("nats: "))
+            asking.cancel()  # the server does not answer what it forbids
 
     asking = anyio.CancelScope()
     client = await open_once(bootstrap, address, timeout_s, complain)
-    store = client.jetstream(timeout=_STORE_S)
-    stream = StreamConfig(
-        name=names.log_stream,
-        subjects=[names.groups],
-        storage=StorageType.MEMORY,
-        num_replicas=config.replicas,
-    )
+    store = client.jetstream(timeout=_ANSWER_S)
+    place = without_logins(address)
+    began = anyio.current_time()
     try:
-        with asking:
-            await store.account_info()
-            await store.add_stream(stream)
-            await store.publish(names.groups, b"")
-            await store.delete_stream(names.log_stream)
-    except APIError as error:
-        if error.err_code in _TOO_FEW_SERVERS:
-            text = f"is {config.replicas}, and the cluster has not so many servers with JetStream now"
-            return BusFault("bus.replicas", f"{text}: {error.description}")
-        return BusFault(
-            "bus.url", f"the store of nats-server at {without_logins(address)} cannot be used: {_text(error)}"
-        )
-    except (TimeoutError, nats.errors.Error) as error:
-        return BusFault(
-            "bus.url",
-            f"the store of nats-server at {without_logins(address)} does not answer: {_text(error)}",
-        )
+        while not complaints:
+            waited_s = anyio.current_time() - began
+            try:
+                with anyio.CancelScope() as asking:
+                    await _try_store(store, names, config.replicas)
+                    return None
+            except APIError as error:
+                if waited_s >= _PASSING.get(error.err_code or 0, 0.0):
+                    return _refusal(error, config, place)
+            except (TimeoutError, nats.errors.Error) as error:
+                if waited_s > _SILENT_S:
+                    text = f"the store of nats-server at {place} does not answer: {_text(error)}"
+                    return BusFault("bus.url", text)
+            await anyio.sleep(0.2)
     finally:
         await client.close()
-    if complaints:
-        key = "bus.credentials" if config.credentials else "bus.url"
-        return BusFault(
-            key, f"nats-server at {without_logins(address)} forbids what the run does: {complaints[0]}"
-        )
-    return None
+    key = "bus.credentials" if config.credentials else "bus.url"
+    return BusFault(key, f"nats-server at {place} forbids what the run does: {complaints[0]}")
+
+
+def _refusal(error: APIError, config: BusConfig, place: str) -> BusFault:
+    if error.err_code in (_TOO_FEW_SERVERS, _NO_CLUSTER):
+        text = f"is {config.replicas}, and the cluster has not so many servers with JetStream now"
+        return BusFault("bus.replicas", f"{text}: {error.description}")
+    return BusFault("bus.url", f"the store of nats-server at {place} cannot be used: {_text(error)}")
+
+
+async def _try_store(store: JetStreamContext, names: Subjects, replicas: int) -> None:
+    await store.account_info()
+    await store.add_stream(
+        name=names.log_stream, subjects=[names.groups], storage=StorageType.MEMORY, num_replicas=replicas
+    )
+    await store.publish(names.groups, b"")
+    await store.delete_stream(names.log_stream)
 
 
 def _text(error: Exception) -> str:

@@ -180,12 +180,13 @@ def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Probl
         "model": "the run's weights come from it",
         "seed": "the order of the rows is drawn from it",
         "dataset.shuffle": "it decides the order of the rows",
-        "bus.url": "the run's journal lies there",
         "out": "the run lies there",
     }
     for path, why in fixed.items():
         if former.section(path) != changed.section(path):
             yield _fixed(path, former.section(path), changed.section(path), why)
+    if set(was.bus.servers) != set(now.bus.servers) and not set(was.bus.servers) & set(now.bus.servers):
+        yield _fixed("bus.url", was.bus.url, now.bus.url, "the run's journal lies there")
     for name in sorted(was.models.keys() | now.models.keys()):
         before, after = (run.models[name].path if name in run.models else None for run in (was, now))
         if before != after:
