@@ -238,9 +238,10 @@ def hub_and_leaf(tmp_path: Path, certs: Path) -> Iterator[tuple[Server, Server]]
     """A server with the store, and a leaf node on loopback that joins it over TLS."""
     hub_port, leaf_port, between = free_ports(3)
     tls = server_tls(certs)
+    permissions = {"publish": ["st.>", "$JS.API.>", "$JS.ACK.>", "$KV.>"], "subscribe": ["st.>"]}
     hub = {
         "port": hub_port,
-        "authorization": LOGIN,
+        "authorization": {"users": [{**LOGIN, "permissions": permissions}]},  # the rights that the page names
         "max_payload": 8 * 2**20,
         "jetstream": {"store_dir": str(tmp_path / "store"), "domain": "hub"},
         "tls": tls,
