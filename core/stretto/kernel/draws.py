@@ -67,7 +67,8 @@ class Draws:
         self._recorded: dict[int, RecordedDraw] = {}
         """Draws of tickets that a former kernel may have issued."""
         self._unrecorded: list[tuple[int, int]] = []
-        self._pending: list[tuple[int, TicketEnd]] = []
+        self._pending: dict[int, list[TicketEnd]] = {}
+        """Ends that the curriculum has not heard of, by the version at which the ticket was drawn."""
 
     def next(self, ticket: int, version: int) -> Draw:
         """Draw the row of a new ticket: the one that the journal records, else a row to draw again, else a
@@ -96,7 +97,7 @@ class Draws:
     def ended(self, drawn_at: int, end: TicketEnd) -> None:
         """A ticket has ended that was drawn at this version."""
         if self._curriculum is not None:
-            self._pending.append((drawn_at, end))
+            self._pending.setdefault(drawn_at, []).append(end)
 
     def refusal(self, row: int, rewards: Sequence[float]) -> str:
         """Return why the curriculum does not admit a finished group to training; empty if it does."""
@@ -115,7 +116,10 @@ class Draws:
 
     def snapshot(self) -> DrawState | None:
         """Return the state for `restore`, besides `cursor` and `again`; None without a curriculum."""
-        return None if self._curriculum is None else DrawState(list(self._pending), self._curriculum.state())
+        if self._curriculum is None:
+            return None
+        pending = [(version, end) for version, ends in sorted(self._pending.items()) for end in ends]
+        return DrawState(pending, self._curriculum.state())
 
     def restore(
         self,
@@ -134,16 +138,19 @@ class Draws:
         self.again = deque((row % self._rows, drops) for row, drops in again)  # there may be fewer rows now
         self._recorded = dict(recorded)
         if self._curriculum is not None and state is not None:
-            self._pending = [each for each in state.pending if each[1].row < self._rows]
+            self._pending = {}
+            for drawn_at, end in state.pending:
+                if end.row < self._rows:
+                    self.ended(drawn_at, end)
             self._curriculum.restore(state.curriculum)
 
     # ----------------------------------------------------------------------------------- private
 
     def _choose(self, ticket: int, version: int) -> int:
         assert self._curriculum is not None
-        known = sorted((each for each in self._pending if each[0] < version), key=lambda each: each[1].ticket)
-        self._pending = [each for each in self._pending if each[0] >= version]
-        for _, end in known:
+        heard = [drawn_at for drawn_at in self._pending if drawn_at < version]
+        known = [end for drawn_at in heard for end in self._pending.pop(drawn_at)]
+        for end in sorted(known, key=lambda end: end.ticket):
             self._curriculum.ended(end)
         row = self._curriculum.choose(ticket, version)
         if not 0 <= row < self._rows:

@@ -543,7 +543,7 @@ class Kernel:
             if outcome.purpose == "eval":
                 self._traces.evaluated(outcome)
             self._scheduler.group_done(outcome)
-            if self._setup.graph.samples and any(group is outcome for group in self._scheduler.done_groups):
+            if self._setup.graph.samples and self._scheduler.is_finished(outcome):
                 self._tasks.start_soon(partial(self._trainers.prefetch, _rows((outcome,)), complete=False))
         else:
             self._scheduler.group_failed(outcome)

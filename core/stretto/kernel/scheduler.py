@@ -16,6 +16,10 @@ die:
   expire (`fit`).
 - Every due evaluation is done once, in the order of versions, on tokens of exactly its version. At most one
   evaluation waits for another: a step that would make one more evaluation due waits too.
+
+With n open tickets, an event costs O(η + log n) on average, plus the commands that it leads to. Only what
+happens once in a kernel's life or once a checkpoint looks at all of them: `restore`, `fit`, `start`,
+`expire_finished` and `snapshot`.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Purpose, Ti
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.kernel.draws import Draws, DrawState, RecordedDraw
 from stretto.kernel.gate import DivergenceGate
+from stretto.kernel.open_tickets import DeadlineQueue, Holders
 from stretto.kernel.variants import VariantAccount, VariantAccounts
 
 __all__ = [
@@ -334,7 +339,12 @@ class Scheduler:
         self.draws = Draws(settings.rows, shuffle=settings.shuffle, seed=settings.seed, curriculum=curriculum)
         self._ledger = Ledger()
         self._open: dict[int, OpenTicket] = {}
-        self._training: tuple[int, ...] | None = None
+        """In the order of their numbers."""
+        self._unfinished = DeadlineQueue()
+        self._finished = DeadlineQueue()
+        """The open tickets whose groups wait for training. Those of the batch in training are in no queue."""
+        self._holders: dict[Purpose, Holders] = {"train": Holders(), "eval": Holders()}
+        self._training: frozenset[int] | None = None
         self._waited_for = ""
         """What the next batch waits for, as far as the scheduler has looked."""
         self._round: _Round | None = None
@@ -388,7 +398,7 @@ class Scheduler:
     @property
     def resting(self) -> bool:
         """Whether training neither computes nor waits for a group, so that it needs no engine."""
-        return self._training is None and all(ticket.done for ticket in self._open.values())
+        return self._training is None and not self._unfinished
 
     @property
     def training(self) -> bool:
@@ -410,8 +420,18 @@ class Scheduler:
 
     @property
     def done_groups(self) -> list[GroupDone]:
-        """Finished groups that wait for training, in the order in which batches take them."""
-        return [ticket.done for ticket in self._ready() if ticket.done is not None]
+        """Finished groups that wait for training, in the order in which batches take them. With n groups this
+        takes O(n log n): call it once a step at most."""
+        return [group for id in self._finished.in_order() if (group := self._open[id].done) is not None]
+
+    @property
+    def finished(self) -> int:
+        """Number of finished groups that wait for training."""
+        return len(self._finished)
+
+    def is_finished(self, group: GroupDone) -> bool:
+        """Whether this group is finished and waits for training."""
+        return group.ticket in self._finished and self._open[group.ticket].done is group
 
     def is_due(self, version: int) -> bool:
         """Whether the run evaluates this version while training goes on."""
@@ -429,10 +449,10 @@ class Scheduler:
             return "the train step"
         if self._state != "training":
             return self._state
-        ready, size = self._ready(), self.settings.batch_size
-        if len(ready) < size:
-            return f"{size - len(ready)} of {size} groups"
-        late = self._blocking(ready[:size])
+        size = self.settings.batch_size
+        if self.finished < size:
+            return f"{size - self.finished} of {size} groups"
+        late = self._blocking()
         if late is None:
             return "nothing"
         by = f" at {late.worker}" if late.worker else ""
@@ -499,6 +519,7 @@ class Scheduler:
         for ticket in self._open.values():
             ticket.tries, ticket.worker = 0, ""
             ticket.row %= self.settings.rows  # the dataset may have fewer rows now
+            self._place(ticket)
         self.draws.restore(
             snapshot.draws, cursor=snapshot.cursor, again=snapshot.again, recorded=recorded or {}
         )
@@ -529,6 +550,7 @@ class Scheduler:
                 ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
             else:  # `start` issues it again at this version
                 ticket.deadline = self.version + settings.max_staleness
+            self._place(ticket)
         for ticket in sorted(self._open.values(), key=_urgency):
             batches = min(ticket.deadline + 1, settings.steps) - self.version
             if kept < batches * settings.batch_size:
@@ -549,12 +571,15 @@ class Scheduler:
         if found is not None and found.attempt == attempt and not found.worker:
             found.worker = worker
             found.tries += 1
+            if found.done is None:
+                self._holders[purpose].put(ticket, worker)
 
     def first_token(self, ticket: int, attempt: int, version: int) -> None:
         """The version of an attempt's oldest token is known, although its group is not finished."""
         found = self._open.get(ticket)
         if found is not None and found.bounds.get(attempt, version) < version <= self.version:
             self._bound(found, attempt, version)
+            self._place(found)
             self._proceed()
 
     def group_done(self, group: GroupDone) -> None:
@@ -580,6 +605,7 @@ class Scheduler:
         self.variants.observe(group)
         found.done = group
         self._date(found)
+        self._place(found)
         lengths = tuple(member.sampled for member in group.members)
         if not self._keep(Group(tuple(member.reward for member in group.members), lengths)):
             self._filter(found, "by the algorithm")
@@ -612,9 +638,8 @@ class Scheduler:
         rounds = self._round.open if self._round else {}
         accounts: dict[Purpose, dict[int, OpenTicket]] = {"train": self._open, "eval": rounds}
         for purpose, tickets in accounts.items():
-            for ticket in list(tickets.values()):
-                if ticket.worker in ("", worker) and ticket.done is None:
-                    self._reissue(purpose, ticket, f"its worker {worker} was lost")
+            for id in self._holders[purpose].of("", worker):
+                self._reissue(purpose, tickets[id], f"its worker {worker} was lost")
         self._proceed()
 
     def step_finished(self, *, hold: bool = False, divergence: float | None = None) -> None:
@@ -628,7 +653,7 @@ class Scheduler:
         self._held = hold
         self._waited_for = "checkpoint" if hold else ""
         assert self._training is not None, "no batch was started"
-        for id in self._training:
+        for id in sorted(self._training):
             ticket = self._open.pop(id)
             assert ticket.done is not None
             self._ledger.trained += 1
@@ -660,16 +685,17 @@ class Scheduler:
             groups: the groups of these tickets in the log, from the attempts that were trained.
         """
         assert self._training is None
-        finished = {group.ticket: group for group in groups}
-        self._training = tuple(sorted(tickets))
-        for id in self._training:
+        finished, chosen = {group.ticket: group for group in groups}, sorted(tickets)
+        for id in chosen:
             while self._ledger.issued <= id:  # the former kernel had issued it
                 self._open_next()
             if self._open[id].done is None:
                 self.variants.observe(finished[id])
             self._open[id].done = finished[id]
-        groups = tuple(finished[id] for id in self._training)
-        return StartBatch(self.version, groups, tuple(self._open[id].row for id in self._training))
+            self._remove(id)
+        self._training = frozenset(chosen)
+        groups = tuple(finished[id] for id in chosen)
+        return StartBatch(self.version, groups, tuple(self._open[id].row for id in chosen))
 
     def recall(self, evaluations: Iterable[Evaluation]) -> None:
         """Add the evaluations that were completed after the snapshot. Called after `restore` and before
@@ -728,6 +754,7 @@ class Scheduler:
         self._ledger.issued += 1
         self.variants.count(ticket.id, "issued")
         self._open[ticket.id] = ticket
+        self._place(ticket)
         return ticket
 
     def _open_up_to(self, id: int) -> None:
@@ -753,7 +780,10 @@ class Scheduler:
             else (ticket.since, settings.evaluation_samples)
         )
         self._bound(ticket, ticket.attempt, version)
+        if purpose == "train":
+            self._place(ticket)
         ticket.worker = ""
+        self._holders[purpose].put(ticket.id, "")
         variant = self.variants.of(ticket.id) if purpose == "train" else ""
         self._commands.append(
             Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, version, samples, variant=variant))
@@ -767,6 +797,23 @@ class Scheduler:
     def _date(self, ticket: OpenTicket) -> None:
         """Store the deadline that follows from a ticket's oldest token."""
         ticket.deadline = ticket.oldest + self.settings.max_staleness
+
+    def _place(self, ticket: OpenTicket) -> None:
+        """Put a training ticket into its queue. Called after every change of its deadline or its group."""
+        if self._training is not None and ticket.id in self._training:
+            return
+        if ticket.done is None:
+            self._unfinished.put(ticket.id, ticket.deadline)
+        else:
+            self._unfinished.discard(ticket.id)
+            self._finished.put(ticket.id, ticket.deadline)
+            self._holders["train"].discard(ticket.id)
+
+    def _remove(self, id: int) -> None:
+        """Take a training ticket out of its queue."""
+        self._unfinished.discard(id)
+        self._finished.discard(id)
+        self._holders["train"].discard(id)
 
     def _reissue_all(self) -> None:
         """Issue all unfinished tickets again, because after a restart no worker works on them."""
@@ -790,6 +837,7 @@ class Scheduler:
 
     def _retire(self, ticket: OpenTicket, account: Account, reason: str) -> None:
         del self._open[ticket.id]
+        self._remove(ticket.id)
         setattr(self._ledger, account, getattr(self._ledger, account) + 1)
         self.variants.count(ticket.id, account)
         self._tell_end(ticket, account)
@@ -830,25 +878,15 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------- the batches
 
-    def _ready(self) -> list[OpenTicket]:
-        """Finished groups, earliest deadline first."""
-        if self._training is not None:
-            busy = set(self._training)
-            ready = [ticket for ticket in self._open.values() if ticket.done and ticket.id not in busy]
-        else:
-            ready = [ticket for ticket in self._open.values() if ticket.done]
-        return sorted(ready, key=_urgency)
-
     def _start_batch(self) -> None:
         """Start a batch if enough groups are finished, and if every deadline can still be met afterwards."""
         idle = self._training is None and not self._held
         if not idle or self._closing or self.version == self.settings.steps:
             return
-        batch = self._ready()[: self.settings.batch_size]
-        if len(batch) < self.settings.batch_size:
+        if self.finished < self.settings.batch_size:
             self._waited_for = "groups"
             return
-        while (late := self._blocking(batch)) is not None:
+        while (late := self._blocking()) is not None:
             if self.settings.on_late == "wait":
                 self._waited_for = f"ticket {late.id}"
                 return
@@ -856,32 +894,35 @@ class Scheduler:
         if self._must_hold_back():
             self._waited_for = f"evaluation of version {self.evaluating}"
             return
-        chosen = sorted(batch, key=lambda ticket: ticket.id)
-        self._training = tuple(ticket.id for ticket in chosen)
+        ids = sorted(self._finished.take(self.settings.batch_size))
+        self._training = frozenset(ids)
+        chosen = [self._open[id] for id in ids]
         groups = tuple(ticket.done for ticket in chosen if ticket.done is not None)
         rows = tuple(ticket.row for ticket in chosen)
         self._commands.append(StartBatch(self.version, groups, rows, self._waited_for))
         self._waited_for = ""
 
-    def _blocking(self, batch: list[OpenTicket]) -> OpenTicket | None:
-        """Return the unfinished ticket that the batch has to wait for, or None if the batch is admissible.
+    def _blocking(self) -> OpenTicket | None:
+        """Return the unfinished ticket that the next batch has to wait for, or None if the batch is
+        admissible.
 
-        A batch is admissible at version v if, after it, for every j in -1..η at most (j + 1)·B of the
-        remaining tickets have a deadline of v + 1 + j or earlier. Then every later batch can be made in time.
-        For j = -1, no remaining ticket is due at v.
+        The batch takes the first B finished groups. It is admissible at version v if, after it, for every j
+        in -1..η at most (j + 1)·B of the remaining tickets have a deadline of v + 1 + j or earlier. Then every
+        later batch can be made in time. For j = -1, no remaining ticket is due at v.
         """
         bound, size = self.settings.max_staleness, self.settings.batch_size
-        taken = {ticket.id for ticket in batch}
-        rest = [ticket for ticket in self._open.values() if ticket.id not in taken]
-        due = Counter(ticket.deadline - self.version - 1 for ticket in rest)
+        remaining, places = Counter(self._unfinished.due), size
+        for deadline, count in sorted(self._finished.due.items()):
+            taken = min(count, places)
+            places -= taken
+            remaining[deadline] += count - taken
         behind = 0
         for j in range(-1, bound + 1):
-            behind += due[j]
+            behind += remaining[self.version + 1 + j]
             if behind > (j + 1) * size:
                 # Admission ensures that the tickets beyond the bound are unfinished: all finished ones with
                 # such a deadline are in the batch.
-                unfinished = [ticket for ticket in rest if ticket.done is None]
-                return min(unfinished, key=_urgency)
+                return self._open[self._unfinished.first()]
         return None
 
     def _expire(self, ticket: OpenTicket) -> None:
@@ -927,6 +968,7 @@ class Scheduler:
         under_way = self._round
         assert under_way is not None
         del under_way.open[ticket.id]
+        self._holders["eval"].discard(ticket.id)
         if group is None:
             under_way.failed += 1
             self.reasons[f"not evaluated: {reason}"] += 1

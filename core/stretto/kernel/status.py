@@ -99,7 +99,7 @@ class StatusBoard:
             best=_evaluation(scheduler.best) if scheduler.best else None,
             evaluating=self._evaluating(),
             ledger=msgspec.to_builtins(scheduler.ledger),
-            finished=len(scheduler.done_groups),
+            finished=scheduler.finished,
             reasons=dict(scheduler.reasons.most_common(_REASONS)),
             generate_tokens_per_s=self._generation_speed(now),
             advice=[AdviceStatus(each.rule, each.since, each.message) for each in report.adviser.open],

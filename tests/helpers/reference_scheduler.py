@@ -1,0 +1,862 @@
+"""The scheduler before its cost was made independent of the number of open tickets: the reference for
+`tests/kernel/test_scheduler_reference.py`. It scans the open tickets and sorts the finished ones at each event.
+
+The code of the classes is unchanged. The commands and the structs of the state are those of the kernel, so
+that they can be compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from stretto.algorithm import Group
+from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Purpose, Ticket
+from stretto.dataset import Curriculum, TicketEnd
+from stretto.errors import ContractError
+from stretto.kernel.draws import Draw, DrawState, RecordedDraw
+from stretto.kernel.gate import DivergenceGate
+from stretto.kernel.scheduler import (
+    Account,
+    Command,
+    EvaluationDone,
+    Fail,
+    Finish,
+    HeldBack,
+    Issue,
+    Ledger,
+    OpenTicket,
+    RecordDraws,
+    Retire,
+    SchedulerSettings,
+    Snapshot,
+    StartBatch,
+    Withdraw,
+)
+from stretto.kernel.variants import VariantAccounts
+
+__all__ = ["ReferenceScheduler"]
+
+
+class ReferenceDraws:
+    """The draws of one scheduler.
+
+    A draw at version v takes into account the ends of the tickets that were drawn before v, in the order of
+    the tickets. So with η = 0 the draws do not depend on the order in which groups finish.
+    """
+
+    def __init__(self, rows: int, *, shuffle: bool, seed: int, curriculum: Curriculum | None) -> None:
+        self._rows = rows
+        self._shuffle = shuffle
+        self._seed = seed
+        self._curriculum = curriculum
+        self.cursor = 0
+        """Number of rows drawn in the order of the epochs."""
+        self._order: tuple[int, list[int]] = (-1, [])
+        self.again: deque[tuple[int, int]] = deque()
+        """(row, number of drops) of the rows to draw again."""
+        self._recorded: dict[int, RecordedDraw] = {}
+        """Draws of tickets that a former kernel may have issued."""
+        self._unrecorded: list[tuple[int, int]] = []
+        self._pending: list[tuple[int, TicketEnd]] = []
+
+    def next(self, ticket: int, version: int) -> Draw:
+        """Draw the row of a new ticket: the one that the journal records, else a row to draw again, else a
+        new one.
+
+        Raises:
+            ContractError: if the curriculum chooses a row that the dataset does not have.
+        """
+        recorded, drops = self._recorded.pop(ticket, None), 0
+        if recorded is not None:
+            # A run that has lost steps may be at an earlier version now.
+            version, row = min(recorded.version, version), recorded.row % self._rows
+            drops = next((each for again, each in self.again if again == row), 0)
+            if (row, drops) in self.again:
+                self.again.remove((row, drops))
+        elif self.again:
+            row, drops = self.again.popleft()
+        else:
+            row = self._next_in_epoch() if self._curriculum is None else self._choose(ticket, version)
+        if self._curriculum is not None:
+            if recorded is None:
+                self._unrecorded.append((ticket, row))
+            self._curriculum.drawn(ticket, row, version)
+        return Draw(row, version, drops)
+
+    def ended(self, drawn_at: int, end: TicketEnd) -> None:
+        """A ticket has ended that was drawn at this version."""
+        if self._curriculum is not None:
+            self._pending.append((drawn_at, end))
+
+    def refusal(self, row: int, rewards: Sequence[float]) -> str:
+        """Return why the curriculum does not admit a finished group to training; empty if it does."""
+        if self._curriculum is None or not rewards:
+            return ""
+        return self._curriculum.refusal(row, tuple(rewards))
+
+    def figures(self) -> dict[str, float]:
+        """Return the curriculum's figures for the metrics."""
+        return {} if self._curriculum is None else self._curriculum.figures()
+
+    def take_unrecorded(self) -> tuple[tuple[int, int], ...]:
+        """Return (ticket, row) of the draws that are not in the journal yet. Each is returned once."""
+        unrecorded, self._unrecorded = tuple(self._unrecorded), []
+        return unrecorded
+
+    def snapshot(self) -> DrawState | None:
+        """Return the state for `restore`, besides `cursor` and `again`; None without a curriculum."""
+        return None if self._curriculum is None else DrawState(list(self._pending), self._curriculum.state())
+
+    def restore(
+        self,
+        state: DrawState | None,
+        *,
+        cursor: int,
+        again: Sequence[tuple[int, int]],
+        recorded: Mapping[int, RecordedDraw],
+    ) -> None:
+        """Take over a former kernel's state.
+
+        Args:
+            recorded: draws of the tickets that were issued after the state, by ticket.
+        """
+        self.cursor = cursor
+        self.again = deque((row % self._rows, drops) for row, drops in again)  # there may be fewer rows now
+        self._recorded = dict(recorded)
+        if self._curriculum is not None and state is not None:
+            self._pending = [each for each in state.pending if each[1].row < self._rows]
+            self._curriculum.restore(state.curriculum)
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _choose(self, ticket: int, version: int) -> int:
+        assert self._curriculum is not None
+        known = sorted((each for each in self._pending if each[0] < version), key=lambda each: each[1].ticket)
+        self._pending = [each for each in self._pending if each[0] >= version]
+        for _, end in known:
+            self._curriculum.ended(end)
+        row = self._curriculum.choose(ticket, version)
+        if not 0 <= row < self._rows:
+            name = type(self._curriculum).__name__
+            raise ContractError(f"{name} chose row {row} for ticket {ticket}; expected 0 to {self._rows - 1}")
+        return row
+
+    def _next_in_epoch(self) -> int:
+        """Return the next row of the dataset. With `shuffle`, each epoch has its own order, drawn from the
+        seed."""
+        epoch, place = divmod(self.cursor, self._rows)
+        if self._order[0] != epoch:
+            order = np.arange(self._rows)
+            if self._shuffle:
+                order = np.random.default_rng([abs(self._seed), epoch]).permutation(order)
+            self._order = (epoch, order.tolist())
+        self.cursor += 1
+        return self._order[1][place]
+
+
+@dataclass
+class _Round:
+    """A held-out evaluation under way."""
+
+    version: int
+    open: dict[int, OpenTicket]
+    groups: list[GroupDone] = field(default_factory=list[GroupDone])
+    failed: int = 0
+    sources: list[str] = field(default_factory=list[str])
+    """Source of the row of each group; empty for none."""
+
+    def result(self) -> Evaluation:
+        scores = accuracies(self.groups)
+        sources = {
+            name: accuracies(
+                group for group, source in zip(self.groups, self.sources, strict=True) if source == name
+            )
+            for name in sorted(set(self.sources) - {""})
+        }
+        return Evaluation(
+            version=self.version,
+            accuracy=float(np.mean(scores)) if scores else None,
+            samples=len(scores),
+            failed=self.failed,
+            sources={name: float(np.mean(each)) for name, each in sources.items()},
+        )
+
+
+def accuracies(groups: Iterable[GroupDone]) -> list[float]:
+    """Return the `accuracy` metric of each sample, or its reward if it has none."""
+    members = [member for group in groups for member in group.members if not member.part]
+    return [member.metrics.get("accuracy", member.reward) for member in members]
+
+
+def _versions(group: GroupDone) -> tuple[int, int]:
+    """Versions of the oldest and the newest token of a group."""
+    return min(member.oldest for member in group.members), max(member.newest for member in group.members)
+
+
+def _rewards(group: GroupDone) -> tuple[float, ...]:
+    """Rewards of a group's samples; empty if no policy sampled them."""
+    return tuple(member.reward for member in group.members if member.sampled and not member.part)
+
+
+def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
+    """Sort key for the order of training: earliest deadline first, then finished groups before unfinished
+    ones, then by ticket number."""
+    return ticket.deadline, ticket.done is None, ticket.id
+
+
+class ReferenceScheduler:
+    """The scheduler of one kernel, with the same lifetime.
+
+    Args:
+        keep: the algorithm's filter on finished groups.
+        curriculum: what chooses the rows of training tickets; None for epochs of all rows.
+        evaluation_source: from a row of the evaluation's dataset to the name of its source.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        keep: Callable[[Group], bool] = lambda group: True,
+        *,
+        curriculum: Curriculum | None = None,
+        evaluation_source: Callable[[int], str] = lambda row: "",
+    ) -> None:
+        self.settings = settings
+        self.version = 0
+        self.evaluations: list[Evaluation] = []
+        self.staleness: Counter[int] = Counter()
+        """Number of trained trajectories, by staleness."""
+        self.reasons: Counter[str] = Counter()
+        """Number of tickets that were filtered, expired or failed, by reason. It includes evaluation rows
+        without a result."""
+        self.limits: Counter[int] = Counter()
+        """Number of steps, by η_eff at the end of the step. Empty without a bound on divergence."""
+        self.held_back = 0
+        """How often a ready batch waited for an evaluation."""
+        self.variants = VariantAccounts(settings.seed, settings.variants)
+        self._keep = keep
+        self._evaluation_source = evaluation_source
+        self.draws = ReferenceDraws(
+            settings.rows, shuffle=settings.shuffle, seed=settings.seed, curriculum=curriculum
+        )
+        self._ledger = Ledger()
+        self._open: dict[int, OpenTicket] = {}
+        self._training: tuple[int, ...] | None = None
+        self._waited_for = ""
+        """What the next batch waits for, as far as the scheduler has looked."""
+        self._round: _Round | None = None
+        self._rounds_due: deque[int] = deque()
+        """Versions to evaluate after the evaluation under way."""
+        self._holding_back = False
+        self._eval_ids = 0
+        self._attempts_from = 0
+        self._floor = 0
+        self._window = settings.window
+        self._failures_in_a_row = 0
+        self._filtered_in_a_row = 0
+        self._left_out: set[int] = set()
+        """Rows that are not fit to train on."""
+        self._left_out_in_a_row = 0
+        self._state: Literal["new", "training", "last evaluation", "over"] = "new"
+        self._closing = False
+        self._held = False
+        self._gate = DivergenceGate(settings.max_staleness)
+        self._commands: list[Command] = []
+
+    # ------------------------------------------------------------------------------------- views
+
+    @property
+    def ledger(self) -> Ledger:
+        """The accounts at this moment."""
+        return msgspec.structs.replace(self._ledger, in_flight=len(self._open))
+
+    @property
+    def evaluating(self) -> int | None:
+        """Version of the evaluation under way."""
+        return self._round.version if self._round else None
+
+    @property
+    def evaluated_rows(self) -> int:
+        """Number of finished rows of the evaluation under way, or of the last one if none is under way."""
+        return self.settings.evaluation_rows - len(self._round.open if self._round else ())
+
+    @property
+    def needed_versions(self) -> tuple[int, ...]:
+        """Versions whose weights evaluations still need: first the evaluation under way, then those that
+        wait."""
+        return (*([self._round.version] if self._round else []), *self._rounds_due)
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The best evaluation so far; of several equal ones, the first."""
+        scored = [each for each in self.evaluations if each.accuracy is not None]
+        return max(scored, key=lambda each: each.accuracy or 0.0, default=None)
+
+    @property
+    def resting(self) -> bool:
+        """Whether training neither computes nor waits for a group, so that it needs no engine."""
+        return self._training is None and all(ticket.done for ticket in self._open.values())
+
+    @property
+    def training(self) -> bool:
+        """Whether a batch is being trained."""
+        return self._training is not None
+
+    @property
+    def staleness_limit(self) -> int:
+        """η_eff: number of train steps that generation may run ahead now. It is η without a bound on
+        divergence."""
+        return self._gate.limit
+
+    @property
+    def room(self) -> int:
+        """Number of training tickets that may be in flight now: (η_eff + 1)·B, but no more than the remaining
+        steps use."""
+        wanted = (self.settings.steps - self.version) * self.settings.batch_size
+        return min((self.staleness_limit + 1) * self.settings.batch_size, wanted)
+
+    @property
+    def done_groups(self) -> list[GroupDone]:
+        """Finished groups that wait for training, in the order in which batches take them."""
+        return [ticket.done for ticket in self._ready() if ticket.done is not None]
+
+    def is_due(self, version: int) -> bool:
+        """Whether the run evaluates this version while training goes on."""
+        every = self.settings.evaluation_every if self.settings.evaluation_rows else 0
+        return bool(every) and version % every == 0 and version < self.settings.steps
+
+    def waiting_for(self) -> str:
+        """Describe in a few words what the next step waits for."""
+        if self._state == "last evaluation":
+            return f"evaluation of version {self.evaluating}"
+        if self._holding_back:
+            evaluating, waiting = self.needed_versions[:2]
+            return f"evaluation of version {evaluating}; that of version {waiting} waits already"
+        if self._training is not None:
+            return "the train step"
+        if self._state != "training":
+            return self._state
+        ready, size = self._ready(), self.settings.batch_size
+        if len(ready) < size:
+            return f"{size - len(ready)} of {size} groups"
+        late = self._blocking(ready[:size])
+        if late is None:
+            return "nothing"
+        by = f" at {late.worker}" if late.worker else ""
+        return f"ticket {late.id}{by}, due by version {late.deadline}"
+
+    def commands(self) -> list[Command]:
+        """Return the commands that the kernel has to carry out, in order. Each command is returned once."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def snapshot(self) -> Snapshot:
+        """Return the state between two steps, for `restore`."""
+        assert self._training is None, "a snapshot is taken between steps"
+        return Snapshot(
+            version=self.version,
+            ledger=self.ledger,
+            window=self.settings.window,
+            cursor=self.draws.cursor,
+            open=[msgspec.structs.replace(ticket) for ticket in self._open.values()],
+            again=list(self.draws.again),
+            evaluations=list(self.evaluations),
+            staleness=dict(self.staleness),
+            reasons=dict(self.reasons),
+            limits=dict(self.limits),
+            gate=None if self.settings.max_divergence is None else msgspec.structs.replace(self._gate),
+            evaluating=list(self.needed_versions),
+            held_back=self.held_back,
+            variants=self.variants.snapshot(),
+            draws=self.draws.snapshot(),
+        )
+
+    # ------------------------------------------------------------------------------------ events
+
+    def start(self) -> None:
+        """Start the run, or continue it after `restore`. Failures before the restart no longer count."""
+        self._closing, self._failures_in_a_row, self._filtered_in_a_row = False, 0, 0
+        self._left_out.clear()
+        self._left_out_in_a_row = 0
+        if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
+            self._rounds_due = deque([0])  # a former kernel may have begun it
+        self._state = "training"
+        self._reissue_all()
+        self._proceed()
+        self._next_round()
+
+    def restore(
+        self, snapshot: Snapshot, *, attempts_from: int, recorded: Mapping[int, RecordedDraw] | None = None
+    ) -> None:
+        """Take over a former kernel's state.
+
+        Between `restore` and `start`, the caller may report with `replay` and `group_done` what the former
+        kernel's workers finished. `start` issues the other tickets again. It numbers their attempts from
+        `attempts_from + 1`. After `start`, the scheduler ignores groups of earlier attempts.
+
+        Args:
+            recorded: draws in the journal of tickets that are not in the snapshot yet, by ticket.
+        """
+        self.version = snapshot.version
+        self._floor = snapshot.version
+        self._attempts_from = attempts_from
+        self._ledger = msgspec.structs.replace(snapshot.ledger, in_flight=0)
+        self._window = max(snapshot.window, self.settings.window)
+        self._open = {ticket.id: msgspec.structs.replace(ticket) for ticket in snapshot.open}
+        for ticket in self._open.values():
+            ticket.tries, ticket.worker = 0, ""
+            ticket.row %= self.settings.rows  # the dataset may have fewer rows now
+        self.draws.restore(
+            snapshot.draws, cursor=snapshot.cursor, again=snapshot.again, recorded=recorded or {}
+        )
+        self.evaluations = list(snapshot.evaluations)
+        self.staleness = Counter(snapshot.staleness)
+        self.reasons = Counter(snapshot.reasons)
+        self.limits = Counter(snapshot.limits)
+        if snapshot.gate is not None and self.settings.max_divergence is not None:
+            limit = min(snapshot.gate.limit, self.settings.max_staleness)
+            self._gate = msgspec.structs.replace(snapshot.gate, limit=limit)
+        self._rounds_due = deque(snapshot.evaluating)
+        self.held_back = snapshot.held_back
+        self.variants.restore(snapshot.variants)
+
+    def fit(self) -> None:
+        """Fit the open tickets to a new η, B or number of steps. Called after `restore`.
+
+        Finished groups get no later deadline than the new η allows. The scheduler then keeps the open tickets
+        that can be trained in time, earliest deadline first. The other tickets expire, and the scheduler
+        issues their prompts again.
+
+        Afterwards, for every j in 0..η, at most (j + 1)·B tickets have a deadline of version + j or earlier.
+        Admission preserves this condition.
+        """
+        settings, kept = self.settings, 0
+        for ticket in self._open.values():
+            if ticket.done is not None:
+                ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
+            else:  # `start` issues it again at this version
+                ticket.deadline = self.version + settings.max_staleness
+        for ticket in sorted(self._open.values(), key=_urgency):
+            batches = min(ticket.deadline + 1, settings.steps) - self.version
+            if kept < batches * settings.batch_size:
+                kept += 1
+            else:
+                terms = f"max_staleness={settings.max_staleness}, batch_size={settings.batch_size}"
+                reason = f"does not fit {terms}, steps={settings.steps} from version {self.version} on"
+                self._retire(ticket, "expired", reason)
+                self.draws.again.append((ticket.row, ticket.drops))
+
+    def close(self) -> None:
+        """Issue no further ticket and start no further batch, because the run is ending early."""
+        self._closing = True
+
+    def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
+        """A rollout worker has taken an attempt."""
+        found = self._find(purpose, ticket)
+        if found is not None and found.attempt == attempt and not found.worker:
+            found.worker = worker
+            found.tries += 1
+
+    def first_token(self, ticket: int, attempt: int, version: int) -> None:
+        """The version of an attempt's oldest token is known, although its group is not finished."""
+        found = self._open.get(ticket)
+        if found is not None and found.bounds.get(attempt, version) < version <= self.version:
+            self._bound(found, attempt, version)
+            self._proceed()
+
+    def group_done(self, group: GroupDone) -> None:
+        """All trajectories of a ticket are in the log. The first complete attempt wins."""
+        found = self._find(group.purpose, group.ticket)
+        if found is None or found.done is not None or self._void(group.attempt):
+            return
+        oldest, newest = _versions(group)
+        allowed = found.bounds.get(group.attempt, found.since)
+        most = self.version if group.purpose == "train" else found.since
+        if not allowed <= oldest <= newest <= most:
+            # The worker claims these versions. Either the claim is false, or the engine broke the ticket's
+            # terms.
+            reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {most}"
+            self.group_failed(GroupFailed(group.purpose, found.id, found.attempt, group.worker, reason))
+            return
+        if group.attempt != found.attempt and self._state != "new":
+            self._commands.append(Withdraw(group.purpose, found.id, found.attempt))
+        if group.purpose == "eval":
+            self._evaluated(found, group)
+            return
+        self._failures_in_a_row = self._left_out_in_a_row = 0
+        self.variants.observe(group)
+        found.done = group
+        self._date(found)
+        lengths = tuple(member.sampled for member in group.members)
+        if not self._keep(Group(tuple(member.reward for member in group.members), lengths)):
+            self._filter(found, "by the algorithm")
+        elif refusal := self.draws.refusal(found.row, _rewards(group)):
+            self._filter(found, refusal)
+        else:
+            self._filtered_in_a_row = 0
+        self._proceed()
+
+    def group_failed(self, failure: GroupFailed) -> None:
+        """The present attempt of a ticket produces no group. Failures of former attempts do not count."""
+        found = self._find(failure.purpose, failure.ticket)
+        if found is None or found.done is not None:
+            return
+        if failure.attempt != found.attempt and self._state != "new":
+            return
+        if failure.purpose == "eval":
+            self._evaluated(found, None, failure.reason)
+        elif failure.filtered:
+            self._leave_out(found, failure.reason)
+        else:
+            self._fail(found, failure.reason)
+        self._proceed()
+
+    def worker_lost(self, worker: str) -> None:
+        """A rollout worker is gone. The scheduler issues the worker's tickets again. It also issues the
+        tickets again that no worker has begun, because they may have been on their way to the lost worker."""
+        if self._state == "new":
+            return  # `start` issues all of them
+        rounds = self._round.open if self._round else {}
+        accounts: dict[Purpose, dict[int, OpenTicket]] = {"train": self._open, "eval": rounds}
+        for purpose, tickets in accounts.items():
+            for ticket in list(tickets.values()):
+                if ticket.worker in ("", worker) and ticket.done is None:
+                    self._reissue(purpose, ticket, f"its worker {worker} was lost")
+        self._proceed()
+
+    def step_finished(self, *, hold: bool = False, divergence: float | None = None) -> None:
+        """The batch that was started is trained and its weights are published.
+
+        Args:
+            hold: start no further batch before `release`, so that the kernel can write a checkpoint between
+                two steps.
+            divergence: divergence of the batch, in nats a token; None if it is unknown or was not measured.
+        """
+        self._held = hold
+        self._waited_for = "checkpoint" if hold else ""
+        assert self._training is not None, "no batch was started"
+        for id in self._training:
+            ticket = self._open.pop(id)
+            assert ticket.done is not None
+            self._ledger.trained += 1
+            self.variants.count(id, "trained")
+            self._tell_end(ticket, "trained")
+            self.staleness.update(self.version - member.oldest for member in ticket.done.members)
+        self._training = None
+        self.version += 1
+        bound, most = self.settings.max_divergence, self.settings.max_staleness
+        if bound is not None:
+            if divergence is not None:
+                self._gate.observe(divergence, bound=bound, max_staleness=most)
+            self.limits[self._gate.limit] += 1
+        if self.is_due(self.version) and not self._is_evaluated(self.version):
+            self._rounds_due.append(self.version)
+        self._proceed()
+        self._next_round()  # last, because the next batch must not wait for the evaluation's many tickets
+
+    def release(self) -> None:
+        """Allow batches to start again, after `step_finished(hold=True)`."""
+        self._held = False
+        self._proceed()
+
+    def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
+        """Start the next batch that the journal records, instead of composing one. Called after `restore`.
+
+        Args:
+            tickets: numbers of the batch's tickets.
+            groups: the groups of these tickets in the log, from the attempts that were trained.
+        """
+        assert self._training is None
+        finished = {group.ticket: group for group in groups}
+        self._training = tuple(sorted(tickets))
+        for id in self._training:
+            while self._ledger.issued <= id:  # the former kernel had issued it
+                self._open_next()
+            if self._open[id].done is None:
+                self.variants.observe(finished[id])
+            self._open[id].done = finished[id]
+        groups = tuple(finished[id] for id in self._training)
+        return StartBatch(self.version, groups, tuple(self._open[id].row for id in self._training))
+
+    def recall(self, evaluations: Iterable[Evaluation]) -> None:
+        """Add the evaluations that were completed after the snapshot. Called after `restore` and before
+        `replay`."""
+        self.evaluations += [each for each in evaluations if not self._is_evaluated(each.version)]
+        self._rounds_due = deque(each for each in self._rounds_due if not self._is_evaluated(each))
+
+    def expire_finished(self, reason: str) -> None:
+        """Expire all finished groups, because a new incarnation begins and weights of the former one sampled
+        them. Evaluations of later versions are dropped too. Called after `restore`."""
+        self.evaluations = [each for each in self.evaluations if each.version <= self.version]
+        for ticket in [ticket for ticket in self._open.values() if ticket.done]:
+            self._retire(ticket, "expired", reason)
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _proceed(self) -> None:
+        """Do what the present state allows: start a batch, issue tickets, end the run."""
+        if self._state != "training":
+            return
+        self._start_batch()
+        self._admit()
+        if self.version == self.settings.steps and not self.needed_versions and not self._held:
+            self._end()
+
+    def _end(self) -> None:
+        if self.settings.evaluation_rows and not self._is_evaluated(self.version) and not self._closing:
+            self._state = "last evaluation"
+            self._begin_round(self.version)
+        else:
+            self._state = "over"
+            self._commands.append(Finish())
+
+    # ------------------------------------------------------------------------- tickets and ledger
+
+    def _admit(self) -> None:
+        """Issue tickets while there is room."""
+        room, admitted = self.room, list[OpenTicket]()
+        while len(self._open) < room and not self._closing:
+            admitted.append(self._open_next())
+        self._record_draws()
+        for ticket in admitted:
+            self._reissue("train", ticket, "")
+
+    def _record_draws(self) -> None:
+        if draws := self.draws.take_unrecorded():
+            self._commands.append(RecordDraws(self.version, draws))
+
+    def _open_next(self) -> OpenTicket:
+        draw = self.draws.next(self._ledger.issued, self.version)
+        oldest_possible = self._floor if self._state == "new" else self.version
+        deadline = oldest_possible + self.settings.max_staleness
+        ticket = OpenTicket(
+            self._ledger.issued, draw.row, oldest_possible, deadline, draw.version, draw.drops
+        )
+        self._ledger.issued += 1
+        self.variants.count(ticket.id, "issued")
+        self._open[ticket.id] = ticket
+        return ticket
+
+    def _open_up_to(self, id: int) -> None:
+        """Open all tickets up to this number, because the former kernel had issued them. Called after
+        `restore`, with the number in a worker's message: one that is too high opens no more than a window."""
+        most = self._ledger.issued + self._window
+        while self._ledger.issued <= id < most:
+            self._open_next()
+
+    def _reissue(self, purpose: Purpose, ticket: OpenTicket, reason: str) -> None:
+        """Issue the next attempt of a ticket, or give the ticket up after `max_attempts` begun attempts."""
+        if ticket.tries == self.settings.max_attempts:
+            reason = f"begun {ticket.tries} times; at last {reason}"
+            self._evaluated(ticket, None, reason) if purpose == "eval" else self._fail(ticket, reason)
+            return
+        if ticket.attempt > self._attempts_from:
+            self._commands.append(Withdraw(purpose, ticket.id, ticket.attempt))
+        ticket.attempt = max(ticket.attempt, self._attempts_from) + 1
+        settings = self.settings
+        version, samples = (
+            (self.version, settings.group_size)
+            if purpose == "train"
+            else (ticket.since, settings.evaluation_samples)
+        )
+        self._bound(ticket, ticket.attempt, version)
+        ticket.worker = ""
+        variant = self.variants.of(ticket.id) if purpose == "train" else ""
+        self._commands.append(
+            Issue(Ticket(ticket.id, ticket.attempt, purpose, ticket.row, version, samples, variant=variant))
+        )
+
+    def _bound(self, ticket: OpenTicket, attempt: int, version: int) -> None:
+        """Record that an attempt's oldest token has this version or a newer one."""
+        ticket.bounds = {**ticket.bounds, attempt: version}
+        self._date(ticket)
+
+    def _date(self, ticket: OpenTicket) -> None:
+        """Store the deadline that follows from a ticket's oldest token."""
+        ticket.deadline = ticket.oldest + self.settings.max_staleness
+
+    def _reissue_all(self) -> None:
+        """Issue all unfinished tickets again, because after a restart no worker works on them."""
+        self._record_draws()  # of tickets whose records a damaged store has lost
+        for ticket in list(self._open.values()):
+            if ticket.done is None:
+                ticket.bounds = {}
+                self._reissue("train", ticket, "")
+
+    def _void(self, attempt: int) -> bool:
+        """Whether an attempt belongs to a former kernel and no longer counts."""
+        return self._state != "new" and attempt <= self._attempts_from
+
+    def _find(self, purpose: Purpose, ticket: int) -> OpenTicket | None:
+        if purpose == "train":
+            if self._state == "new":
+                self._open_up_to(ticket)
+            found = self._open.get(ticket)
+            return None if self._training is not None and ticket in self._training else found
+        return self._round.open.get(ticket) if self._round else None
+
+    def _retire(self, ticket: OpenTicket, account: Account, reason: str) -> None:
+        del self._open[ticket.id]
+        setattr(self._ledger, account, getattr(self._ledger, account) + 1)
+        self.variants.count(ticket.id, account)
+        self._tell_end(ticket, account)
+        self.reasons[f"{account}: {reason}"] += 1
+        self._commands.append(Retire("train", ticket.id, ticket.attempt, account, reason))
+
+    def _tell_end(self, ticket: OpenTicket, outcome: Account | Literal["trained"]) -> None:
+        rewards = _rewards(ticket.done) if ticket.done is not None else ()
+        self.draws.ended(ticket.drawn_at, TicketEnd(ticket.id, ticket.row, outcome, rewards))
+
+    def _fail(self, ticket: OpenTicket, reason: str) -> None:
+        self._retire(ticket, "failed", reason)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row == self.settings.max_failures:
+            self._give_up(f"{self._failures_in_a_row} tickets failed one after the other; the last: {reason}")
+
+    def _filter(self, ticket: OpenTicket, reason: str) -> None:
+        self._retire(ticket, "filtered", reason)
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row == self.settings.max_filtered:
+            count = self._filtered_in_a_row
+            self._give_up(f"{count} groups were filtered one after the other; the last: {reason}")
+
+    def _leave_out(self, ticket: OpenTicket, reason: str) -> None:
+        """Retire the ticket, and remember that its row is not fit to train on."""
+        self._retire(ticket, "filtered", reason)
+        self._left_out.add(ticket.row)
+        self._left_out_in_a_row += 1
+        rows = self.settings.rows
+        if len(self._left_out) == rows and not self._closing:
+            self._give_up(f"all {rows} rows of the dataset were left out; the last: {reason}")
+        elif self._left_out_in_a_row == 2 * rows and not self._closing:  # a curriculum may avoid other rows
+            self._give_up(f"the last {2 * rows} rows that were drawn were left out; the last: {reason}")
+
+    def _give_up(self, reason: str) -> None:
+        self._commands.append(Fail(reason))
+        self._closing = True
+
+    # -------------------------------------------------------------------------------- the batches
+
+    def _ready(self) -> list[OpenTicket]:
+        """Finished groups, earliest deadline first."""
+        if self._training is not None:
+            busy = set(self._training)
+            ready = [ticket for ticket in self._open.values() if ticket.done and ticket.id not in busy]
+        else:
+            ready = [ticket for ticket in self._open.values() if ticket.done]
+        return sorted(ready, key=_urgency)
+
+    def _start_batch(self) -> None:
+        """Start a batch if enough groups are finished, and if every deadline can still be met afterwards."""
+        idle = self._training is None and not self._held
+        if not idle or self._closing or self.version == self.settings.steps:
+            return
+        batch = self._ready()[: self.settings.batch_size]
+        if len(batch) < self.settings.batch_size:
+            self._waited_for = "groups"
+            return
+        while (late := self._blocking(batch)) is not None:
+            if self.settings.on_late == "wait":
+                self._waited_for = f"ticket {late.id}"
+                return
+            self._expire(late)
+        if self._must_hold_back():
+            self._waited_for = f"evaluation of version {self.evaluating}"
+            return
+        chosen = sorted(batch, key=lambda ticket: ticket.id)
+        self._training = tuple(ticket.id for ticket in chosen)
+        groups = tuple(ticket.done for ticket in chosen if ticket.done is not None)
+        rows = tuple(ticket.row for ticket in chosen)
+        self._commands.append(StartBatch(self.version, groups, rows, self._waited_for))
+        self._waited_for = ""
+
+    def _blocking(self, batch: list[OpenTicket]) -> OpenTicket | None:
+        """Return the unfinished ticket that the batch has to wait for, or None if the batch is admissible.
+
+        A batch is admissible at version v if, after it, for every j in -1..η at most (j + 1)·B of the
+        remaining tickets have a deadline of v + 1 + j or earlier. Then every later batch can be made in time.
+        For j = -1, no remaining ticket is due at v.
+        """
+        bound, size = self.settings.max_staleness, self.settings.batch_size
+        taken = {ticket.id for ticket in batch}
+        rest = [ticket for ticket in self._open.values() if ticket.id not in taken]
+        due = Counter(ticket.deadline - self.version - 1 for ticket in rest)
+        behind = 0
+        for j in range(-1, bound + 1):
+            behind += due[j]
+            if behind > (j + 1) * size:
+                # Admission ensures that the tickets beyond the bound are unfinished: all finished ones with
+                # such a deadline are in the batch.
+                unfinished = [ticket for ticket in rest if ticket.done is None]
+                return min(unfinished, key=_urgency)
+        return None
+
+    def _expire(self, ticket: OpenTicket) -> None:
+        """Expire a late ticket, and issue its prompt again in a new ticket, at most `max_attempts` times in
+        all."""
+        if ticket.attempt:
+            self._commands.append(Withdraw("train", ticket.id, ticket.attempt))
+        self._retire(ticket, "expired", f"due at version {self.version} and unfinished")
+        if ticket.drops + 1 < self.settings.max_attempts:
+            self.draws.again.append((ticket.row, ticket.drops + 1))
+
+    # -------------------------------------------------------------------------------- evaluation
+
+    def _is_evaluated(self, version: int) -> bool:
+        return any(evaluation.version == version for evaluation in self.evaluations)
+
+    def _must_hold_back(self) -> bool:
+        """Whether the next step would make an evaluation due while another one waits. The scheduler gives one
+        `HeldBack` command for each such wait."""
+        if len(self.needed_versions) < 2 or not self.is_due(self.version + 1):
+            return False
+        if not self._holding_back:
+            self._holding_back = True
+            self.held_back += 1
+            self._commands.append(HeldBack(*self.needed_versions[:2]))
+        return True
+
+    def _next_round(self) -> None:
+        """Begin the evaluation that has waited longest, if none is under way."""
+        if self._state == "training" and self._round is None and self._rounds_due and not self._closing:
+            self._begin_round(self._rounds_due.popleft())
+
+    def _begin_round(self, version: int) -> None:
+        self._round = _Round(version, {})
+        for row in range(self.settings.evaluation_rows):
+            ticket = OpenTicket(self._eval_ids, row, version, version)
+            self._eval_ids += 1
+            self._round.open[ticket.id] = ticket
+            self._reissue("eval", ticket, "")
+
+    def _evaluated(self, ticket: OpenTicket, group: GroupDone | None, reason: str = "") -> None:
+        """One row of the evaluation is finished. `group` is its result; without one, `reason` says why."""
+        under_way = self._round
+        assert under_way is not None
+        del under_way.open[ticket.id]
+        if group is None:
+            under_way.failed += 1
+            self.reasons[f"not evaluated: {reason}"] += 1
+            self._commands.append(Retire("eval", ticket.id, ticket.attempt, "failed", reason))
+        else:
+            under_way.groups.append(group)
+            under_way.sources.append(self._evaluation_source(ticket.row))
+        if under_way.open:
+            return
+        self._round = None
+        self._holding_back = False
+        self.evaluations.append(under_way.result())
+        groups = tuple(sorted(under_way.groups, key=lambda group: group.ticket))
+        self._commands.append(EvaluationDone(self.evaluations[-1], groups))
+        if self._state == "last evaluation":
+            self._state = "over"
+            self._commands.append(Finish())
+        else:
+            self._proceed()
+            self._next_round()
