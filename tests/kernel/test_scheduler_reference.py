@@ -35,7 +35,7 @@ from stretto.kernel.scheduler import (
 )
 
 SEQUENCES = int(os.environ.get("STRETTO_SCHEDULER_SEQUENCES", "4000"))
-EVENTS = 90
+EVENTS = 60
 """Events of one sequence, at most."""
 
 
@@ -100,7 +100,7 @@ class World:
         self.holds = False
         self.over = False
         self.lives = 0
-        self.steps = 0
+        self.impossible = False
         self.compared = 0
         self.saved: tuple[Snapshot, dict[int, RecordedDraw]] | None = None
         self.journal: list[StartBatch] = []
@@ -132,24 +132,28 @@ class World:
         """Give an event to both, and compare all that can be seen of them."""
         ours, theirs = (_outcome(each, event, *arguments, **keywords) for each in self.pair)
         assert ours == theirs
-        if isinstance(ours, type):
-            raise Refused
+        if ours is Impossible:
+            raise Impossible
         return ours
 
-    def compare(self) -> None:
+    def compare(self, *, all_of_it: bool = True) -> None:
+        """Compare what can be seen of both."""
+        self.compared += 1
         new, old = self.pair
+        assert new.ledger == old.ledger
+        assert new.finished == sum(ticket.done is not None for ticket in old._ready())  # pyright: ignore[reportPrivateUsage]
+        self.tell("waiting_for")
+        if not all_of_it:
+            return
         for name in (
-            *("version", "ledger", "evaluating", "evaluated_rows", "needed_versions", "resting", "training"),
+            *("version", "evaluating", "evaluated_rows", "needed_versions", "resting", "training"),
             *("staleness_limit", "room", "done_groups", "evaluations", "held_back", "best"),
             *("staleness", "reasons", "limits"),
         ):
             assert getattr(new, name) == getattr(old, name), name
-        assert new.finished == len(old.done_groups)
         assert all(new.is_finished(group) for group in new.done_groups)
-        assert new.waiting_for() == old.waiting_for()
         if self.training is None:
             assert self.snapshot_of(new) == self.snapshot_of(old)
-        self.compared += 1
 
     @staticmethod
     def snapshot_of(scheduler: Scheduler | ReferenceScheduler) -> Snapshot:
@@ -191,13 +195,14 @@ class World:
             *[self.old_message] * 2,
             *(self.lose_worker, self.release, self.save, self.resume, self.close),
         )
-        for _ in range(EVENTS):
+        for number in range(EVENTS):
             try:
                 self.pick.choice(events)()
-            except Refused:
+                self.obey()
+                self.compare(all_of_it=number % 5 == 4)
+            except Impossible:
+                self.impossible = True
                 return
-            self.obey()
-            self.compare()
             if self.over and self.pick.random() < 0.5:
                 break
 
@@ -298,10 +303,8 @@ class World:
             scheduler.restore(_copy(snapshot), attempts_from=1000 * self.lives, recorded=dict(self.draws))
         self.training, self.queue, self.holds, self.over = None, [], False, False
         self.compare()
-        for _ in range(pick.randint(0, 6)):
-            self.finish()
-            self.compare()
         if changes:
+            self.take_in_log()
             self.tell("fit")
             self.save()  # a change of values writes a checkpoint
         if pick.random() < 0.2:
@@ -314,20 +317,28 @@ class World:
             self.compare()
         if not batches and pick.random() < 0.2:
             self.tell("expire_finished", "another incarnation")
+        else:
+            self.take_in_log()
         self.compare()
         self.tell("start")
 
+    def take_in_log(self) -> None:
+        """Take in outcomes that the log holds, while the new kernel has not begun."""
+        for _ in range(self.pick.randint(0, 6)):
+            self.finish()
+            self.compare()
 
-class Refused(Exception):
-    """Both schedulers raised the same error: a message in the log had ended a ticket that the journal
-    repeats."""
+
+class Impossible(Exception):
+    """Both schedulers raised an error, because the messages of several kernels' lives contradict the journal:
+    a ticket of a batch has ended, or more finished groups are due than a batch holds."""
 
 
 def _outcome(scheduler: Scheduler | ReferenceScheduler, event: str, *arguments: Any, **keywords: Any) -> Any:
     try:
         return getattr(scheduler, event)(*arguments, **keywords)
-    except KeyError as error:
-        return type(error)
+    except (KeyError, ValueError, IndexError):
+        return Impossible
 
 
 def _copy(snapshot: Snapshot) -> Snapshot:
@@ -336,7 +347,7 @@ def _copy(snapshot: Snapshot) -> Snapshot:
 
 def compare_sequences(seeds: range) -> dict[str, int]:
     """Run the sequences, and count what happened in them."""
-    counts = dict.fromkeys(("events", "steps", "lives", "over", "expired", "held back"), 0)
+    counts = dict.fromkeys(("events", "steps", "lives", "over", "expired", "held back", "impossible"), 0)
     for seed in seeds:
         world = World(seed)
         try:
@@ -350,6 +361,7 @@ def compare_sequences(seeds: range) -> dict[str, int]:
         counts["over"] += world.over
         counts["expired"] += world.pair[0].ledger.expired
         counts["held back"] += world.pair[0].held_back
+        counts["impossible"] += world.impossible
     return counts
 
 
@@ -388,6 +400,7 @@ def test_holders_know_who_has_a_ticket_last() -> None:
 def test_the_scheduler_equals_the_one_that_scans() -> None:
     counts = compare_sequences(range(300))
     assert all(counts.values()), f"something never happened: {counts}"
+    assert counts["impossible"] < 30
 
 
 @pytest.mark.slow
