@@ -22,7 +22,6 @@ from stretto.array import Array
 from stretto.bus.client import Bus, decoder
 from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages import (
-    Beacon,
     ChunkBatch,
     Generate,
     GroupFailed,
@@ -31,6 +30,7 @@ from stretto.bus.messages import (
     KernelLease,
     Leaving,
     Peer,
+    Routes,
     Scored,
     ScoreSamples,
     Subjects,
@@ -75,7 +75,7 @@ async def ignore(error: Exception) -> None:
         Join(INJECTION, "rollout", "p", "n", "t"),
         Heartbeat(INJECTION, "n", True),
         Leaving("inference-0.x", "n", "bye"),
-        Beacon(1, 0, "running", (Peer(INJECTION, "verifier"),)),
+        Routes(1, (Peer(INJECTION),)),
         ChunkBatch("nobody-0", (), *[Array.of([], "<i4")] * 3),
         Generate(GenerateRequest("q", Array.of([1]), (1,), Sampling(), 0), INJECTION),
         Generate(GenerateRequest("q", Array.of([1]), (1,), Sampling(), 0), "a.b"),

@@ -394,8 +394,8 @@ async def test_a_worker_that_starts_after_the_kernels_death_does_not_wait_to_joi
 def test_a_worker_leaves_when_a_later_kernel_owns_the_run() -> None:
     no_bus: Any = None
     context = WorkerContext(no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome("r", 1))
-    context.receive_beacon(Beacon(1, 0, "running", ()))
+    context.receive_beacon(Beacon(1, 0, "running"))
     assert not context.leave.is_set()
-    context.receive_beacon(Beacon(2, 0, "running", ()))  # that kernel has workers of its own
+    context.receive_beacon(Beacon(2, 0, "running"))  # that kernel has workers of its own
     assert context.leave.is_set()
     assert context.reason == "another kernel owns the run now"

@@ -362,6 +362,9 @@ def compare_sequences(seeds: range) -> dict[str, int]:
         counts["expired"] += world.pair[0].ledger.expired
         counts["held back"] += world.pair[0].held_back
         counts["impossible"] += world.impossible
+    impossible = counts.pop("impossible")
+    assert all(counts.values()), f"something never happened: {counts}"
+    assert impossible < len(seeds) / 20
     return counts
 
 
@@ -398,13 +401,10 @@ def test_holders_know_who_has_a_ticket_last() -> None:
 
 
 def test_the_scheduler_equals_the_one_that_scans() -> None:
-    counts = compare_sequences(range(300))
-    assert all(counts.values()), f"something never happened: {counts}"
-    assert counts["impossible"] < 30
+    compare_sequences(range(300))
 
 
 @pytest.mark.slow
 def test_the_scheduler_equals_the_one_that_scans_on_many_sequences() -> None:
     counts = compare_sequences(range(1_000, 1_000 + SEQUENCES))
     print(SEQUENCES, counts)
-    assert all(counts.values()), f"something never happened: {counts}"

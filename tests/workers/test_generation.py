@@ -18,8 +18,19 @@ from numpy.typing import NDArray
 from bus_testing import until
 from stretto.array import Array
 from stretto.bus.client import Bus
-from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate, Peer, Subjects
-from stretto.engine import Finish, GenerateRequest, Load, Sampling
+from stretto.bus.messages import (
+    Abort,
+    Beacon,
+    ChunkBatch,
+    ChunkHead,
+    Confirm,
+    EngineFigures,
+    Generate,
+    Peer,
+    Routes,
+    Subjects,
+)
+from stretto.engine import Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto.workers.generation import GeneratedSample, Generations, VersionFloor
 from stretto.workers.routing import Router
@@ -89,6 +100,7 @@ class Case:
         self.result: list[GeneratedSample] | Exception | None = None
         self.engines: dict[str, Engine] = {}
         self._listeners: list[Any] = []
+        self._routes_listeners: list[Any] = []
 
     async def open(self, engine_bus: Bus, bus: Bus) -> None:
         for worker in ("inference-a", "inference-b"):
@@ -98,8 +110,9 @@ class Case:
         context = SimpleNamespace(
             bus=bus,
             names=self.names,
-            beacon=None,
+            routes=None,
             on_beacon=self._listeners.append,
+            on_routes=self._routes_listeners.append,
             composed=SimpleNamespace(config=SimpleNamespace(inference=inference)),
         )
         pool = Router(cast(Any, context), "inference", lambda: self.now)
@@ -110,11 +123,13 @@ class Case:
         """The kernel names engines, with what they have in hand."""
         self._in_hand = in_hand
         peers = [
-            Peer(f"inference-{worker}", "inference", Load(0, running, 0, 8, 0, 0.0, 0, 0.0, 0.0))
+            Peer(f"inference-{worker}", EngineFigures(0, running, 8, 0))
             for worker, running in in_hand.items()
         ]
+        for listener in self._routes_listeners:
+            listener(Routes(1, tuple(peers)))
         for listener in self._listeners:
-            listener(Beacon(1, 0, "running", tuple(peers)))
+            listener(Beacon(1, 0, "running"))
 
     async def until_asked_again(self, engine: Engine, times: int) -> GenerateRequest:
         """At beacons, which come more often than every second here."""

@@ -19,9 +19,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stretto.bus.client import connect
-from stretto.bus.messages import Beacon, Peer, Subjects, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages import (
+    EngineFigures,
+    Peer,
+    Routes,
+    Subjects,
+    TrajectoryBundle,
+    WireTrajectory,
+)
 from stretto.bus.server import Bootstrap
-from stretto.engine import Load
 from stretto.workers.routing import Router
 from stretto.workers.session import sample_seed
 
@@ -29,33 +35,35 @@ Start = Callable[..., Any]
 
 
 class Kernel:
-    """What a pool hears of: beacons, at a time of the test's own."""
+    """What a pool hears of: routes, at a time of the test's own."""
 
     def __init__(self) -> None:
-        self.beacon: Beacon | None = None
+        self.routes: Routes | None = None
         self.now = 0.0
         self._listeners: list[Any] = []
 
-    def on_beacon(self, listener: Any) -> None:
+    def on_routes(self, listener: Any) -> None:
         self._listeners.append(listener)
 
-    def tells(self, lent: dict[str, int] | None = None, /, **loads: Load | None) -> None:
+    def tells(self, lent: dict[str, int] | None = None, /, **loads: EngineFigures | None) -> None:
         exact = lent or {}
-        peers = tuple(Peer(worker, "inference", load, exact.get(worker)) for worker, load in loads.items())
+        named = {f"inference-{name.removeprefix('inference-')}": load for name, load in loads.items()}
+        self.sends(*(Peer(worker, load, exact.get(worker)) for worker, load in named.items()))
+
+    def sends(self, *peers: Peer) -> None:
         for listener in self._listeners:
-            listener(Beacon(1, 0, "running", peers))
+            listener(Routes(1, peers))
 
     def pool(self) -> Router:
         return Router(cast(Any, self), "inference", lambda: self.now)
 
 
-def load(in_hand: int = 0, *, slots: int = 80, version: int = 0, tokens: int = 0) -> Load:
-    running = min(in_hand, slots)
-    return Load(version, running, in_hand - running, slots, tokens, 0.0, 0, 0.0, 0.0)
+def load(in_hand: int = 0, *, slots: int = 80, version: int = 0, tokens: int = 0) -> EngineFigures:
+    return EngineFigures(version, in_hand, slots, tokens)
 
 
 def other(worker: str) -> str:
-    return "b" if worker == "a" else "a"
+    return "inference-b" if worker == "inference-a" else "inference-a"
 
 
 @pytest.fixture
@@ -77,10 +85,10 @@ async def chosen(pool: Router, times: int = 40, affinity: str = "", **how: Any) 
 
 async def test_calls_of_an_evaluation_go_to_the_workers_lent_to_it_and_no_others_do(kernel: Kernel) -> None:
     pool = kernel.pool()
-    kernel.tells({"b": 3}, a=load(), b=load(), c=load())
-    assert set(await chosen(pool)) == {"a", "c"}
-    assert set(await chosen(pool, affinity="s")) <= {"a", "c"}
-    assert set(await chosen(pool, exact_version=3)) == {"b"}
+    kernel.tells({"inference-b": 3}, a=load(), b=load(), c=load())
+    assert set(await chosen(pool)) == {"inference-a", "inference-c"}
+    assert set(await chosen(pool, affinity="s")) <= {"inference-a", "inference-c"}
+    assert set(await chosen(pool, exact_version=3)) == {"inference-b"}
     with anyio.move_on_after(0.05) as waiting:
         await chosen(pool, 1, exact_version=4)
     assert waiting.cancelled_caught
@@ -88,7 +96,8 @@ async def test_calls_of_an_evaluation_go_to_the_workers_lent_to_it_and_no_others
 
 async def test_calls_leave_silently_when_their_worker_is_lent_or_taken_back(kernel: Kernel) -> None:
     pool = kernel.pool()
-    for before, after, exact_version in (({}, {"a": 3}, None), ({"a": 3}, {}, 3), ({"a": 3}, {"a": 4}, 3)):
+    third, fourth = {"inference-a": 3}, {"inference-a": 4}
+    for before, after, exact_version in (({}, third, None), (third, {}, 3), (third, fourth, 3)):
         kernel.tells(before, a=load())
         left = False
         with anyio.fail_after(5):
@@ -99,6 +108,26 @@ async def test_calls_leave_silently_when_their_worker_is_lent_or_taken_back(kern
                 kernel.tells(after, a=load())
                 await anyio.sleep_forever()
         assert left
+
+
+async def test_a_closed_worker_finishes_its_calls_and_gets_no_new_ones(kernel: Kernel) -> None:
+    pool = kernel.pool()
+    kernel.sends(Peer("inference-a"))
+    with anyio.fail_after(5):
+        async with pool.member(affinity="s") as worker:
+            kernel.sends(Peer("inference-b"), Peer("inference-a", closed=True))
+            await anyio.lowlevel.checkpoint()
+            assert worker == "inference-a"
+            assert await chosen(pool) == {"inference-b": 40}
+            assert await chosen(pool, affinity="s") == {"inference-b": 40}
+        kernel.sends(Peer("inference-a", closed=True))
+        with anyio.move_on_after(0.05) as waiting:
+            await chosen(pool, 1)
+        assert waiting.cancelled_caught
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(chosen, pool, 1)
+            await anyio.wait_all_tasks_blocked()
+            kernel.sends(Peer("inference-a"))  # it is a candidate again
 
 
 async def test_calls_wait_for_a_worker_and_leave_silently_with_it(kernel: Kernel) -> None:
@@ -119,7 +148,7 @@ async def test_calls_wait_for_a_worker_and_leave_silently_with_it(kernel: Kernel
         await anyio.wait_all_tasks_blocked()
         kernel.tells(b=load())
         await anyio.wait_all_tasks_blocked()
-        assert seen == ["a", "b"]
+        assert seen == ["inference-a", "inference-b"]
         tasks.cancel_scope.cancel()
 
 
@@ -130,33 +159,33 @@ async def test_other_rollout_workers_count_and_ones_own_calls_count_once(kernel:
         for _ in range(4):  # 2 x 4 samples each
             await calls.enter_async_context(pool.member(samples=lambda: 4))
         kernel.tells(a=load(8 + 3), b=load(8))  # 3 of a's are somebody else's
-        assert await chosen(pool) == {"b": 40}
+        assert await chosen(pool) == {"inference-b": 40}
         kernel.tells(a=load(8), b=load(8 + 3))
-        assert await chosen(pool) == {"a": 40}
+        assert await chosen(pool) == {"inference-a": 40}
 
 
 async def test_a_sample_that_is_over_makes_room(kernel: Kernel) -> None:
     pool = kernel.pool()
     kernel.tells(a=load(), b=load())
-    left = {"a": 3, "b": 2}
+    left = {"inference-a": 3, "inference-b": 2}
     async with AsyncExitStack() as calls:
         while len(left) > 0:
             worker = next(iter(left))
             samples = left.pop(worker)
             await calls.enter_async_context(pool.member(samples=lambda n=samples: n, avoid=other(worker)))
-        assert await chosen(pool) == {"b": 40}
-        pool.finish_sample("a")
-        pool.finish_sample("a")
-        assert await chosen(pool) == {"a": 40}
+        assert await chosen(pool) == {"inference-b": 40}
+        pool.finish_sample("inference-a")
+        pool.finish_sample("inference-a")
+        assert await chosen(pool) == {"inference-a": 40}
 
 
 async def test_one_that_is_behind_is_taken_only_when_the_other_has_more_to_do(kernel: Kernel) -> None:
     pool = kernel.pool()
     kernel.tells(a=load(40, version=3), b=load(40, version=4))
-    assert await chosen(pool, min_version=4) == {"b": 40}
+    assert await chosen(pool, min_version=4) == {"inference-b": 40}
     assert len(await chosen(pool, min_version=3)) == 2
     kernel.tells(a=load(40, version=3), b=load(70, version=4))
-    assert await chosen(pool, min_version=4) == {"a": 40}
+    assert await chosen(pool, min_version=4) == {"inference-a": 40}
 
 
 async def test_one_that_has_work_and_does_nothing_is_passed_over(kernel: Kernel) -> None:
@@ -166,16 +195,16 @@ async def test_one_that_has_work_and_does_nothing_is_passed_over(kernel: Kernel)
     kernel.tells(a=load(20, tokens=10), b=load(60, tokens=10))
     kernel.now += 29
     kernel.tells(a=load(30, tokens=10), b=load(60, tokens=900))
-    assert await chosen(pool) == {"a": 40}
+    assert await chosen(pool) == {"inference-a": 40}
     kernel.now += 2
-    assert pool.stuck("a")
-    assert not pool.stuck("b")
-    assert await chosen(pool) == {"b": 40}
+    assert pool.stuck("inference-a")
+    assert not pool.stuck("inference-b")
+    assert await chosen(pool) == {"inference-b": 40}
     kernel.tells(a=load(30, tokens=11), b=load(60, tokens=900))
-    assert await chosen(pool) == {"a": 40}
+    assert await chosen(pool) == {"inference-a": 40}
     kernel.now += 31  # both stand still: nobody is better off
-    assert not pool.stuck("a")
-    assert not pool.stuck("b")
+    assert not pool.stuck("inference-a")
+    assert not pool.stuck("inference-b")
 
 
 # --------------------------------------------------------------------------------------- affinity
@@ -198,11 +227,11 @@ async def test_a_session_stays_where_it_was_and_moves_only_from_the_overloaded(k
 async def test_a_session_forgets_an_engine_that_is_gone(kernel: Kernel) -> None:
     pool = kernel.pool()
     kernel.tells(a=load())
-    assert await chosen(pool, affinity="s") == {"a": 40}
+    assert await chosen(pool, affinity="s") == {"inference-a": 40}
     kernel.tells(b=load())
-    assert await chosen(pool, affinity="s") == {"b": 40}
+    assert await chosen(pool, affinity="s") == {"inference-b": 40}
     kernel.tells(a=load(), b=load(40))
-    assert await chosen(pool, affinity="s") == {"b": 40}
+    assert await chosen(pool, affinity="s") == {"inference-b": 40}
 
 
 async def test_the_memory_of_sessions_is_bounded(kernel: Kernel) -> None:
@@ -212,8 +241,8 @@ async def test_the_memory_of_sessions_is_bounded(kernel: Kernel) -> None:
     for number in range(20_000):
         await chosen(pool, 1, affinity=f"{number}")
     kernel.tells(a=load(60), b=load())
-    assert await chosen(pool, affinity="19999") == {"a": 40}
-    assert await chosen(pool, affinity="first") == {"b": 40}
+    assert await chosen(pool, affinity="19999") == {"inference-a": 40}
+    assert await chosen(pool, affinity="first") == {"inference-b": 40}
 
 
 # ------------------------------------------------------------------------- under load, in time of its own
@@ -241,7 +270,7 @@ class Replica:
         self.samples = deque(each for each in self.samples if each[0][0] > 0)
         self.fullest = max(self.fullest, len(self.samples) / self.slots)
 
-    def load(self) -> Load:
+    def load(self) -> EngineFigures:
         return load(len(self.samples), slots=self.slots, tokens=int(self.tokens))
 
 
@@ -270,7 +299,7 @@ async def simulate(replicas: dict[str, Replica], requests: int, seed: int) -> No
     async with anyio.create_task_group() as tasks:
         for number in range(requests):
             tasks.start_soon(ask, pools[number % 2])
-        figures: dict[str, Load] = {}
+        figures: dict[str, EngineFigures] = {}
         for tick in range(TICKS):
             for _ in range(10):  # rounds of the event loop, until everybody waits again
                 await anyio.lowlevel.checkpoint()
@@ -290,7 +319,7 @@ async def simulate(replicas: dict[str, Replica], requests: int, seed: int) -> No
     seed=st.integers(0, 1000),
 )
 def test_no_replica_starves_and_none_is_flooded(sizes: list[tuple[int, float]], seed: int) -> None:
-    replicas = {f"r{number}": Replica(slots, rate) for number, (slots, rate) in enumerate(sizes)}
+    replicas = {f"inference-r{number}": Replica(slots, rate) for number, (slots, rate) in enumerate(sizes)}
     total = sum(replica.slots for replica in replicas.values())
     requests = round(1.5 * total / 4)  # half again as many samples as there are slots
     anyio.run(simulate, replicas, requests, seed)

@@ -44,6 +44,7 @@ __all__ = [
     "Confirm",
     "Drift",
     "EndStep",
+    "EngineFigures",
     "EnvironmentAnswer",
     "Evaluation",
     "Follow",
@@ -77,6 +78,7 @@ __all__ = [
     "Purpose",
     "Refusal",
     "RetiredTickets",
+    "Routes",
     "RowRef",
     "RunCall",
     "RunStatus",
@@ -135,21 +137,8 @@ class Refusal(Message, frozen=True):
 # ------------------------------------------------------------------------------------- membership
 
 
-class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A worker that others may call."""
-
-    worker: WorkerId
-    role: Role
-    load: Load | None = None
-    """Load figures of the latest heartbeat. Only inference workers have them."""
-    exact_version: int | None = None
-    """The version that an inference worker serves while it is lent to an evaluation. It then serves only that
-    evaluation. None for other workers."""
-
-
-class Beacon(Message, frozen=True):
-    """Kernel to all workers, every second and at every change: the kernel is alive, and these workers can be
-    called."""
+class Beacon(Message, frozen=True, tag="Beacon/2"):
+    """Kernel to all workers, every second and at every change: the kernel is alive."""
 
     lease_epoch: int
     """Fencing number of the kernel's lease. A worker obeys the highest number that it has seen."""
@@ -157,10 +146,49 @@ class Beacon(Message, frozen=True):
     """Training version."""
     state: Literal["running", "over"]
     """At `over` every worker leaves."""
-    peers: tuple[Peer, ...]
-    """Inference and verifier workers that can be called now."""
     engine_threads: int = 0
     """Number of compute threads of each inference engine; 0: as the run file says."""
+
+
+class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What routing needs of an engine's `Load`, from its latest heartbeat."""
+
+    version: int
+    """Policy version that the engine serves."""
+    samples: int
+    """Number of samples that the engine is decoding or that wait."""
+    slots: int
+    """Number of samples that the engine can decode at once."""
+    generated_tokens: int
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An inference or verifier worker that a rollout worker may call."""
+
+    worker: WorkerId
+    figures: EngineFigures | None = None
+    """None for a verifier, and for an engine before its first figures."""
+    exact_version: int | None = None
+    """The version that an inference worker serves while it is lent to an evaluation. It then serves only that
+    evaluation. None for other workers."""
+    closed: bool = False
+    """Whether the rollout worker may only finish the calls that it has there. It has enough other workers
+    now."""
+
+    @property
+    def role(self) -> str:
+        """The worker's role, which its id begins with."""
+        return self.worker.partition("-")[0]
+
+
+class Routes(Message, frozen=True):
+    """Kernel to one rollout worker, every second and at every change of them: the worker may call these
+    workers, and no others."""
+
+    lease_epoch: int
+    peers: tuple[Peer, ...]
+    """A few of each kind: of the verifiers, of the engines of training, and of those lent to each
+    evaluation."""
 
 
 class Join(Message, frozen=True, tag="Join/2"):
@@ -978,7 +1006,7 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
         **dict.fromkeys(("swap", "load"), ("kernel",)),
         **dict.fromkeys(("generate", "confirm", "abort"), ("rollout",)),
     },
-    "rollout": {},
+    "rollout": {"routes": ("kernel",)},
     "verifier": dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),
 }
 """Role -> verb -> who may ask a worker of that role to do it. The server's permissions and the check of reply

@@ -39,7 +39,8 @@ class Engines:
 
     Args:
         on_swapped: called after each swap, with the worker and its answer.
-        on_callable: called when rollout workers may call an engine, and when an engine serves a new version.
+        on_callable: called with an engine that rollout workers may call, and again when it serves a new
+            version or is lent.
         turn_s: length of an evaluation's first turn at a single engine, in seconds.
     """
 
@@ -53,7 +54,7 @@ class Engines:
         traces: RunTraces,
         *,
         on_swapped: Callable[[str, SwapDone], None],
-        on_callable: Callable[[], None],
+        on_callable: Callable[[FleetMember], None],
         turn_s: float,
     ) -> None:
         self._bus = bus
@@ -151,7 +152,7 @@ class Engines:
             failures, served = 0, target
             member.callable, member.exact_version = True, note.version if exact else None
             self._fleet.serves(member, note.version)
-            self._on_callable()
+            self._on_callable(member)
             self.look_again()  # the turn of a single engine begins when it has its weights
 
     async def busy_s(self) -> float:

@@ -17,7 +17,7 @@ from stretto.assembly.contracts import expect_contract
 from stretto.assembly.plan import Worker
 from stretto.bus.client import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
-from stretto.bus.messages import Heartbeat, Join, Leaving, Peer, Wait
+from stretto.bus.messages import Heartbeat, Join, Leaving, Wait
 from stretto.engine import Load
 from stretto.errors import LaunchError, Refused
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
@@ -51,6 +51,8 @@ class FleetMember:
     """Whether other workers may call it: the worker is ready, and an engine also serves the right weights."""
     exact_version: int | None = None
     """The version that an engine serves while it is lent to an evaluation; None otherwise."""
+    tickets: int = 0
+    """Tickets that a rollout worker is working on."""
     busy_s: float = 0.0
     load: Load | None = None
     refused: int = 0
@@ -215,6 +217,7 @@ class Fleet:
         member.heard = time.monotonic()
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
         member.blocked_s, member.wait = message.blocked_s, message.wait
+        member.tickets = message.tickets
         if message.load is not None:
             self._loads.append(message.load)
         if message.ready and not member.ready:
@@ -276,14 +279,6 @@ class Fleet:
     def of(self, role: Role) -> list[FleetMember]:
         """Return the ready members of a role."""
         return [member for member in self.members.values() if member.role == role and member.ready]
-
-    def peers(self) -> tuple[Peer, ...]:
-        """Return the workers that can be called, for the beacon."""
-        return tuple(
-            Peer(member.worker, member.role, member.load, member.exact_version)
-            for member in self.members.values()
-            if member.callable
-        )
 
     def busy_s(self, role: Role) -> float:
         """Return the seconds of work of a role since the start: the sum over its workers, including former

@@ -57,6 +57,7 @@ from stretto.kernel.journal import JournalWriter
 from stretto.kernel.lending import Wish
 from stretto.kernel.outcomes import Outcome
 from stretto.kernel.recovery import Stored, read_store, repeat_journal
+from stretto.kernel.routes import RouteSender
 from stretto.kernel.sample_keeper import SampleKeeper
 from stretto.kernel.scheduler import (
     Command,
@@ -150,8 +151,11 @@ class Kernel:
             self._timeline,
             self._traces,
             on_swapped=self._take_in_swap,
-            on_callable=self._notify,
+            on_callable=self._on_callable,
             turn_s=min(_TURN_S, self._config.workflow.timeout_s / _TURNS_PER_WORKFLOW),
+        )
+        self._routes = RouteSender(
+            bus, setup.names, setup.fleet, lease_epoch, finish_s=self._config.workflow.timeout_s
         )
         incarnation = setup.resumed[1].incarnation if setup.resumed else 0
         self._journal = JournalWriter(bus, setup.names, lease_epoch, incarnation)
@@ -187,6 +191,8 @@ class Kernel:
         if self._setup.goes_on:
             self._setup.trackers.start()
         self._tasks.start_soon(self._beacons)
+        self._tasks.start_soon(self._routes.send_changes)
+        self._tasks.start_soon(self._routes.refresh)
         self._tasks.start_soon(self._fleet.watch)
         self._tasks.start_soon(self._watch_bus)
         self._tasks.start_soon(self._watch_store)
@@ -412,7 +418,7 @@ class Kernel:
         self._board.note = "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
-                await self._beacon("over")
+                await self._bus.publish(self._names.beacon, self._beacon("over"))
         at_once = self._ending.hurried or not self._bus.connected
         await self._fleet.stop(0 if at_once else _LEAVE_S)
         await self._samples.stop(at_once=at_once)
@@ -485,11 +491,15 @@ class Kernel:
             self._tasks.start_soon(self._engines.keep_current, member)
         else:
             member.callable = True
+            self._on_callable(member)
+
+    def _on_callable(self, member: FleetMember) -> None:
+        self._routes.look(member)
         self._notify()
 
     def _on_lost(self, member: FleetMember, how: str, final: bool) -> None:
         self._timeline.worker(member.worker, "lost", how)
-        self._notify()
+        self._on_callable(member)
         self._engines.look_again()
         if final:
             self._ending.end("failed", f"{member.worker}: {how}")
@@ -506,21 +516,21 @@ class Kernel:
             self._wake_carry_out()
 
     def _notify(self) -> None:
-        """Wake the tasks that wait for a change. One of them sends a beacon."""
+        """Wake the tasks that wait for a change. One of them sends a beacon, if the beacon has changed."""
         self._changed.set()
         self._changed = anyio.Event()
 
     async def _beacons(self) -> None:
         while True:
-            changed = self._changed
-            await self._beacon("running")
+            sent = self._beacon("running")
+            await self._bus.publish(self._names.beacon, sent)
             with anyio.move_on_after(1):
-                await changed.wait()
+                while self._beacon("running") == sent:
+                    await self._changed.wait()
 
-    async def _beacon(self, state: Literal["running", "over"]) -> None:
+    def _beacon(self, state: Literal["running", "over"]) -> Beacon:
         threads = self._setup.division.numbers.get("inference.threads", 0)
-        beacon = Beacon(self._lease_epoch, self._scheduler.version, state, self._fleet.peers(), threads)
-        await self._bus.publish(self._names.beacon, beacon)
+        return Beacon(self._lease_epoch, self._scheduler.version, state, threads)
 
     def _take_in_swap(self, worker: str, done: SwapDone) -> None:
         self._engine_errors.add(worker, done)

@@ -907,8 +907,8 @@ class Scheduler:
         admissible.
 
         The batch takes the first B finished groups. It is admissible at version v if, after it, for every j
-        in -1..η at most (j + 1)·B of the remaining tickets have a deadline of v + 1 + j or earlier. Then every
-        later batch can be made in time. For j = -1, no remaining ticket is due at v.
+        in -1..η at most (j + 1)·B of the remaining tickets have a deadline of v + 1 + j or earlier. Then
+        every later batch can be made in time. For j = -1, no remaining ticket is due at v.
         """
         bound, size = self.settings.max_staleness, self.settings.batch_size
         remaining, places = Counter(self._unfinished.due), size

@@ -1,4 +1,4 @@
-"""What a role's code works with: the bus, the run, the kernel's latest beacon, a thread to compute in."""
+"""What a role's code works with: the bus, the run, what the kernel says, a thread to compute in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 from stretto.assembly.compose import Composed, compose_mapping
 from stretto.assembly.plan import context_of
 from stretto.bus.client import Bus
-from stretto.bus.messages import Beacon, Heartbeat, Subjects, Welcome
+from stretto.bus.messages import Beacon, Heartbeat, Routes, Subjects, Welcome
 from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class WorkerContext:
-    """The bus, the run, and the kernel's latest beacon, for the code of a role. One for each worker."""
+    """The bus, the run, and the kernel's beacons and routes, for the code of a role. One for each worker."""
 
     def __init__(
         self, bus: Bus, names: Subjects, worker: str, role: Role, nonce: str, welcome: Welcome
@@ -50,10 +50,12 @@ class WorkerContext:
         self.fingerprints = welcome.fingerprints
         self.many_machines = welcome.many_machines
         """Whether workers may run on other machines than the kernel's."""
-        self.beacon: Beacon | None = None
+        self.routes: Routes | None = None
+        """The latest routes. Only a rollout worker gets them."""
         self.leave = anyio.Event()
         self.reason = ""
-        self._listeners: list[Callable[[Beacon], None]] = []
+        self._beacon_listeners: list[Callable[[Beacon], None]] = []
+        self._routes_listeners: list[Callable[[Routes], None]] = []
 
     def make(self, path: str) -> Any:
         """Make the component that a section of the run chose (see `Composed.make`)."""
@@ -71,7 +73,11 @@ class WorkerContext:
 
     def on_beacon(self, listener: Callable[[Beacon], None]) -> None:
         """Call `listener` with every beacon."""
-        self._listeners.append(listener)
+        self._beacon_listeners.append(listener)
+
+    def on_routes(self, listener: Callable[[Routes], None]) -> None:
+        """Call `listener` with the routes whenever they come."""
+        self._routes_listeners.append(listener)
 
     def check_lease(self, lease_epoch: int) -> None:
         """Accept a command only from the kernel that owns the run: a kernel announces its lease epoch with
@@ -86,17 +92,25 @@ class WorkerContext:
             )
 
     def receive_beacon(self, beacon: Beacon) -> None:
-        """Store a beacon and call the listeners. Ignore a beacon of a kernel that has been replaced."""
+        """Take in a beacon and call the listeners. Ignore a beacon of a kernel that has been replaced."""
         if beacon.lease_epoch < self.lease_epoch:
             return
-        self.lease_epoch, self.beacon = beacon.lease_epoch, beacon
+        self.lease_epoch = beacon.lease_epoch
         self.kernel.hear()
         if beacon.state == "over":
             self.request_shutdown("the run is over")
         elif beacon.lease_epoch > self.kernel_epoch:
             self.request_shutdown("another kernel owns the run now")
-        for listener in self._listeners:
+        for listener in self._beacon_listeners:
             listener(beacon)
+
+    def receive_routes(self, routes: Routes) -> None:
+        """Store the routes and call the listeners. Ignore those of a kernel that has been replaced."""
+        if routes.lease_epoch < self.lease_epoch:
+            return
+        self.routes = routes
+        for listener in self._routes_listeners:
+            listener(routes)
 
     def request_shutdown(self, reason: str) -> None:
         """Make this worker leave. The first reason counts."""

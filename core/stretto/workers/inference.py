@@ -11,7 +11,7 @@ later chunk of the same sample.
 A worker that is lent to an evaluation answers only that evaluation, from before the load of its version until
 after the load of the next one. So these weights sample no token of training, and no other weights sample a
 token of the evaluation. Requests that are dropped at either change continue on another worker, or later: the
-rollout workers learn of the change from the beacon.
+rollout workers learn of the change from the kernel's routes.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class InferenceWorker:
         request = message.request
         known = self._requests.get(request.id)
         if known is None and message.exact_version != self._audience:
-            return  # not for this audience; the sender learns from the beacon where to go, or sends it again
+            return  # not for this audience; the sender learns from its routes where to go, or sends it again
         if known is None:
             count = len(request.seeds) - request.have.count(-1)
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]

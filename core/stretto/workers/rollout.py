@@ -25,6 +25,7 @@ from stretto.bus.messages import (
     Heartbeat,
     Progress,
     Purpose,
+    Routes,
     Ticket,
     TicketStarted,
 )
@@ -71,6 +72,7 @@ class RolloutWorker:
             datasets["eval"] = await self._dataset("evaluation.dataset")
         runner = TicketRunner(context, await self._variants(), datasets)
         await self._bus.subscribe(context.names.abort_ticket, AbortTicket, self._abort)
+        await self._bus.subscribe(context.subject("routes"), Routes, context.receive_routes)
         await self._generations.open()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_progress)

@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import structlog
 
-from stretto.bus.messages import Beacon, Peer
-from stretto.engine import Load
+from stretto.bus.messages import EngineFigures, Peer, Routes
 from stretto.errors import NoAnswer
 from stretto.launcher import Role
 from stretto.workers.context import WorkerContext
@@ -37,7 +36,9 @@ class _Replica:
     def __init__(self, peer: Peer, clock: Callable[[], float]) -> None:
         self.worker = peer.worker
         self.exact_version = peer.exact_version
-        self.load: Load | None = None
+        self.closed = peer.closed
+        """Whether it takes no new call."""
+        self.load: EngineFigures | None = None
         self.own_samples = 0
         """Samples of this process's calls."""
         self.other_samples = 0
@@ -48,7 +49,7 @@ class _Replica:
         self._progress_at = clock()
         """When the worker last sampled a token, or had nothing to do."""
 
-    def update(self, load: Load | None) -> None:
+    def update(self, load: EngineFigures | None) -> None:
         """Take the figures of the worker's latest heartbeat. They are a second or two old, so subtract the
         most samples that this process had at the worker since the last figures; others have the rest."""
         if load is None or load == self.load:
@@ -57,7 +58,7 @@ class _Replica:
         if sampled or not self._open_samples:
             self._progress_at = self._clock()
         self.load = load
-        self.other_samples = max(0, load.running + load.waiting - self._peak)
+        self.other_samples = max(0, load.samples - self._peak)
         self._peak = self.own_samples
 
     def begin(self, samples: int) -> None:
@@ -95,7 +96,7 @@ class _Replica:
 
 
 class Router:
-    """The workers of a role that can be called now, according to the kernel's latest beacon."""
+    """The workers of a role that can be called now, according to the kernel's latest routes."""
 
     def __init__(
         self, context: WorkerContext, role: Role, clock: Callable[[], float] = time.monotonic
@@ -105,12 +106,12 @@ class Router:
         self._replicas: dict[str, _Replica] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._changed = anyio.Event()
-        context.on_beacon(self._update)
-        if context.beacon is not None:
-            self._update(context.beacon)
+        context.on_routes(self._update)
+        if context.routes is not None:
+            self._update(context.routes)
 
-    def _update(self, beacon: Beacon) -> None:
-        members = {peer.worker: peer for peer in beacon.peers if peer.role == self._role}
+    def _update(self, routes: Routes) -> None:
+        members = {peer.worker: peer for peer in routes.peers if peer.role == self._role}
         for worker, replica in list(self._replicas.items()):
             peer = members.get(worker)
             if peer is None or peer.exact_version != replica.exact_version:
@@ -120,9 +121,17 @@ class Router:
         for worker, peer in members.items():
             if worker not in self._replicas:
                 self._replicas[worker] = _Replica(peer, self._clock)
-                self._changed.set()
-                self._changed = anyio.Event()
-            self._replicas[worker].update(peer.load)
+                self._notify()
+            replica = self._replicas[worker]
+            if replica.closed and not peer.closed:
+                self._notify()
+            replica.closed = peer.closed
+            replica.update(peer.figures)
+
+    def _notify(self) -> None:
+        """Wake the calls that wait for a worker."""
+        self._changed.set()
+        self._changed = anyio.Event()
 
     @asynccontextmanager
     async def member(
@@ -202,7 +211,11 @@ class Router:
 
     def _serving(self, exact_version: int | None) -> list[_Replica]:
         """Return the workers lent to the evaluation of a version, or those not lent if it is None."""
-        return [replica for replica in self._replicas.values() if replica.exact_version == exact_version]
+        return [
+            replica
+            for replica in self._replicas.values()
+            if replica.exact_version == exact_version and not replica.closed
+        ]
 
     def _candidates(self, exact_version: int | None, avoid: str) -> list[_Replica]:
         """Return the workers that serve `exact_version`, without stuck ones and without `avoid`. If none is

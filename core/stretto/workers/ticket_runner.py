@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from stretto.assembly.variants import BASE
 from stretto.bus.messages import (
-    Beacon,
     GroupDone,
     GroupFailed,
     Member,
     Purpose,
+    Routes,
     Ticket,
     TicketRecord,
     TrajectoryBundle,
@@ -262,10 +262,10 @@ class _TicketLimits:
     def __init__(self, context: WorkerContext) -> None:
         self._running: set[tuple[int | None, anyio.CancelScope]] = set()
         """(`exact_version` of the ticket, its limit) of every running ticket."""
-        self._beacon_s = 0.0
+        self._routes_s = 0.0
         self._serving: set[int | None] = set()
-        """`exact_version` of each engine in the latest beacon."""
-        context.on_beacon(self._on_beacon)
+        """`exact_version` of each engine in the latest routes, which have engines of every kind."""
+        context.on_routes(self._on_routes)
 
     @contextmanager
     def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
@@ -278,15 +278,15 @@ class _TicketLimits:
             finally:
                 self._running.discard(entry)
 
-    def _on_beacon(self, beacon: Beacon) -> None:
-        """Extend the limits by the time for which their engines were lent. Beacons come every second and at
+    def _on_routes(self, routes: Routes) -> None:
+        """Extend the limits by the time for which their engines were lent. Routes come every second and at
         every change."""
         now = anyio.current_time()
-        elapsed, self._beacon_s = now - self._beacon_s, now
+        elapsed, self._routes_s = now - self._routes_s, now
         for exact_version, limit in self._running:
             if self._serving and exact_version not in self._serving:
                 limit.deadline += elapsed
-        self._serving = {peer.exact_version for peer in beacon.peers if peer.role == "inference"}
+        self._serving = {peer.exact_version for peer in routes.peers if peer.role == "inference"}
 
 
 class _Unfit(Exception):

@@ -1,0 +1,126 @@
+"""Which workers a rollout worker may call: few, stable, and nobody is forgotten."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.kernel.candidates import COVER, LEAST, Candidates
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["add", "drop"]), st.integers(0, 14)),
+        st.tuples(st.sampled_from(["engine", "lent", "verifier", "gone"]), st.integers(0, 30)),
+    ),
+    max_size=120,
+)
+
+
+def apply(candidates: Candidates, event: str, number: int) -> None:
+    match event:
+        case "add":
+            candidates.add_rollout(f"rollout-{number}")
+        case "drop":
+            candidates.remove_rollout(f"rollout-{number}")
+        case "engine" | "lent":
+            candidates.put(f"inference-{number}", ("inference", 3 if event == "lent" else None))
+        case "verifier":
+            candidates.put(f"verifier-{number}", "verifier")
+        case _:
+            candidates.remove(f"{'inference' if number % 2 else 'verifier'}-{number}")
+
+
+@settings(deadline=None, max_examples=150)
+@given(EVENTS)
+def test_everyone_is_known_and_the_order_of_events_does_not_matter(events: list[tuple[str, int]]) -> None:
+    candidates = Candidates()
+    known = dict[str, list[str]]()
+    rollouts, groups = set[str](), dict[str, object]()
+    for event, number in events:
+        apply(candidates, event, number)
+        match event:
+            case "add":
+                rollouts.add(f"rollout-{number}")
+            case "drop":
+                rollouts.discard(f"rollout-{number}")
+            case "engine" | "lent":
+                groups[f"inference-{number}"] = ("inference", 3 if event == "lent" else None)
+            case "verifier":
+                groups[f"verifier-{number}"] = "verifier"
+            case _:
+                groups.pop(f"{'inference' if number % 2 else 'verifier'}-{number}", None)
+        changed = candidates.take_changed()
+        assert set(changed) <= rollouts
+        for rollout in rollouts - set(changed):
+            assert candidates.of(rollout) == known[rollout], "a change was not reported"
+        known = {rollout: candidates.of(rollout) for rollout in rollouts}
+    assert set(candidates.rollouts) == rollouts
+    again = Candidates()
+    for worker in sorted(groups, reverse=True):
+        again.put(worker, groups[worker])
+    for rollout in sorted(rollouts):
+        again.add_rollout(rollout)
+    sizes = Counter(groups.values())
+    for rollout in rollouts:
+        assert again.of(rollout) == known[rollout]
+        mine = Counter(groups[worker] for worker in known[rollout])
+        assert all(mine[group] >= min(size, LEAST) for group, size in sizes.items())
+    for worker in groups:
+        told = {rollout for rollout in rollouts if worker in known[rollout]}
+        assert told == candidates.rollouts_of(worker)
+        assert len(told) >= min(len(rollouts), COVER)
+
+
+def test_few_candidates_however_many_workers() -> None:
+    candidates = Candidates()
+    for number in range(300):
+        candidates.add_rollout(f"rollout-{number}")
+    for number in range(900):
+        candidates.put(f"inference-{number}", None)
+    counts = [len(candidates.of(rollout)) for rollout in candidates.rollouts]
+    assert statistics.mean(counts) <= LEAST + COVER * 3
+    assert max(counts) < 3 * (LEAST + COVER * 3)
+    candidates.take_changed()
+    candidates.put("inference-new", None)
+    assert 1 <= len(candidates.take_changed()) < 30
+    candidates.remove("inference-7")
+    assert 1 <= len(candidates.take_changed()) < 30
+
+
+def test_two_random_candidates_balance_the_load_as_two_random_workers_do() -> None:
+    """Power of two choices, in the long run: calls come and go at every rollout worker."""
+    engines, rollouts, rounds = 200, 100, 30
+    candidates = Candidates()
+    for number in range(rollouts):
+        candidates.add_rollout(f"rollout-{number}")
+    for number in range(engines):
+        candidates.put(f"inference-{number}", None)
+    every = [f"inference-{number}" for number in range(engines)]
+
+    def spread(choices: dict[str, list[str]]) -> float:
+        pick = random.Random(0)
+        load = Counter[str]()
+        calls: list[str] = []
+        highest: list[float] = []
+        for _ in range(rounds):
+            for options in choices.values():
+                for _ in range(8):
+                    pair = pick.sample(options, 2)
+                    engine = min(pair, key=lambda worker: load[worker])
+                    load[engine] += 1
+                    calls.append(engine)
+            while len(calls) > 8 * rollouts:
+                place = pick.randrange(len(calls))
+                calls[place], calls[-1] = calls[-1], calls[place]
+                load[calls.pop()] -= 1
+            highest.append(max(load.values()))
+        return statistics.mean(highest[rounds // 2 :])
+
+    few = spread({rollout: candidates.of(rollout) for rollout in candidates.rollouts})
+    all_of_them = spread(dict.fromkeys(candidates.rollouts, every))
+    mean = 8 * rollouts / engines
+    assert all_of_them <= few <= all_of_them + mean
