@@ -9,7 +9,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.kernel.candidates import COVER, LEAST, Candidates
+from stretto.kernel.candidates import Candidates
+
+LEAST = 8
 
 EVENTS = st.lists(
     st.one_of(
@@ -27,9 +29,9 @@ def apply(candidates: Candidates, event: str, number: int) -> None:
         case "drop":
             candidates.remove_rollout(f"rollout-{number}")
         case "engine" | "lent":
-            candidates.put(f"inference-{number}", ("inference", 3 if event == "lent" else None))
+            candidates.put(f"inference-{number}", ("inference", 3 if event == "lent" else None), LEAST)
         case "verifier":
-            candidates.put(f"verifier-{number}", "verifier")
+            candidates.put(f"verifier-{number}", "verifier", LEAST)
         case _:
             candidates.remove(f"{'inference' if number % 2 else 'verifier'}-{number}")
 
@@ -61,7 +63,7 @@ def test_everyone_is_known_and_the_order_of_events_does_not_matter(events: list[
     assert set(candidates.rollouts) == rollouts
     again = Candidates()
     for worker in sorted(groups, reverse=True):
-        again.put(worker, groups[worker])
+        again.put(worker, groups[worker], LEAST)
     for rollout in sorted(rollouts):
         again.add_rollout(rollout)
     sizes = Counter(groups.values())
@@ -72,7 +74,7 @@ def test_everyone_is_known_and_the_order_of_events_does_not_matter(events: list[
     for worker in groups:
         told = {rollout for rollout in rollouts if worker in known[rollout]}
         assert told == candidates.rollouts_of(worker)
-        assert len(told) >= min(len(rollouts), COVER)
+        assert len(told) >= min(len(rollouts), 1)
 
 
 def test_few_candidates_however_many_workers() -> None:
@@ -80,12 +82,12 @@ def test_few_candidates_however_many_workers() -> None:
     for number in range(300):
         candidates.add_rollout(f"rollout-{number}")
     for number in range(900):
-        candidates.put(f"inference-{number}", None)
+        candidates.put(f"inference-{number}", None, LEAST)
     counts = [len(candidates.of(rollout)) for rollout in candidates.rollouts]
-    assert statistics.mean(counts) <= LEAST + COVER * 3
-    assert max(counts) < 3 * (LEAST + COVER * 3)
+    assert statistics.mean(counts) <= LEAST + 3
+    assert max(counts) < 3 * (LEAST + 3)
     candidates.take_changed()
-    candidates.put("inference-new", None)
+    candidates.put("inference-new", None, LEAST)
     assert 1 <= len(candidates.take_changed()) < 30
     candidates.remove("inference-7")
     assert 1 <= len(candidates.take_changed()) < 30
@@ -98,7 +100,7 @@ def test_two_random_candidates_balance_the_load_as_two_random_workers_do() -> No
     for number in range(rollouts):
         candidates.add_rollout(f"rollout-{number}")
     for number in range(engines):
-        candidates.put(f"inference-{number}", None)
+        candidates.put(f"inference-{number}", None, LEAST)
     every = [f"inference-{number}" for number in range(engines)]
 
     def spread(choices: dict[str, list[str]]) -> float:

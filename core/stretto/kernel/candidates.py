@@ -2,12 +2,12 @@
 
 Routing needs a few candidates, not all workers. The candidates of a rollout worker are
 
-- the `LEAST` workers of each group that come first in the order of a hash of both ids (rendezvous hashing);
-- the workers that have this rollout worker among their first `COVER`, in the order of another such hash.
+- the first workers of each group in the order of a hash of both ids (rendezvous hashing), a fixed number;
+- the workers for which this rollout worker is the first, in the same order.
 
-So every rollout worker knows a group of at most `LEAST` workers, and no worker is without work because nobody
-knows it. A rollout worker has about `LEAST` + `COVER` · workers / rollout workers candidates, however many
-workers there are. A worker that joins or leaves changes the candidates of few rollout workers. All engines
+So every rollout worker knows all of a small group, and no worker is without work because nobody knows it.
+The number of a rollout worker's candidates depends on the number of workers for each rollout worker, and not
+on the number of all. A worker that joins or leaves changes the candidates of few rollout workers. All engines
 that serve the same purpose are one group: those of training, and those lent to the evaluation of a version.
 """
 
@@ -20,12 +20,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COVER", "LEAST", "Candidates"]
+__all__ = ["Candidates"]
 
-LEAST = 8
-"""Candidates of a rollout worker in each group, if the group has that many workers."""
-COVER = 2
-"""Rollout workers that have a worker among their candidates, at least, if there are that many."""
+_COVER = 1
+"""Rollout workers that know a worker, at least."""
 _NONE = np.uint64(2**64 - 1)
 """The score of an option that is not there: worse than all others."""
 
@@ -39,6 +37,10 @@ class Candidates:
         self._group_of: dict[str, Hashable] = {}
         self._groups: dict[Hashable, _Group] = {}
         self._changed: set[str] = set()
+
+    def __len__(self) -> int:
+        """Return the number of rollout workers."""
+        return len(self._rollouts)
 
     @property
     def rollouts(self) -> list[str]:
@@ -62,14 +64,18 @@ class Candidates:
                 group.remove_rollout(rollout)
                 self._changed |= group.take_changed()
 
-    def put(self, worker: str, group: Hashable) -> None:
-        """A worker can be called now, as one of a group. It leaves its former group."""
+    def put(self, worker: str, group: Hashable, least: int) -> None:
+        """A worker can be called now, as one of a group. It leaves its former group.
+
+        Args:
+            least: number of candidates of a rollout worker in this group, if the group has that many.
+        """
         if worker in self._group_of and self._group_of[worker] == group:
             return
         self.remove(worker)
         self._group_of[worker] = group
         if group not in self._groups:
-            self._groups[group] = _Group(self._rollouts)
+            self._groups[group] = _Group(self._rollouts, least)
         self._groups[group].add_worker(worker)
         self._changed |= self._groups[group].take_changed()
 
@@ -103,9 +109,9 @@ class Candidates:
 class _Group:
     """The choices between the workers of a group and all rollout workers, in both directions."""
 
-    def __init__(self, rollouts: dict[str, None]) -> None:
-        self._first = _Choices(LEAST)
-        self._cover = _Choices(COVER)
+    def __init__(self, rollouts: dict[str, None], least: int) -> None:
+        self._first = _Choices(least)
+        self._cover = _Choices(_COVER)
         for rollout in rollouts:
             self.add_rollout(rollout)
 

@@ -1,8 +1,8 @@
 """Tells each rollout worker which engines and verifiers it may call, and how busy they are.
 
 Each rollout worker gets its own few candidates (`stretto.kernel.candidates`) as one whole list: every
-second, and at once when a candidate appears, is lost, is lent or serves a new version. So a lost message does
-no harm, and what a change costs does not depend on the number of workers.
+second, and at once when a candidate appears, is lost or is lent. So a lost message does no harm, and what a
+change costs does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from stretto.kernel.fleet import Fleet, FleetMember
 __all__ = ["RouteSender"]
 
 _REFRESH_S = 1.0
+_LEAST = {"inference": 8, "verifier": 4}
+"""Candidates of a rollout worker for each role, if there are that many. Verifiers tell no figures, so that more
+of them to choose from would not balance better."""
 _PART = 50
-"""The kernel sends the routes of this many rollout workers at a time, so that its event loop stays free."""
+"""The kernel sends the routes of this many rollout workers at a time, so that its event loop stays free. Up to
+this many rollout workers also hear at once that an engine serves a new version; more of them hear it with the
+next routes."""
 _GAP_S = 0.05
 """Seconds between two rounds of changes. Workers that join together cause one message, not many."""
 
@@ -62,8 +67,10 @@ class RouteSender:
                 self._told.pop(member.worker, None)
                 self._closed.pop(member.worker, None)
             case "inference" | "verifier" if is_callable:
-                self._candidates.put(member.worker, (member.role, member.exact_version))
-                self._stale |= self._candidates.rollouts_of(member.worker)
+                group = (member.role, member.exact_version)
+                self._candidates.put(member.worker, group, _LEAST[member.role])
+                if len(self._candidates) <= _PART:
+                    self._stale |= self._candidates.rollouts_of(member.worker)
             case "inference" | "verifier":
                 self._candidates.remove(member.worker)
             case "trainer":

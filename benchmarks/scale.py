@@ -1,0 +1,240 @@
+"""What a kernel and a nats-server cost for 10, 100, 1,000 and 10,000 workers.
+
+    python benchmarks/scale.py [WORKERS ...]
+
+For each number of workers the real command `stretto run` starts the real kernel and server. Its launcher
+(`scale_launcher.py`) starts processes that simulate the workers (`scale_workers.py`): they join, send
+heartbeats, take tickets, append groups and swap. Of ten workers one is a verifier, two or three are rollout workers and the others engines.
+One trainer takes no time for a step. docs/scale.md says what the figures mean. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+HERE = Path(__file__).parent
+SIZES = (10, 100, 1_000, 10_000)
+GROUPS_PER_WORKER_S = 0.015
+LEAST_GROUPS_S = 15.0
+"""Groups per second of all workers together, at least: fewer could not be measured."""
+STEP_S = 15.0
+"""Time between two steps, about."""
+STALENESS = 3
+SAMPLES = 8
+READING_S = 3.0
+START_S = 900.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Durations in seconds."""
+
+    idle_s: float = 20.0
+    """Only heartbeats, beacons and routes."""
+    groups_s: float = 60.0
+
+
+def numbers_of(workers: int) -> dict[str, int]:
+    """Return the number of workers of each role."""
+    rollout, verifier = workers // 5, workers // 10
+    return {"rollout": rollout, "verifier": verifier, "inference": workers - 1 - rollout - verifier}
+
+
+def write_run(folder: Path, workers: int) -> Path:
+    """Write the run file, and return its path."""
+    numbers = numbers_of(workers)
+    rate = max(LEAST_GROUPS_S, GROUPS_PER_WORKER_S * workers)
+    batch = round(rate * STEP_S)
+    ticket_s = (STALENESS + 1) * batch / rate
+    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{row}", "answer": "2"}}\n' for row in range(1000)))
+    document = {
+        "name": "scale",
+        "out": str(folder / "run"),
+        "steps": 100_000,
+        "plugins": [str(HERE / "scale_launcher.py")],
+        "algorithm": {"use": "grpo", "group_size": SAMPLES},
+        "training": "mock",
+        "inference": {"use": "mock", "replicas": numbers["inference"]},
+        "rollout": {"processes": numbers["rollout"]},
+        "verifier": {"processes": numbers["verifier"]},
+        "reward": "exact",
+        "dataset": {"use": "jsonl", "path": str(folder / "rows.jsonl")},
+        "queue": {"batch_size": batch, "max_staleness": STALENESS},
+        "checkpoint": {"every": 0},
+        "samples": {"keep": "none"},
+        "launcher": {
+            "use": "simulated",
+            "slots": math.ceil(1.5 * (STALENESS + 1) * batch / numbers["rollout"]),
+            "ticket_s": ticket_s,
+        },
+    }
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(document))
+    return file
+
+
+@dataclass
+class Reading:
+    """What was counted up to a moment."""
+
+    at: float
+    kernel_s: float
+    """Processor seconds of the kernel's process."""
+    server_s: float
+    counts: Counter[str]
+
+
+class Run:
+    """A run with simulated workers."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.folder = folder / "run"
+        self.workers = workers
+        self._log = (folder / "output").open("wb")
+        command = [sys.executable, "-m", "stretto", "run", str(write_run(folder, workers))]
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        self.kernel = psutil.Process(self.process.pid)
+        self.output = folder / "output"
+
+    def server(self) -> psutil.Process:
+        return psutil.Process(int((self.folder / "bus" / "nats.pid").read_text()))
+
+    def counts(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for file in self.folder.glob("counts-*.json"):
+            total.update(json.loads(file.read_text()))
+        return total
+
+    def read(self) -> Reading:
+        kernel, server = self.kernel.cpu_times(), self.server().cpu_times()
+        return Reading(
+            time.monotonic(), kernel.user + kernel.system, server.user + server.system, self.counts()
+        )
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
+                raise SystemExit(f"{self.workers} workers: not {what}; the end of the run's output:\n{tail}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End the run. The simulated workers end with its last beacon."""
+        children = self.kernel.children(recursive=True) if self.process.poll() is None else []
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        for child in children:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._log.close()
+
+
+def cost_of_groups(readings: list[Reading], idle_share: float) -> tuple[float, float]:
+    """Return the kernel's seconds for one group, and for one step with its swaps, by least squares over the
+    readings."""
+    kinds = ("groups", "steps", "swaps done")
+    changes = np.array([[each.counts[kind] for kind in kinds] for each in readings], float)
+    counts = np.diff(changes, axis=0)
+    seconds = np.diff([each.kernel_s - idle_share * each.at for each in readings])
+    (group_s, step_s, swap_s), *_ = np.linalg.lstsq(counts, seconds, rcond=None)
+    steps, swaps = counts[:, 1].sum(), counts[:, 2].sum()
+    return float(group_s), float(step_s + swap_s * swaps / steps) if steps else math.nan
+
+
+def measure(workers: int, times: Times) -> dict[str, float]:
+    """Return the figures of a run with this many workers."""
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+        run = Run(Path(folder), workers)
+        try:
+            began = time.monotonic()
+            run.until(lambda: run.counts()["ready"] == workers, "all workers joined")
+            status = run.folder / "status.json"
+            run.until(
+                lambda: status.exists() and json.loads(status.read_text())["ledger"]["issued"] > 0, "tickets issued"
+            )
+            start_s = time.monotonic() - began
+            time.sleep(3)
+            first, _ = run.read(), time.sleep(times.idle_s)
+            last = run.read()
+            idle = differences(first, last)
+            (run.folder / "go").touch()
+            run.until(lambda: run.counts()["steps"] >= 2, "two steps trained")
+            readings = [run.read()]
+            while readings[-1].at - readings[0].at < times.groups_s:
+                time.sleep(READING_S)
+                readings.append(run.read())
+            busy = differences(readings[0], readings[-1])
+            group_s, step_s = cost_of_groups(readings, idle["kernel_s"])
+            memory = {"kernel_mb": run.kernel, "server_mb": run.server()}
+            return {
+                "start_s": start_s,
+                "groups_per_s": busy["groups"],
+                "steps": readings[-1].counts["steps"] - readings[0].counts["steps"],
+                "kernel_us_per_group": 1e6 * group_s,
+                "kernel_us_per_group_with_steps": 1e6 * (busy["kernel_s"] - idle["kernel_s"]) / busy["groups"],
+                "kernel_ms_per_step": 1e3 * step_s,
+                "kernel_us_per_worker_s": 1e6 * idle["kernel_s"] / workers,
+                "kernel_share": busy["kernel_s"],
+                "server_share": busy["server_s"],
+                "beacon_bytes_per_worker_s": (busy["beacon"] + busy["routes"]) / workers,
+                "idle_beacon_bytes_per_worker_s": (idle["beacon"] + idle["routes"]) / workers,
+                "heartbeat_bytes_per_worker_s": busy["heartbeats"] / workers,
+                "other_bytes_per_group": sum(busy[kind] for kind in ("sent", "log", "acks", "tickets")) / busy["groups"],
+                **{name: process.memory_info().rss / 2**20 for name, process in memory.items()},
+            }
+        finally:
+            run.stop()
+
+
+def differences(first: Reading, last: Reading) -> dict[str, float]:
+    """Return what grew between two readings, for each second."""
+    seconds = last.at - first.at
+    counted: dict[str, float] = Counter(last.counts)
+    rates = {name: (value - first.counts[name]) / seconds for name, value in counted.items()}
+    zeros = dict.fromkeys(("groups", "beacon", "routes", "heartbeats", "sent", "log", "acks", "tickets"), 0.0)
+    return {
+        **zeros,
+        **rates,
+        "kernel_s": (last.kernel_s - first.kernel_s) / seconds,
+        "server_s": (last.server_s - first.server_s) / seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workers", nargs="*", type=int, default=list(SIZES))
+    parser.add_argument("--idle-s", type=float, default=Times.idle_s)
+    parser.add_argument("--groups-s", type=float, default=Times.groups_s)
+    arguments = parser.parse_args()
+    figures: dict[int, dict[str, float]] = {}
+    for workers in arguments.workers:
+        figures[workers] = measure(workers, Times(arguments.idle_s, arguments.groups_s))
+        print(f"{workers:,} workers")
+        for name, figure in figures[workers].items():
+            print(f"  {name:<36} {figure:>12,.2f}", flush=True)
+    shown = ("kernel_us_per_group", "beacon_bytes_per_worker_s")
+    print(json.dumps({name: {str(size): round(each[name], 1) for size, each in figures.items()} for name in shown}))
+
+
+if __name__ == "__main__":
+    main()
