@@ -63,7 +63,7 @@ from stretto.bus.server import Bootstrap
 from stretto.engine import Load, SwapReport
 from stretto.weights import WeightsNote
 
-JOINS_PER_S = 100.0
+JOINS_PER_S = 50.0
 BEAT_S = 1.0
 PULL_S = 15.0
 """A pull of a ticket ends after this many seconds."""

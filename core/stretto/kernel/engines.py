@@ -30,6 +30,8 @@ log = structlog.get_logger()
 
 _SWAP_S = 300.0
 """Deadline of one swap."""
+_ASKED = 32
+"""Up to this many engines, the kernel asks all of them for their figures after each step."""
 _TRIES = 5
 """Number of failed swaps in a row to the same weights after which the run fails."""
 
@@ -65,7 +67,9 @@ class Engines:
         self._traces = traces
         self._on_swapped = on_swapped
         self._on_callable = on_callable
-        self._news = anyio.Event()
+        self._news: dict[str, anyio.Event] = {}
+        """Worker -> set when the weights that it has to serve may have changed, or when it is lost."""
+        self._lending_news = anyio.Event()
         self._numbers = count()
         self._lending = Lending(turn_s)
         self._wish = Wish()
@@ -78,7 +82,7 @@ class Engines:
         """Announce new weights. The call does not wait until the engines serve them."""
         self.note = note
         self.remember([note])
-        self.look_again()
+        self._tell_engines()
 
     def remember(self, notes: Iterable[WeightsNote]) -> None:
         """Store the notes of versions that evaluations may need."""
@@ -93,24 +97,41 @@ class Engines:
                 for version, note in self.notes.items()
                 if version in wish.needed or note is self.note
             }
-            self.look_again()
+            self._tell_engines()
+            self._look_at_lending()
 
-    def look_again(self) -> None:
-        """Check again what each engine has to serve, after a change of the weights, the wish or the
-        workers."""
-        self._news.set()
-        self._news = anyio.Event()
+    def lost(self, member: FleetMember) -> None:
+        """Take in that a worker is lost."""
+        if member.worker in self._news:
+            self._news.pop(member.worker).set()
+        self._look_at_lending_in_use()
+
+    def _tell_engines(self) -> None:
+        """Check again what each engine has to serve. This costs as much as there are engines."""
+        for news in self._news.values():
+            news.set()
+
+    def _look_at_lending_in_use(self) -> None:
+        """Check again which engines are lent, if there is an evaluation. Without one, none is lent, and a
+        change of the engines costs nothing."""
+        if self._wish.version is not None:
+            self._look_at_lending()
+
+    def _look_at_lending(self) -> None:
+        """Check again which engines are lent."""
+        self._lending_news.set()
+        self._lending_news = anyio.Event()
 
     async def look_after_lending(self) -> None:
         """Lend engines to the evaluation under way and take them back, until cancelled."""
         while True:
-            news, now = self._news, anyio.current_time()
+            news, now = self._lending_news, anyio.current_time()
             former = self._lending.lent
             workers = {member.worker: member.exact_version for member in self._fleet.of("inference")}
             again = self._lending.choose(self._wish, workers, now)
             if self._lending.lent != former:
                 log.info("engines lent", version=self._wish.version, workers=sorted(self._lending.lent))
-                self.look_again()
+                self._tell_engines()
                 continue
             with anyio.move_on_at(again):
                 await news.wait()
@@ -126,9 +147,10 @@ class Engines:
         """
         failures = 0
         served: tuple[WeightsNote, bool] | None = None  # weights, and whether only for their evaluation
-        self.look_again()
+        self._look_at_lending_in_use()
         while self._is_present(member):
-            news, target = self._news, self._target(member)
+            news = self._news[member.worker] = anyio.Event()
+            target = self._target(member)
             if target is None or target == served:
                 await news.wait()
                 continue
@@ -153,12 +175,13 @@ class Engines:
             member.callable, member.exact_version = True, note.version if exact else None
             self._fleet.serves(member, note.version)
             self._on_callable(member)
-            self.look_again()  # the turn of a single engine begins when it has its weights
+            self._look_at_lending_in_use()  # the turn of a single engine begins when it has its weights
 
     async def busy_s(self) -> float:
-        """Ask the present engines for their seconds of work so far, and return the mean."""
+        """Return the present engines' mean seconds of work so far. Ask a few engines for it; of many, the
+        latest heartbeats are exact enough."""
         members = self._fleet.of("inference")
-        for member in members:
+        for member in members if len(members) <= _ASKED else ():
             subject = self._names.worker("inference", member.worker, "load")
             try:
                 report = await self._bus.request(

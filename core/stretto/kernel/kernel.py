@@ -384,12 +384,21 @@ class Kernel:
             await self._changed.wait()
 
     async def _until_all_callable(self) -> None:
-        workers = {worker.id for worker in self._setup.workers}
-        while missing := workers - {each.worker for each in self._fleet.members.values() if each.callable}:
-            with anyio.move_on_after(_WAITING_LOG_S) as waiting:
-                await self._changed.wait()
-            if waiting.cancelled_caught:
-                log.info("waiting", workers=", ".join(sorted(missing)))
+        while missing := self._missing():
+            # Wait for one after the other: to look at all of them at every change would take long.
+            while not self._is_callable(missing[0]):
+                with anyio.move_on_after(_WAITING_LOG_S) as waiting:
+                    await self._changed.wait()
+                if waiting.cancelled_caught:
+                    log.info("waiting", workers=", ".join(self._missing()))
+
+    def _missing(self) -> list[str]:
+        """Return the workers that cannot be called yet."""
+        return sorted(worker.id for worker in self._setup.workers if not self._is_callable(worker.id))
+
+    def _is_callable(self, worker: str) -> bool:
+        member = self._fleet.members.get(worker)
+        return member is not None and member.callable
 
     def _start_timeout(self) -> RunError:
         return RunError(f"workers not ready after {_START_S:.0f} s: {self._fleet.starting}")
@@ -500,7 +509,7 @@ class Kernel:
     def _on_lost(self, member: FleetMember, how: str, final: bool) -> None:
         self._timeline.worker(member.worker, "lost", how)
         self._on_callable(member)
-        self._engines.look_again()
+        self._engines.lost(member)
         if final:
             self._ending.end("failed", f"{member.worker}: {how}")
         elif member.role == "trainer" and not self._started:
