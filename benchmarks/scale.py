@@ -4,8 +4,9 @@
 
 For each number of workers the real command `stretto run` starts the real kernel and server. Its launcher
 (`scale_launcher.py`) starts processes that simulate the workers (`scale_workers.py`): they join, send
-heartbeats, take tickets, append groups and swap. Of ten workers one is a verifier, two or three are rollout workers and the others engines.
-One trainer takes no time for a step. docs/scale.md says what the figures mean. The last line is one JSON object.
+heartbeats, take tickets, append groups and swap. Of ten workers two are rollout workers, one is a verifier,
+and the others are engines, except for one trainer, whose steps take no time. docs/scale.md says what the
+figures mean. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,11 +32,8 @@ SIZES = (10, 100, 1_000, 10_000)
 GROUPS_PER_WORKER_S = 0.015
 LEAST_GROUPS_S = 15.0
 """Groups per second of all workers together, at least: fewer could not be measured."""
-STEP_S = 15.0
-"""Time between two steps, about."""
 STALENESS = 3
 SAMPLES = 8
-READING_S = 3.0
 START_S = 900.0
 
 
@@ -46,6 +44,9 @@ class Times:
     idle_s: float = 20.0
     """Only heartbeats, beacons and routes."""
     groups_s: float = 60.0
+    step_s: float = 15.0
+    """Time between two steps, about."""
+    reading_s: float = 3.0
 
 
 def numbers_of(workers: int) -> dict[str, int]:
@@ -54,13 +55,15 @@ def numbers_of(workers: int) -> dict[str, int]:
     return {"rollout": rollout, "verifier": verifier, "inference": workers - 1 - rollout - verifier}
 
 
-def write_run(folder: Path, workers: int) -> Path:
+def write_run(folder: Path, workers: int, step_s: float) -> Path:
     """Write the run file, and return its path."""
     numbers = numbers_of(workers)
     rate = max(LEAST_GROUPS_S, GROUPS_PER_WORKER_S * workers)
-    batch = round(rate * STEP_S)
+    batch = round(rate * step_s)
     ticket_s = (STALENESS + 1) * batch / rate
-    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{row}", "answer": "2"}}\n' for row in range(1000)))
+    (folder / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{row}", "answer": "2"}}\n' for row in range(1000))
+    )
     document = {
         "name": "scale",
         "out": str(folder / "run"),
@@ -101,31 +104,35 @@ class Reading:
 class Run:
     """A run with simulated workers."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
+    def __init__(self, folder: Path, workers: int, step_s: float) -> None:
         self.folder = folder / "run"
         self.workers = workers
         self._log = (folder / "output").open("wb")
-        command = [sys.executable, "-m", "stretto", "run", str(write_run(folder, workers))]
+        command = [sys.executable, "-m", "stretto", "run", str(write_run(folder, workers, step_s))]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
         self.kernel = psutil.Process(self.process.pid)
         self.output = folder / "output"
 
     def server(self) -> psutil.Process:
+        """Return the process of nats-server."""
         return psutil.Process(int((self.folder / "bus" / "nats.pid").read_text()))
 
     def counts(self) -> Counter[str]:
+        """Return the counts of all simulated workers."""
         total: Counter[str] = Counter()
         for file in self.folder.glob("counts-*.json"):
             total.update(json.loads(file.read_text()))
         return total
 
     def read(self) -> Reading:
+        """Return what was counted up to now."""
         kernel, server = self.kernel.cpu_times(), self.server().cpu_times()
         return Reading(
             time.monotonic(), kernel.user + kernel.system, server.user + server.system, self.counts()
         )
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
+        """Wait for a condition, or end the benchmark with the run's output."""
         deadline = time.monotonic() + seconds
         while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -164,13 +171,14 @@ def cost_of_groups(readings: list[Reading], idle_share: float) -> tuple[float, f
 def measure(workers: int, times: Times) -> dict[str, float]:
     """Return the figures of a run with this many workers."""
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
-        run = Run(Path(folder), workers)
+        run = Run(Path(folder), workers, times.step_s)
         try:
             began = time.monotonic()
             run.until(lambda: run.counts()["ready"] == workers, "all workers joined")
             status = run.folder / "status.json"
             run.until(
-                lambda: status.exists() and json.loads(status.read_text())["ledger"]["issued"] > 0, "tickets issued"
+                lambda: status.exists() and json.loads(status.read_text())["ledger"]["issued"] > 0,
+                "tickets issued",
             )
             start_s = time.monotonic() - began
             time.sleep(3)
@@ -181,7 +189,7 @@ def measure(workers: int, times: Times) -> dict[str, float]:
             run.until(lambda: run.counts()["steps"] >= 2, "two steps trained")
             readings = [run.read()]
             while readings[-1].at - readings[0].at < times.groups_s:
-                time.sleep(READING_S)
+                time.sleep(times.reading_s)
                 readings.append(run.read())
             busy = differences(readings[0], readings[-1])
             group_s, step_s = cost_of_groups(readings, idle["kernel_s"])
@@ -191,7 +199,9 @@ def measure(workers: int, times: Times) -> dict[str, float]:
                 "groups_per_s": busy["groups"],
                 "steps": readings[-1].counts["steps"] - readings[0].counts["steps"],
                 "kernel_us_per_group": 1e6 * group_s,
-                "kernel_us_per_group_with_steps": 1e6 * (busy["kernel_s"] - idle["kernel_s"]) / busy["groups"],
+                "kernel_us_per_group_with_steps": 1e6
+                * (busy["kernel_s"] - idle["kernel_s"])
+                / busy["groups"],
                 "kernel_ms_per_step": 1e3 * step_s,
                 "kernel_us_per_worker_s": 1e6 * idle["kernel_s"] / workers,
                 "kernel_share": busy["kernel_s"],
@@ -199,7 +209,8 @@ def measure(workers: int, times: Times) -> dict[str, float]:
                 "beacon_bytes_per_worker_s": (busy["beacon"] + busy["routes"]) / workers,
                 "idle_beacon_bytes_per_worker_s": (idle["beacon"] + idle["routes"]) / workers,
                 "heartbeat_bytes_per_worker_s": busy["heartbeats"] / workers,
-                "other_bytes_per_group": sum(busy[kind] for kind in ("sent", "log", "acks", "tickets")) / busy["groups"],
+                "other_bytes_per_group": sum(busy[kind] for kind in ("sent", "log", "acks", "tickets"))
+                / busy["groups"],
                 **{name: process.memory_info().rss / 2**20 for name, process in memory.items()},
             }
         finally:
@@ -223,17 +234,23 @@ def differences(first: Reading, last: Reading) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workers", nargs="*", type=int, default=list(SIZES))
-    parser.add_argument("--idle-s", type=float, default=Times.idle_s)
-    parser.add_argument("--groups-s", type=float, default=Times.groups_s)
+    parser.add_argument(
+        "--quick", action="store_true", help="check the benchmark; the figures are worth nothing"
+    )
     arguments = parser.parse_args()
+    times = Times(idle_s=3, groups_s=6, step_s=3, reading_s=1) if arguments.quick else Times()
     figures: dict[int, dict[str, float]] = {}
     for workers in arguments.workers:
-        figures[workers] = measure(workers, Times(arguments.idle_s, arguments.groups_s))
+        figures[workers] = measure(workers, times)
         print(f"{workers:,} workers")
         for name, figure in figures[workers].items():
             print(f"  {name:<36} {figure:>12,.2f}", flush=True)
     shown = ("kernel_us_per_group", "beacon_bytes_per_worker_s")
-    print(json.dumps({name: {str(size): round(each[name], 1) for size, each in figures.items()} for name in shown}))
+    print(
+        json.dumps(
+            {name: {str(size): round(each[name], 1) for size, each in figures.items()} for name in shown}
+        )
+    )
 
 
 if __name__ == "__main__":

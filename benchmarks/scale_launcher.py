@@ -50,17 +50,20 @@ class SimulatedHandle:
         self._process = process
 
     async def wait(self) -> int:
+        """Wait for the end of the worker's process."""
         return await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
+        """End the worker's process."""
         if self._process.returncode is None:
             self._process.terminate()
         await self._process.wait()
 
     async def dump_stacks(self) -> None:
-        return
+        """Do nothing: the process has many workers."""
 
     def tail(self, lines: int) -> str:
+        """Say where the output is."""
         return f"see the output of {self.place}"
 
 
@@ -72,9 +75,11 @@ class SimulatedLauncher:
         self._folder = Path(context.folder)
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
+        """Find nothing."""
         return iter(())
 
     async def launch(self, jobs: Sequence[Job]) -> list[SimulatedHandle]:
+        """Start the processes of all jobs."""
         handles: list[SimulatedHandle] = []
         for start in range(0, len(jobs), self._config.each):
             part = jobs[start : start + self._config.each]
@@ -101,4 +106,6 @@ class SimulatedLauncher:
 @hookimpl
 def stretto_launcher() -> Iterator[Component[SimulatedConfig]]:
     """The component of this file."""
-    yield Component("simulated", SimulatedLauncher, SimulatedConfig, "many simulated workers in few processes")
+    yield Component(
+        "simulated", SimulatedLauncher, SimulatedConfig, "many simulated workers in few processes"
+    )

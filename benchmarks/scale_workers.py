@@ -4,8 +4,8 @@
 
 Each simulated rollout, inference and verifier worker has one connection of its own to the server, written
 against the wire protocol of NATS, because thousands of full clients do not fit into one process. A rollout
-worker pulls tickets, tells that it has started one, reports its first tokens, appends the trajectories and the
-outcome to the log, and acknowledges the ticket. Not simulated are requests between workers, and each real
+worker pulls tickets, tells that it has started one, reports its first tokens, appends the trajectories and
+the outcome to the log, and acknowledges the ticket. Not simulated are requests between workers, and each real
 worker's second connection for heartbeats. Trainers use the project's own client.
 """
 
@@ -20,13 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 import numpy as np
-from scale_launcher import Orders
 
+from scale_launcher import Orders
 from stretto.array import Array
 from stretto.bus.client import connect, decoder
 from stretto.bus.messages import (
@@ -85,16 +86,25 @@ class Wire(asyncio.Protocol):
         self.closed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Log in."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         options = {
-            **{"verbose": False, "pedantic": False, "headers": True, "no_responders": True, "protocol": 1},
-            **{"user": self._bootstrap.user, "pass": self._bootstrap.password, "lang": "python", "version": "0"},
+            "verbose": False,
+            "pedantic": False,
+            "headers": True,
+            "no_responders": True,
+            "protocol": 1,
+            "user": self._bootstrap.user,
+            "pass": self._bootstrap.password,
+            "lang": "python",
+            "version": "0",
             "name": self._bootstrap.worker,
         }
         self._write(f"CONNECT {json.dumps(options)}\r\nPING\r\n".encode())
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Note the end."""
         self.closed.set()
 
     def subscribe(self, subject: str, kind: str, handler: Callable[[str, str, bytes], None]) -> None:
@@ -103,7 +113,9 @@ class Wire(asyncio.Protocol):
         self._handlers[number] = (kind, handler)
         self._write(f"SUB {subject} {number}\r\n".encode())
 
-    def publish(self, subject: str, payload: bytes, reply: str = "", *, kind: str = "sent", id: str = "") -> None:
+    def publish(
+        self, subject: str, payload: bytes, reply: str = "", *, kind: str = "sent", id: str = ""
+    ) -> None:
         """Send a message; with an id that the stream knows it by."""
         if id:
             head = f"NATS/1.0\r\nNats-Msg-Id: {id}\r\n\r\n".encode()
@@ -115,12 +127,14 @@ class Wire(asyncio.Protocol):
         self._write(data)
 
     def ping(self) -> None:
+        """Ping the server, as the project's client does every second."""
         self._write(b"PING\r\n")
 
     def _write(self, data: bytes) -> None:
         self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
+        """Give the messages that are complete to their handlers."""
         buffer = self._buffer + data if self._buffer else data
         place = 0
         while (end := buffer.find(b"\r\n", place)) >= 0:
@@ -162,10 +176,12 @@ class Worker:
         self._welcome = asyncio.Event()
 
     @property
-    def role(self) -> str:
+    def role(self) -> Any:
+        """The worker's role."""
         return self.bootstrap.role
 
     async def run(self) -> None:
+        """Join, and work until the connection ends."""
         address = urlsplit(self.bootstrap.url)
         loop = asyncio.get_running_loop()
         _, wire = await loop.create_connection(lambda: Wire(self.bootstrap), address.hostname, address.port)
@@ -189,10 +205,12 @@ class Worker:
         """Subscribe to what the role hears."""
 
     def load(self) -> Load | None:
+        """Return the figures of an engine."""
         return None
 
     @property
     def tickets(self) -> int:
+        """Number of tickets under way."""
         return 0
 
     def beat(self) -> None:
@@ -219,12 +237,14 @@ class InferenceWorker(Worker):
     """Serves every version at once, and samples nothing."""
 
     def open(self) -> None:
+        """Listen for swaps."""
         self.served = -1
         self.tokens = 0
         self.wire.subscribe(self.names.worker("inference", self.id, "swap"), "swaps", self._swap)
         self.wire.subscribe(self.names.worker("inference", self.id, "load"), "other", self._load)
 
     def load(self) -> Load:
+        """Return the figures of a busy engine."""
         self.tokens += 2000
         return Load(self.served, 48, 3, 64, self.tokens, 1000.0, 10, 1.0, 0.1, 0.5)
 
@@ -247,6 +267,7 @@ class RolloutWorker(Worker):
     """Works on tickets for a random time each."""
 
     def open(self) -> None:
+        """Listen for routes, and begin to pull tickets."""
         self.running = 0
         self.routes: Routes | None = None
         self.wire.subscribe(self.names.worker("rollout", self.id, "routes"), "routes", self._routes)
@@ -259,6 +280,7 @@ class RolloutWorker(Worker):
 
     @property
     def tickets(self) -> int:
+        """Number of tickets under way."""
         return self.running
 
     def pull(self) -> None:
@@ -272,6 +294,7 @@ class RolloutWorker(Worker):
         loop.call_later(PULL_S / 3, self.pull)
 
     def ask(self) -> None:
+        """Pull one ticket."""
         self.pulled_at = time.monotonic()
         consumer = self.names.ticket("train").replace(".", "_")
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.names.tickets_stream}.{consumer}"
@@ -296,6 +319,7 @@ class RolloutWorker(Worker):
         self.acks.pop(subject.rpartition(".")[2]).set_result(answer["seq"])
 
     async def append(self, subject: str, message: Message, id: str) -> int:
+        """Append a message to the log, and return its sequence number."""
         number = secrets.token_hex(6)
         future = self.acks[number] = asyncio.get_running_loop().create_future()
         self.wire.publish(subject, encode(message), f"{self.inbox}.ack.{number}", id=id, kind="log")
@@ -316,7 +340,9 @@ class RolloutWorker(Worker):
             if left > 0:
                 self.wire.publish(ack, b"+WPI")
         ids = [f"{ticket.name}/{index}" for index in range(ticket.samples)]
-        bundle = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(trajectory(id, i) for i, id in enumerate(ids)))
+        bundle = TrajectoryBundle(
+            ticket.id, ticket.attempt, ticket.row, tuple(trajectory(id, i) for i, id in enumerate(ids))
+        )
         sequence = await self.append(names.trajectories, bundle, f"{ticket.name}/trajectories/0")
         members = tuple(
             Member(id, sequence, index, LENGTH, LENGTH // 2, oldest, oldest, float(index % 2), {}, "stop")
@@ -401,7 +427,11 @@ async def main(orders: Orders) -> None:
     tasks.add(asyncio.create_task(report(Path(orders.report))))
     bootstraps = [Bootstrap.read(Path(each)) for each in orders.bootstraps]
     for bootstrap in sorted(bootstraps, key=lambda each: each.role != "trainer"):
-        work = train(bootstrap) if bootstrap.role == "trainer" else KINDS[bootstrap.role](bootstrap, orders).run()
+        work = (
+            train(bootstrap)
+            if bootstrap.role == "trainer"
+            else KINDS[bootstrap.role](bootstrap, orders).run()
+        )
         tasks.add(task := asyncio.create_task(work))
         task.add_done_callback(failed)
         await asyncio.sleep(1 / JOINS_PER_S)

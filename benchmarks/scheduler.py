@@ -2,10 +2,10 @@
 
     python benchmarks/scheduler.py [--former]
 
-Each measurement is a run in steady state: workers take tickets, report their first tokens, and finish them in
-random order. A batch trains while half a batch of groups finishes, so for half of the groups no batch trains.
-With `--former`, the scheduler that scans all tickets (`tests/helpers/reference_scheduler.py`) is measured too.
-The last line is one JSON object.
+Each measurement is a run in steady state: workers take tickets, report their first tokens, and finish them
+in random order. A batch trains while half a batch of groups finishes, so for half of the groups no batch
+trains. With `--former`, the scheduler that scans all tickets (`tests/helpers/reference_scheduler.py`) is
+measured too. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ __all__ = ["RouteSender"]
 
 _REFRESH_S = 1.0
 _LEAST = {"inference": 8, "verifier": 4}
-"""Candidates of a rollout worker for each role, if there are that many. Verifiers tell no figures, so that more
-of them to choose from would not balance better."""
+"""Candidates of a rollout worker for each role, if there are that many. Verifiers send no figures, so more of
+them would not balance better."""
 _PART = 50
-"""The kernel sends the routes of this many rollout workers at a time, so that its event loop stays free. Up to
-this many rollout workers also hear at once that an engine serves a new version; more of them hear it with the
-next routes."""
+"""The kernel sends the routes of this many rollout workers at a time, so that its event loop stays free. Up
+to this many rollout workers also hear at once that an engine serves a new version; more of them hear it with
+the next routes."""
 _GAP_S = 0.05
 """Seconds between two rounds of changes. Workers that join together cause one message, not many."""
 

@@ -1,0 +1,134 @@
+"""What a rollout worker is told of the workers that it may call, when engines come, go and are lent."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+
+from stretto.bus.messages import EngineFigures, Routes, Subjects
+from stretto.engine import Load
+from stretto.kernel.fleet import FleetMember
+from stretto.kernel.routes import RouteSender
+from stretto.launcher import Role
+
+
+class Case:
+    """A kernel's routes, and what arrives at each rollout worker."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, FleetMember] = {}
+        self.heard: dict[str, Routes] = {}
+        self.messages = 0
+        self.sender = RouteSender(
+            cast(Any, self), Subjects("r"), cast(Any, SimpleNamespace(members=self.members)), 7, finish_s=600
+        )
+
+    async def publish(self, subject: str, message: Routes) -> None:
+        self.messages += 1
+        self.heard[subject.split(".")[-2]] = message
+
+    def add(self, worker: str, **facts: Any) -> FleetMember:
+        role = cast(Role, worker.partition("-")[0])
+        member = FleetMember(worker, role, "n", "here", 0.0, ready=True, callable=True, **facts)
+        self.members[worker] = member
+        self.sender.look(member)
+        return member
+
+    def lose(self, worker: str) -> None:
+        self.sender.look(self.members.pop(worker))
+
+    def peers(self, rollout: str) -> set[str]:
+        return {peer.worker for peer in self.heard[rollout].peers if not peer.closed}
+
+    @asynccontextmanager
+    async def sending(self) -> AsyncGenerator[None]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.sender.send_changes)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def until(self, condition: Any) -> None:
+        with anyio.fail_after(30):
+            while not condition():
+                await anyio.sleep(0.01)
+
+
+async def test_a_rollout_worker_hears_at_once_of_engines_that_come_and_go() -> None:
+    case = Case()
+    load = Load(3, 5, 2, 8, 100, 1.0, 1, 0.1, 0.1)
+    async with case.sending():
+        case.add("inference-0", load=load)
+        case.add("verifier-0")
+        case.add("rollout-0")
+        await case.until(lambda: "rollout-0" in case.heard)
+        assert case.heard["rollout-0"].lease_epoch == 7
+        assert case.peers("rollout-0") == {"inference-0", "verifier-0"}
+        [engine] = [peer for peer in case.heard["rollout-0"].peers if peer.role == "inference"]
+        assert engine.figures == EngineFigures(3, 7, 8, 100)
+        case.add("inference-1")
+        await case.until(lambda: len(case.peers("rollout-0")) == 3)
+        case.lose("inference-0")
+        await case.until(lambda: case.peers("rollout-0") == {"inference-1", "verifier-0"})
+        case.members["inference-1"].exact_version = 4
+        case.sender.look(case.members["inference-1"])
+        await case.until(lambda: any(peer.exact_version == 4 for peer in case.heard["rollout-0"].peers))
+        case.lose("rollout-0")
+        case.add("inference-2")
+        await anyio.sleep(0.2)
+        assert "inference-2" not in case.peers("rollout-0"), "a lost rollout worker is told nothing"
+
+
+async def test_a_busy_rollout_worker_may_finish_its_calls_at_a_former_candidate() -> None:
+    case = Case()
+    async with case.sending():
+        for number in range(40):
+            case.add(f"rollout-{number}", tickets=number % 2)
+        for number in range(8):
+            case.add(f"inference-{number}")
+        await case.until(
+            lambda: len(case.heard) == 40 and all(len(case.peers(each)) == 8 for each in case.heard)
+        )
+        for number in range(8, 16):
+            case.add(f"inference-{number}")
+        await case.until(lambda: any(peer.closed for each in case.heard.values() for peer in each.peers))
+        await anyio.sleep(0.2)
+        for number in range(40):
+            routes = case.heard[f"rollout-{number}"]
+            closed = {peer.worker for peer in routes.peers if peer.closed}
+            if number % 2:
+                first = {f"inference-{each}" for each in range(8)}
+                assert first - closed <= case.peers(f"rollout-{number}"), "a call was cut off"
+            else:
+                assert not closed
+        gone = next(peer.worker for each in case.heard.values() for peer in each.peers if peer.closed)
+        case.lose(gone)
+        await anyio.sleep(0.2)
+        async with anyio.create_task_group() as tasks:
+            case.heard.clear()
+            tasks.start_soon(case.sender.refresh)
+            await case.until(lambda: len(case.heard) == 40)
+            tasks.cancel_scope.cancel()
+        assert all(peer.worker != gone for each in case.heard.values() for peer in each.peers)
+
+
+async def test_an_engine_that_joins_is_told_to_few_of_many_rollout_workers() -> None:
+    case = Case()
+    for number in range(120):
+        case.add(f"rollout-{number}")
+    for number in range(360):
+        case.add(f"inference-{number}")
+    async with case.sending():
+        await case.until(lambda: len(case.heard) == 120)
+        assert max(len(each.peers) for each in case.heard.values()) < 30
+        case.messages = 0
+        case.add("inference-new")
+        await case.until(lambda: any("inference-new" in case.peers(each) for each in case.heard))
+        assert case.messages < 20
+        for member in list(case.members.values()):
+            case.sender.look(member)  # as after a swap: with many rollout workers that can wait a second
+        await anyio.sleep(0.2)
+        assert case.messages < 20
