@@ -64,7 +64,7 @@ from stretto.bus.server import Bootstrap
 from stretto.engine import Load, SwapReport
 from stretto.weights import WeightsNote
 
-JOINS_PER_S = 50.0
+JOINS_PER_S = 30.0
 BEAT_S = 1.0
 PULL_S = 15.0
 """A pull of a ticket ends after this many seconds."""
@@ -131,7 +131,8 @@ class Wire(asyncio.Protocol):
         self._write(b"PING\r\n")
 
     def _write(self, data: bytes) -> None:
-        self._transport.write(data)
+        if not self.closed.is_set():
+            self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
         """Give the messages that are complete to their handlers."""
@@ -173,6 +174,7 @@ class Worker:
         self.nonce = secrets.token_hex(4)
         self.inbox = f"{self.names.inbox(self.role)}.{secrets.token_hex(11)}"
         self.version = -1
+        self.joins = 0
         self._welcome = asyncio.Event()
 
     @property
@@ -184,22 +186,47 @@ class Worker:
         """Join, and work until the connection ends."""
         address = urlsplit(self.bootstrap.url)
         loop = asyncio.get_running_loop()
-        _, wire = await loop.create_connection(lambda: Wire(self.bootstrap), address.hostname, address.port)
-        self.wire = wire
-        reply = f"{self.names.answers(self.role, 'kernel')}.{secrets.token_hex(11)}.1"
-        wire.subscribe(reply, "join", self._welcomed)
-        join = encode(Join(self.id, self.role, "simulated", self.nonce, self.bootstrap.token))
+        is_new = True
+        while not finish.is_set():
+            try:
+                _, self.wire = await loop.create_connection(
+                    lambda: Wire(self.bootstrap), address.hostname, address.port
+                )
+                await self.join()
+            except (OSError, ConnectionError):
+                await asyncio.sleep(2)
+                continue
+            self.wire.subscribe(self.names.beacon, "beacon", self._beacon)
+            self.open()
+            if is_new:
+                counts["ready"] += 1
+                self.beat()
+                self.begin()
+            is_new = False
+            await self.wire.closed.wait()
+            counts["reconnects"] += 1
+
+    async def join(self) -> None:
+        """Join the run, as often as it takes.
+
+        Raises:
+            ConnectionError: if the connection has ended.
+        """
+        self.joins += 1
+        reply = f"{self.names.answers(self.role, 'kernel')}.{secrets.token_hex(11)}.{self.joins}"
+        self.wire.subscribe(reply, "join", self._welcomed)
+        message = encode(Join(self.id, self.role, "simulated", self.nonce, self.bootstrap.token))
+        self._welcome.clear()
         while not self._welcome.is_set():
-            wire.publish(self.names.kernel(self.role, "join"), join, reply)
+            self.wire.publish(self.names.kernel(self.role, "join"), message, reply)
             try:
                 await asyncio.wait_for(self._welcome.wait(), 5)
             except TimeoutError:
-                continue
-        wire.subscribe(self.names.beacon, "beacon", self._beacon)
-        self.open()
-        counts["ready"] += 1
-        self.beat()
-        await wire.closed.wait()
+                if self.wire.closed.is_set():
+                    raise ConnectionError from None
+
+    def begin(self) -> None:
+        """Begin to work."""
 
     def open(self) -> None:
         """Subscribe to what the role hears."""
@@ -236,10 +263,13 @@ class Worker:
 class InferenceWorker(Worker):
     """Serves every version at once, and samples nothing."""
 
-    def open(self) -> None:
-        """Listen for swaps."""
+    def __init__(self, bootstrap: Bootstrap, orders: Orders) -> None:
+        super().__init__(bootstrap, orders)
         self.served = -1
         self.tokens = 0
+
+    def open(self) -> None:
+        """Listen for swaps."""
         self.wire.subscribe(self.names.worker("inference", self.id, "swap"), "swaps", self._swap)
         self.wire.subscribe(self.names.worker("inference", self.id, "load"), "other", self._load)
 
@@ -266,16 +296,21 @@ class VerifierWorker(Worker):
 class RolloutWorker(Worker):
     """Works on tickets for a random time each."""
 
-    def open(self) -> None:
-        """Listen for routes, and begin to pull tickets."""
+    def __init__(self, bootstrap: Bootstrap, orders: Orders) -> None:
+        super().__init__(bootstrap, orders)
         self.running = 0
+        self.pulled_at = 0.0
         self.routes: Routes | None = None
+        self.acks: dict[str, asyncio.Future[int]] = {}
+
+    def open(self) -> None:
+        """Listen for routes and tickets."""
         self.wire.subscribe(self.names.worker("rollout", self.id, "routes"), "routes", self._routes)
         self.wire.subscribe(f"{self.inbox}.pull", "tickets", self._take)
         self.wire.subscribe(f"{self.inbox}.ack.*", "acks", self._stored)
-        self.acks: dict[str, asyncio.Future[int]] = {}
-        self.pulled_at = 0.0
-        self.pulling = False
+
+    def begin(self) -> None:
+        """Begin to pull tickets."""
         self.pull()
 
     @property
