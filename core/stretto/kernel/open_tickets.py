@@ -8,7 +8,6 @@ ticket takes O(log n) on average over many operations, however many tickets are 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 
 __all__ = ["DeadlineQueue", "Holders"]
 
@@ -28,7 +27,7 @@ class DeadlineQueue:
         """Ticket -> its deadline."""
         self._heap: list[tuple[int, int]] = []
         """(deadline, ticket)."""
-        self.due: Counter[int] = Counter()
+        self.due: dict[int, int] = {}
         """Number of tickets, by deadline. It has no deadline without a ticket."""
 
     def __len__(self) -> int:
@@ -43,7 +42,7 @@ class DeadlineQueue:
             return
         self.discard(ticket)
         self._deadlines[ticket] = deadline
-        self.due[deadline] += 1
+        self.due[deadline] = self.due.get(deadline, 0) + 1
         heapq.heappush(self._heap, (deadline, ticket))
 
     def discard(self, ticket: int) -> None:
@@ -51,9 +50,10 @@ class DeadlineQueue:
         deadline = self._deadlines.pop(ticket, None)
         if deadline is None:
             return
-        self.due[deadline] -= 1
-        if not self.due[deadline]:
+        if self.due[deadline] == 1:
             del self.due[deadline]
+        else:
+            self.due[deadline] -= 1
         if len(self._heap) > 2 * len(self._deadlines) + _SPARE:
             self._heap = self._sorted()  # a sorted list is a heap
 

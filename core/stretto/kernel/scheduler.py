@@ -845,6 +845,8 @@ class Scheduler:
         self._commands.append(Retire("train", ticket.id, ticket.attempt, account, reason))
 
     def _tell_end(self, ticket: OpenTicket, outcome: Account | Literal["trained"]) -> None:
+        if not self.draws.has_curriculum:
+            return
         rewards = _rewards(ticket.done) if ticket.done is not None else ()
         self.draws.ended(ticket.drawn_at, TicketEnd(ticket.id, ticket.row, outcome, rewards))
 
@@ -911,14 +913,14 @@ class Scheduler:
         every later batch can be made in time. For j = -1, no remaining ticket is due at v.
         """
         bound, size = self.settings.max_staleness, self.settings.batch_size
-        remaining, places = Counter(self._unfinished.due), size
+        remaining, places = dict(self._unfinished.due), size
         for deadline, count in sorted(self._finished.due.items()):
             taken = min(count, places)
             places -= taken
-            remaining[deadline] += count - taken
+            remaining[deadline] = remaining.get(deadline, 0) + count - taken
         behind = 0
         for j in range(-1, bound + 1):
-            behind += remaining[self.version + 1 + j]
+            behind += remaining.get(self.version + 1 + j, 0)
             if behind > (j + 1) * size:
                 # Admission ensures that the tickets beyond the bound are unfinished: all finished ones with
                 # such a deadline are in the batch.
