@@ -83,6 +83,8 @@ docs: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bus.py
+	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/overlap.py

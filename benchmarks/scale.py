@@ -220,8 +220,7 @@ def measure(workers: int, times: Times) -> dict[str, float]:
 def differences(first: Reading, last: Reading) -> dict[str, float]:
     """Return what grew between two readings, for each second."""
     seconds = last.at - first.at
-    counted: dict[str, float] = Counter(last.counts)
-    rates = {name: (value - first.counts[name]) / seconds for name, value in counted.items()}
+    rates = {name: (value - first.counts[name]) / seconds for name, value in last.counts.items()}
     zeros = dict.fromkeys(("groups", "beacon", "routes", "heartbeats", "sent", "log", "acks", "tickets"), 0.0)
     return {
         **zeros,

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -185,13 +186,12 @@ class Worker:
     async def run(self) -> None:
         """Join, and work until the connection ends."""
         address = urlsplit(self.bootstrap.url)
+        host, port = address.hostname or "", address.port or 4222
         loop = asyncio.get_running_loop()
         is_new = True
         while not finish.is_set():
             try:
-                _, self.wire = await loop.create_connection(
-                    lambda: Wire(self.bootstrap), address.hostname, address.port
-                )
+                _, self.wire = await loop.create_connection(lambda: Wire(self.bootstrap), host, port)
                 await self.join()
             except (OSError, ConnectionError):
                 await asyncio.sleep(2)
@@ -395,8 +395,8 @@ class RolloutWorker(Worker):
 
 def trajectory(id: str, sample: int) -> WireTrajectory:
     zeros = np.zeros(LENGTH, np.int32)
-    columns = (zeros, zeros.astype(bool), zeros.astype(np.float32), zeros)
-    return WireTrajectory(id, *(Array.of(each) for each in columns), 1.0, {}, "stop", "inference-0", sample)
+    tokens, mask, logprobs = (Array.of(zeros.astype(kind)) for kind in ("<i4", "?", "<f4"))
+    return WireTrajectory(id, tokens, mask, logprobs, tokens, 1.0, {}, "stop", "inference-0", sample)
 
 
 async def train(bootstrap: Bootstrap) -> None:
@@ -426,14 +426,12 @@ async def train(bootstrap: Bootstrap) -> None:
         subject = names.kernel("trainer", "join")
         join = Join(worker, "trainer", "simulated", nonce, bootstrap.token)
         await bus.request(subject, join, Welcome, who="kernel", deadline_s=60)
-        for verb, kind, handler in (
-            ("load", LoadCheckpoint, load),
-            ("call", RunCall, call),
-            ("end", EndStep, end),
-            ("published", AskPublished, published),
-            ("save", Save, save),
-        ):
-            await bus.serve(names.worker("trainer", worker, verb), kind, handler)
+        own = partial(names.worker, "trainer", worker)
+        await bus.serve(own("load"), LoadCheckpoint, load)
+        await bus.serve(own("call"), RunCall, call)
+        await bus.serve(own("end"), EndStep, end)
+        await bus.serve(own("published"), AskPublished, published)
+        await bus.serve(own("save"), Save, save)
         await bus.subscribe(names.worker("trainer", worker, "prefetch"), Prefetch, lambda message: None)
         counts["ready"] += 1
         while not finish.is_set():

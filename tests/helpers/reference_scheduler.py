@@ -1,5 +1,6 @@
 """The scheduler before its cost was made independent of the number of open tickets: the reference for
-`tests/kernel/test_scheduler_reference.py`. It scans the open tickets and sorts the finished ones at each event.
+`tests/kernel/test_scheduler_reference.py`. It scans the open tickets and sorts the finished ones at each
+event.
 
 The code of the classes is unchanged. The commands and the structs of the state are those of the kernel, so
 that they can be compared.

@@ -347,7 +347,8 @@ def _copy(snapshot: Snapshot) -> Snapshot:
 
 def compare_sequences(seeds: range) -> dict[str, int]:
     """Run the sequences, and count what happened in them."""
-    counts = dict.fromkeys(("events", "steps", "lives", "over", "expired", "held back", "impossible"), 0)
+    kinds = ("events", "steps", "lives", "over", "expired", "held back", "impossible")
+    counts: dict[str, int] = dict.fromkeys(kinds, 0)
     for seed in seeds:
         world = World(seed)
         try:
