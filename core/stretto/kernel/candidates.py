@@ -35,7 +35,7 @@ class Candidates:
     def __init__(self) -> None:
         self._rollouts: dict[str, None] = {}
         self._group_of: dict[str, Hashable] = {}
-        self._groups: dict[Hashable, _Group] = {}
+        self._groups: dict[Hashable, _WorkerGroupChoices] = {}
         self._changed: set[str] = set()
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Candidates:
         self.remove(worker)
         self._group_of[worker] = group
         if group not in self._groups:
-            self._groups[group] = _Group(self._rollouts, least)
+            self._groups[group] = _WorkerGroupChoices(self._rollouts, least)
         self._groups[group].add_worker(worker)
         self._changed |= self._groups[group].take_changed()
 
@@ -106,12 +106,12 @@ class Candidates:
         return [rollout for rollout in changed if rollout in self._rollouts]
 
 
-class _Group:
+class _WorkerGroupChoices:
     """The choices between the workers of a group and all rollout workers, in both directions."""
 
     def __init__(self, rollouts: dict[str, None], least: int) -> None:
-        self._first = _Choices(least)
-        self._cover = _Choices(_COVER)
+        self._first = _FirstChoices(least)
+        self._cover = _FirstChoices(_COVER)
         for rollout in rollouts:
             self.add_rollout(rollout)
 
@@ -149,14 +149,14 @@ class _Group:
         self._cover.remove_chooser(worker)
 
 
-class _Choices:
+class _FirstChoices:
     """The first `count` options of every chooser, in the order of a hash of both. With n options and m
     choosers, a change of one of them takes O(n + m) operations of numpy, and few of Python."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._choosers = _Ids()
-        self._options = _Ids()
+        self._choosers = _HashedIds()
+        self._options = _HashedIds()
         self._worst = np.empty(0, np.uint64)
         """Score of the last choice of each chooser, in the order of the choosers; `_NONE` while it has fewer
         than `count`."""
@@ -233,7 +233,7 @@ class _Choices:
         self._worst[self._choosers.place(chooser)] = worst
 
 
-class _Ids:
+class _HashedIds:
     """Ids, and their hashes as an array. The last id takes the place of one that is removed."""
 
     def __init__(self) -> None:
