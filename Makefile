@@ -84,7 +84,7 @@ docs: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bus.py
 	$(BIN)/python benchmarks/scheduler.py
-	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/scale.py 10 100 1000
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/overlap.py
