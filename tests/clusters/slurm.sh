@@ -20,6 +20,7 @@ CONF=/etc/slurm/slurm.conf
 MARK='# written by tests/clusters/slurm.sh'
 MUNGE_SOCK=$STATE/munge/munge.socket
 HOST=$(hostname -s)
+ADDR=$(hostname -I | awk '{print $1}')   # off loopback, as between real machines
 say() { echo "slurm.sh: $*" >&2; }
 
 alive() {  # alive PIDFILE COMM: the recorded pid lives and is that program (pids get reused)
@@ -112,10 +113,10 @@ CONF
     [ -z "$gres" ] || echo "GresTypes=gpu"
     [ "${SLURM_MEM_KILL:-0}" = 0 ] || echo "JobAcctGatherParams=OverMemoryKill"
     if [ "$NODES" = 1 ]; then
-      echo "NodeName=$HOST NodeAddr=127.0.0.1 Port=16818 CPUs=$cpus RealMemory=$mem $gres State=UNKNOWN"
+      echo "NodeName=$HOST NodeAddr=${ADDR:-127.0.0.1} Port=16818 CPUs=$cpus RealMemory=$mem $gres State=UNKNOWN"
     else
       for i in $(seq "$NODES"); do
-        echo "NodeName=node$i NodeHostname=$HOST NodeAddr=127.0.0.1 Port=$((16818 + i)) CPUs=$cpus RealMemory=$mem $gres State=UNKNOWN"
+        echo "NodeName=node$i NodeHostname=$HOST NodeAddr=${ADDR:-127.0.0.1} Port=$((16818 + i)) CPUs=$cpus RealMemory=$mem $gres State=UNKNOWN"
       done
     fi
     echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"

@@ -237,7 +237,7 @@ def _full_disk(folder: Path, reason: str) -> str:
 async def _server(setup: RunSetup) -> AsyncGenerator[None]:
     """Run the bundled server for the duration of the block, unless `bus.url` names another one. Remove
     published weights before and after."""
-    folder, bus = setup.folder / "bus", setup.config.bus
+    folder, bus = setup.folder / "bus", setup.bus
     server = None
     try:
         setup.transport.clean()

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from stretto.algorithm import Algorithm
@@ -16,8 +17,10 @@ from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement
 from stretto.assembly.plan import context_of, imports_of, workers
 from stretto.assembly.variants import variants_of
+from stretto.bus.listening import url_host
 from stretto.bus.messages import Subjects
 from stretto.bus.server import run_id
+from stretto.config import BusConfig
 from stretto.dataset import Curriculum, CurriculumDataset, Dataset
 from stretto.errors import ConfigError, PluginError
 from stretto.kernel.advice import Adviser
@@ -30,7 +33,7 @@ from stretto.kernel.report import Report
 from stretto.kernel.scheduler import Scheduler, SchedulerSettings
 from stretto.kernel.status import StatusBoard
 from stretto.kernel.trackers import Trackers
-from stretto.launcher import ForkingLauncher, Launcher
+from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher
 from stretto.weights import WeightsTransport
 
 __all__ = ["RunSetup"]
@@ -127,6 +130,14 @@ class RunSetup:
         )
         self.board = StatusBoard(config.name, config.steps, folder, self.report, self.scheduler, self.fleet)
         self.trackers = Trackers(folder, config.trackers, self.report.problems)
+
+    @property
+    def bus(self) -> BusConfig:
+        """The run's bus. For workers on other machines, the bundled server listens where they reach it."""
+        bus = self.config.bus
+        if bus.url or bus.listen or not isinstance(self.launcher, ClusterLauncher):
+            return bus
+        return msgspec.structs.replace(bus, listen=url_host(self.launcher.address))
 
     @property
     def layout(self) -> str:
