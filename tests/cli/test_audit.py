@@ -228,7 +228,7 @@ def test_a_run_that_a_kernel_owns_or_whose_store_is_gone_cannot_be_audited(tmp_p
     folder = Books().write(tmp_path / "run")
     with (
         lock_run(folder / "bus"),
-        pytest.raises(RunError, match=r"is owned by pid \d+.*; audit it when it has"),
+        pytest.raises(RunError, match=r"is owned by pid \d+.*; try again when it has"),
     ):
         audit_run(folder)
     streams = folder / "bus" / "store" / "jetstream" / STORE / "streams"

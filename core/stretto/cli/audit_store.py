@@ -1,6 +1,6 @@
-"""The journal and the log of a run, as an audit reads them.
+"""The journal and the log of a run, as commands read them.
 
-The store of a bundled server is copied, and a nats-server of the audit's own reads the copy. The run's own
+The store of a bundled server is copied, and a nats-server of the command's own reads the copy. The run's own
 store stays as it is: a nats-server repairs and compacts the files that it opens. The store on a server of the
 user's own (`bus.url`) is read there.
 """
@@ -78,12 +78,14 @@ async def open_store(folder: Path) -> AsyncGenerator[StoredRun]:
         finally:
             await client.close()
     if _last_owner(folder) != before:
-        raise RunError(f"a kernel took over the run in {folder} during the audit; audit it when it has ended")
+        raise RunError(
+            f"a kernel took over the run in {folder} while its store was read; try again when it has ended"
+        )
 
 
 @asynccontextmanager
 async def _open_copy(folder: Path) -> AsyncGenerator[StoredRun]:
-    with tempfile.TemporaryDirectory(prefix="stretto-audit-") as aside:
+    with tempfile.TemporaryDirectory(prefix="stretto-copy-") as aside:
         copy = Path(aside)
         run = _copy_streams(folder, copy / "store")
         async with _serve(copy) as jetstream:
@@ -205,7 +207,7 @@ def _last_owner(folder: Path) -> tuple[str, int]:
         return "", 0
     owner = lock.read_text().strip()
     if is_locked(lock):
-        raise RunError(f"the run in {folder} is owned by {owner}; audit it when it has ended")
+        raise RunError(f"the run in {folder} is owned by {owner}; try again when it has ended")
     return owner, lock.stat().st_mtime_ns
 
 
@@ -266,4 +268,4 @@ async def _address(folder: Path, server: subprocess.Popen[bytes]) -> str:
         await anyio.sleep(0.01)
     log = folder / "nats.log"
     tail = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "it wrote no log"
-    raise BusError(f"the nats-server of the audit did not start on the copy of the store: {tail}")
+    raise BusError(f"no nats-server started on the copy of the store: {tail}")

@@ -4,7 +4,7 @@
 - For a nats-server of your own: `certs` makes certificates.
 - See one run: `status`, `watch`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
-- Verify: `check` a run file, `audit` a run that has ended.
+- Verify: `check` a run file, `audit` a run that has ended, `replay` its training.
 - `track` sends to trackers what they have not received.
 - For other programs: `export` writes a run's model, or its samples.
 - Describe the installation: `plugins`, `schema`; `doctor` says what is wrong with it.
@@ -215,6 +215,52 @@ def resume(
             put_into_force(folder, changed)
         status = resume_to_end(folder, accept_dataset=accept_dataset)
     raise typer.Exit(status)
+
+
+@app.command(cls=_WithOverrides)
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended.")],
+    overrides: Overrides = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="N", help="Begin at the checkpoint of version N; default the initial models."
+        ),
+    ] = None,
+    stop: Annotated[
+        int | None, typer.Option("--to", min=1, metavar="N", help="The last step to train; default the last.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder to make; default RUN-replay.", metavar="FOLDER")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    trust_plugins: TrustPlugins = False,
+) -> None:
+    """Train the recorded steps of a run again from its kept samples, and compare the weights.
+
+    Nothing is generated. Without overrides the weights are the same bit for bit, on the same machine. Exit
+    status: 0 the replay is complete, and without overrides identical; 1 it differs, or failed.
+    """
+    from stretto.cli.replay import ReplayOptions, replay_run
+    from stretto.cli.replay_report import report_lines, report_tables
+    from stretto.cli.trust import require_trust
+
+    require_trust(folder.absolute(), trusted=trust_plugins)
+    replayed = replay_run(folder, ReplayOptions(start, stop, out), overrides or ())
+    if replayed.report is None:
+        from stretto.kernel.life import exit_status
+        from stretto.kernel.view import final_lines
+
+        typer.echo(final_lines(replayed.summary, replayed.folder), err=True)
+        raise typer.Exit(exit_status(replayed.summary))
+    if as_json:
+        typer.echo(msgspec.json.encode(replayed.report))
+    else:
+        for title, table in report_tables(replayed.report):
+            typer.echo(title)
+            _print_table(table)
+        typer.echo("\n".join(map(printable, [*report_lines(replayed.report), f"see {replayed.folder}"])))
+    raise typer.Exit(0 if overrides or replayed.report.difference is None else 1)
 
 
 @app.command(cls=_WithOverrides)

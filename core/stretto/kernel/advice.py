@@ -50,9 +50,13 @@ class Adviser:
     Args:
         document: the composed run as a plain mapping. Messages name its keys and values.
         measurable: keys of the numbers that may be `auto`.
+        quiet: give no advice, because nothing of it could be followed.
     """
 
-    def __init__(self, document: Mapping[str, Any], measurable: Collection[str] = ()) -> None:
+    def __init__(
+        self, document: Mapping[str, Any], measurable: Collection[str] = (), *, quiet: bool = False
+    ) -> None:
+        self._rules = () if quiet else RULES
         self._history = _History()
         self._knobs = _Knobs(document, measurable)
         self._true: Counter[str] = Counter()
@@ -79,7 +83,7 @@ class Adviser:
     def step(self, line: Mapping[str, Any]) -> list[Advice]:
         """Take in a step's line. Return the advice that was given or withdrawn after this step."""
         self._history.add(line)
-        changed = [self._apply(rule, line["step"]) for rule in RULES]
+        changed = [self._apply(rule, line["step"]) for rule in self._rules]
         return [advice for advice in changed if advice is not None]
 
     def _apply(self, rule: Rule, step: int) -> Advice | None:

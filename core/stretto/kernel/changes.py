@@ -36,6 +36,7 @@ from stretto.training.config import ModelTrainingConfig
 __all__ = [
     "compose_changes",
     "differences",
+    "document_of",
     "fingerprint_changes",
     "is_complete",
     "newest_values",
@@ -134,16 +135,22 @@ def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
     file = folder / "config.yaml"
     if not file.exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-    document: dict[str, Any] = yaml.safe_load(file.read_text())
-    references = folder / "references.yaml"
-    if references.exists():
-        for path, text in yaml.safe_load(references.read_text()).items():
-            _put(document, path, text)
-    changed = compose(file, overrides, document=document)
+    changed = compose(file, overrides, document=document_of(folder, newest_values(folder)))
     faults = list(_faults(compose(file), changed, folder))
     if faults:
         raise ConfigError("\n".join(f"{changed.place(fault.path)}: {fault.message}" for fault in faults))
     return changed
+
+
+def document_of(folder: Path, number: int) -> dict[str, Any]:
+    """Return the values with this number as a run file: keys that were written as a reference to another key
+    are references again, so that they follow an override of that key."""
+    document: dict[str, Any] = yaml.safe_load(values_file(folder, number).read_text())
+    references = folder / "references.yaml"
+    if references.exists():
+        for path, text in yaml.safe_load(references.read_text()).items():
+            _put(document, path, text)
+    return document
 
 
 def put_into_force(folder: Path, changed: Composed) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "find_checkpoint",
     "newest_intact",
     "prune",
+    "state_of",
     "writing",
 ]
 
@@ -132,16 +133,19 @@ def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
         if damage:
             log.warning("checkpoint is damaged", folder=str(folder), damage=damage)
             continue
-        return folder, _state_in(folder)
+        return folder, state_of(folder)
     return None
 
 
-def find_checkpoint(folder: Path, version: str | None, advice: str = "") -> Path:
+def find_checkpoint(
+    folder: Path, version: str | None, advice: str = "", *, option: str = "--version"
+) -> Path:
     """Return a checkpoint of the run in a folder, which is intact.
 
     Args:
         version: a version, or the name of a checkpoint; None for the newest intact one.
         advice: what to do if the run has no checkpoint, for the error.
+        option: the option that gave the version, for the error.
 
     Raises:
         ConfigError: if there is no such checkpoint, or if it is damaged.
@@ -156,7 +160,7 @@ def find_checkpoint(folder: Path, version: str | None, advice: str = "") -> Path
     names = sorted(path.name for path in root.glob(f"{_PREFIX}*"))
     if name not in names:
         known = ", ".join(names) or "none"
-        raise ConfigError(f"--version {version}: no checkpoint {name!r} in {folder}; checkpoints: {known}")
+        raise ConfigError(f"{option} {version}: no checkpoint {name!r} in {folder}; checkpoints: {known}")
     if damage := damage_of(root / name):
         raise ConfigError(f"checkpoint {root / name} is damaged: {damage}")
     return root / name
@@ -167,10 +171,20 @@ def damage_of(folder: Path) -> str:
     try:
         hashes = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=dict[str, str])
         wrong = [name for name, value in hashes.items() if _hash(folder / name) != value]
-        _state_in(folder)
+        state_of(folder)
     except (OSError, msgspec.DecodeError) as error:
         return str(error)
     return f"{wrong[0]} differs from its hash in manifest.json" if wrong else ""
+
+
+def state_of(folder: Path) -> KernelState:
+    """Return the kernel's part of a checkpoint.
+
+    Raises:
+        OSError: if it cannot be read.
+        msgspec.DecodeError: if it is damaged.
+    """
+    return msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
 
 
 def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> int:
@@ -191,17 +205,13 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> i
     needed: list[int] = []
     for folder in folders[-keep:]:
         try:
-            needed.append(_state_in(folder).lowest_sequence)
+            needed.append(state_of(folder).lowest_sequence)
         except (OSError, msgspec.DecodeError) as error:
             log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
     return min(needed, default=0)
 
 
 # --------------------------------------------------------------------------------------- private
-
-
-def _state_in(folder: Path) -> KernelState:
-    return msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
 
 
 def _clear(root: Path) -> None:

@@ -301,7 +301,7 @@ class Kernel:
             Notes of the versions that evaluations need, and last the note of the newest version.
         """
         assert self._setup.resumed is not None
-        self._board.note = "repeating the journal"
+        self._board.note = "replaying the journal" if self._setup.replays else "repeating the journal"
         recovered = await repeat_journal(
             self._bus,
             self._names,
@@ -327,7 +327,7 @@ class Kernel:
         if recovered.repeated or stored.lost:
             await self._checkpointer.save_required(recovered.notes[-1])
         self._ending.next_values = recovered.next_values
-        self._ending.end("repeated", "")
+        self._ending.end("completed" if self._setup.replays else "repeated", "")
         return recovered.notes
 
     def _report_step(self, start: StartBatch, result: StepResult, divergence: float | None) -> None:

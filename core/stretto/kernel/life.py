@@ -34,8 +34,9 @@ from stretto.kernel.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.view import View, final_lines, terminal
+from stretto.records.run import REPLAY
 
-__all__ = ["exit_status", "owned", "resume_to_end", "run", "run_to_end"]
+__all__ = ["exit_status", "live", "owned", "resume_to_end", "run", "run_to_end", "served"]
 
 log = structlog.get_logger()
 
@@ -76,11 +77,16 @@ def owned(folder: Path) -> Generator[None]:
     changed.
 
     Raises:
-        ConfigError: if the folder holds no run, if another process owns the run, or if the folder cannot be
-            written.
+        ConfigError: if the folder holds no run, or a replay, if another process owns the run, or if the
+            folder cannot be written.
     """
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+    if (folder / REPLAY).exists():
+        raise ConfigError(
+            f"{folder} is a replay, and generates nothing; continue the run that {REPLAY} there names, or "
+            "replay that run again"
+        )
     with lock_run(folder / "bus"):
         yield
 
@@ -109,7 +115,7 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
         former = compose(values_file(folder, number))
         with fork_server(former, folder) as forks:
             setup = RunSetup(former, folder, resumed=checkpoint, forks=forks, values=number, goes_on=False)
-            summary, next_values = _live(setup, accept_dataset)
+            summary, next_values = live(setup, accept_dataset)
         if summary["status"] != "repeated":
             return _print_end(summary, folder)
         number, checkpoint = next_values or newest, _newest_checkpoint(folder)
@@ -160,13 +166,13 @@ def _live_to_the_end(
     division = division_of(composed, folder)
     while True:
         setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=values, division=division)
-        summary, _ = _live(setup, accept_dataset)
+        summary, _ = live(setup, accept_dataset)
         if summary["status"] != "repeated":
             return summary
         checkpoint = _newest_checkpoint(folder)
 
 
-def _live(setup: RunSetup, accept_dataset: bool = False) -> tuple[dict[str, Any], int | None]:
+def live(setup: RunSetup, accept_dataset: bool = False) -> tuple[dict[str, Any], int | None]:
     """Run one kernel, and return its summary and `Ending.next_values`."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     log.info("run", folder=str(setup.folder))
@@ -190,7 +196,7 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
             await tasks.start(ending.obey_signals)  # before the first process starts
             tasks.start_soon(view.run)
             try:
-                async with _server(setup):
+                async with served(setup):
                     bootstrap = Bootstrap.read(setup.folder / "bus" / "kernel.json")
                     async with connect(bootstrap) as bus:
                         await own_run(setup, bus, ending)
@@ -234,7 +240,7 @@ def _full_disk(folder: Path, reason: str) -> str:
 
 
 @asynccontextmanager
-async def _server(setup: RunSetup) -> AsyncGenerator[None]:
+async def served(setup: RunSetup) -> AsyncGenerator[None]:
     """Run the bundled server for the duration of the block, unless `bus.url` names another one. Remove
     published weights before and after."""
     folder, bus = setup.folder / "bus", setup.bus

@@ -53,6 +53,7 @@ class RunSetup:
         forks: ForkServer | None = None,
         values: int = 1,
         goes_on: bool = True,
+        replays: bool = False,
         division: CoreDivision | None = None,
     ) -> None:
         """Make the components that the kernel uses.
@@ -64,6 +65,7 @@ class RunSetup:
             values: number of the run's values in `composed`.
             goes_on: whether the kernel continues to train after it has repeated the journal. If not, it
                 writes a checkpoint and ends, because other values come next.
+            replays: whether the run is a replay, which is complete when the journal is repeated.
             division: the division of the former kernel of this process, if it goes on.
 
         Raises:
@@ -78,6 +80,7 @@ class RunSetup:
         self.resumed = resumed
         self.values = values
         self.goes_on = goes_on
+        self.replays = replays
         self.run = _run_id(folder)
         self.names = Subjects(self.run)
         self.context = context_of(config, run=self.run, folder=str(folder))
@@ -126,7 +129,7 @@ class RunSetup:
             sampled=self.graph.samples,
             source_of=self.sources["dataset"],
             canary=config.inference.canary,
-            adviser=Adviser(composed.document, composed.measurable),
+            adviser=Adviser(composed.document, composed.measurable, quiet=replays),
         )
         self.board = StatusBoard(config.name, config.steps, folder, self.report, self.scheduler, self.fleet)
         self.trackers = Trackers(folder, config.trackers, self.report.problems)

@@ -1,0 +1,222 @@
+"""`stretto replay`: the recorded steps of a run, trained again without generation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli.recording import groups_in_samples, read_recording
+from stretto.cli.replay import ReplayOptions, replay_run
+from stretto.errors import ConfigError
+from stretto.kernel.life import owned
+from stretto.kernel.replay import rows_of
+
+Start = Callable[..., Any]
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+MODEL = QUICKSTART / "model"
+REAL = (
+    f"model={MODEL}",
+    *("training=torch", "training.threads=1", "inference=torch", "inference.threads=1"),
+    *("sampling.max_tokens=24", "queue.batch_size=4", "samples.keep=all"),
+)
+
+
+def replay(run: Path, *arguments: str, status: int = 0) -> tuple[dict[str, Any], str]:
+    """The comparison in `replay.json` of `stretto replay RUN`, and what the command printed."""
+    out = run.with_name(f"{run.name}-replayed-{len(list(run.parent.iterdir()))}")
+    command = [sys.executable, "-m", "stretto", "replay", str(run), "--out", str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    file = out / "replay.json"
+    return json.loads(file.read_bytes()) if file.exists() else {}, done.stdout + done.stderr
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """The hash of every file below a folder."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def last_weights(folder: Path) -> str:
+    """The hash of the model in the newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return hashlib.sha256((newest / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+# ----------------------------------------------------------------------------- the whole of it
+
+
+@pytest.mark.slow
+def test_an_asynchronous_quickstart_with_a_killed_engine_is_replayed_bit_for_bit(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start(
+        *(f"model={MODEL}", f"dataset.path={QUICKSTART}/train.jsonl", "training={use: torch, lr: 3e-4}"),
+        *("training.threads=1", "inference={use: torch, slots: 64, context_length: 96, threads: 1}"),
+        *("inference.replicas=2", "queue.batch_size=32", "queue.max_staleness=4", "algorithm.group_size=8"),
+        *("sampling.max_tokens=32", "checkpoint.every=5", "samples.keep=all", "steps=16"),
+        f"evaluation={{dataset: {{use: jsonl, path: {QUICKSTART}/heldout.jsonl}}, every: 8}}",
+    )
+    run.until_step(4)
+    run.until(lambda: run.worker("inference-1")).kill()
+    assert run.end(deadline_s=400) == 0, run.text()
+    assert run.summary()["restarts"] == 1
+    assert max(int(each) for each in run.summary()["staleness"]) >= 1
+    before = hashes(run.folder)
+
+    report, text = replay(run.folder)
+    assert (report["compared"], report["identical"], report["difference"]) == (16, 16, None)
+    assert "identical: all 16 steps reached the recorded digests" in text
+    [out] = run.folder.parent.glob("out-replayed-*")
+    assert last_weights(out) == last_weights(run.folder)
+    workers = {line["worker"] for line in events(out) if line["event"] == "worker ready"}
+    assert workers == {"trainer-0"}  # nothing that could generate
+
+    report, text = replay(run.folder, "--from", "15")
+    assert (report["first"], report["last"], report["identical"]) == (16, 16, 1)
+
+    report, text = replay(run.folder, "algorithm.use=gspo", "training.lr=1e-3")
+    assert report["difference"]["step"] == 1
+    assert report["overrides"] == ["algorithm.use=gspo", "training.lr=1e-3"]
+    last = report["steps"][-1]
+    assert last["replayed"]["kl"] > last["recorded"]["kl"] > 0
+    assert 0 < last["replayed"]["ess"] < last["recorded"]["ess"] <= 1
+    assert "off-policy error: KL(behaviour || replayed)" in text
+    assert text.count("not known: ") == len(report["limits"]) == 3
+    assert hashes(run.folder) == before
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the kernel's log."""
+    return [json.loads(line) for line in (folder / "logs" / "kernel.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_changed_values_and_a_killed_kernel_is_replayed(start: Start) -> None:
+    ppo = ("algorithm={use: ppo, minibatches: 2}", "models.critic.group=critics", "checkpoint.keep=9")
+    run = start(*REAL, *ppo, "groups.critics={use: torch}", "checkpoint.every=2", "steps=20")
+    run.until_step(5, deadline_s=120)
+    run.process.kill()
+    run.process.wait()
+    report, _ = replay(run.folder)
+    assert report["identical"] == report["compared"] >= 4  # a line of metrics may come before its digest
+    assert start("training.lr=1e-3", "steps=10", resume=run).end() == 0, run.text()
+    report, _ = replay(run.folder)
+    assert report["identical"] == report["compared"] == report["last"] == 10
+    report, text = replay(run.folder, "--to", "4", "seed=2")
+    assert report["last"] == 4
+    assert report["difference"] is not None, text  # another order of minibatches
+
+
+PLANNED = """
+from stretto.hooks import hookimpl
+from stretto.kernel.division import CoreDivision
+
+PLAN = {plan}
+
+def step(self, load):
+    self.steps = getattr(self, "steps", 0) + 1
+    before, self.numbers = self.numbers, self.numbers | PLAN.get(self.steps, {{}})
+    self._best = self.numbers
+    self._keep()
+    return self.numbers != before
+
+@hookimpl
+def stretto_run_configured(config):
+    CoreDivision.step = step
+"""
+
+
+@pytest.mark.slow
+def test_threads_and_processes_that_changed_in_mid_run_are_those_of_the_recorded_steps(
+    start: Start, tmp_path: Path
+) -> None:
+    file = tmp_path / "planned.py"
+    plan = {2: {"training.threads": 2}, 4: {"training.threads": 1, "training.processes": 2}}
+    file.write_text(PLANNED.format(plan=plan))
+    auto = ("training.use=fsdp2", "training.threads=auto", "training.processes=auto")
+    run = start(*REAL, *auto, f"plugins=[{file}]", "steps=7")
+    assert run.end(deadline_s=200) == 0, run.text()
+    report, _ = replay(run.folder)
+    assert report["identical"] == report["compared"] == 7
+
+
+# --------------------------------------------------------------------- refusals, on the mock engines
+
+
+@pytest.fixture(scope="module")
+def finished(module_start: Start) -> Any:
+    """A run of the mock engines."""
+    keep = ("samples.keep=all", "checkpoint.every=1", "checkpoint.keep=2")
+    run = module_start("steps=4", *keep, out="finished")
+    assert run.end() == 0, run.text()
+    return run
+
+
+def refusal(run: Path, *overrides: str, start: str | None = None, stop: int | None = None) -> str:
+    """The text with which a replay is refused. No folder is made."""
+    with pytest.raises(ConfigError) as refused:
+        replay_run(run, ReplayOptions(start, stop, run.with_name("never")), overrides)
+    assert not run.with_name("never").exists()
+    return str(refused.value)
+
+
+def test_a_replay_is_a_run_of_its_own_that_cannot_be_continued(finished: Any) -> None:
+    report, text = replay(finished.folder, "inference.slots=3")
+    assert (report["identical"], report["difference"]) == (4, None)
+    assert "inference.slots changes nothing" in text
+    [out] = finished.folder.parent.glob("finished-replayed-*")
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert (summary["status"], summary["ledger"]["trained"], summary["version"]) == ("completed", 16, 4)
+    assert "is a replay itself" in refusal(out)
+    with pytest.raises(ConfigError, match="is a replay, and generates nothing"), owned(out):
+        pass
+
+
+@pytest.mark.slow
+def test_a_run_that_has_kept_too_little_says_what_is_missing(start: Start) -> None:
+    run = start("steps=6", "samples.keep=none", "checkpoint.every=1", "checkpoint.keep=2")
+    assert run.end() == 0, run.text()
+    _, text = replay(run.folder, status=2)
+    assert "has not kept the trajectories of" in text
+    assert "the first of them step 1 (samples.keep: none)" in text
+    assert "--from 5" in text
+    report, _ = replay(run.folder, "--from", "5")  # the log still has these
+    assert (report["first"], report["identical"]) == (6, 1)
+
+
+def test_what_does_not_fit_the_recording_is_refused(finished: Any) -> None:
+    run = finished.folder
+    assert "--from 1: no checkpoint 'step-000001'" in refusal(run, start="1")
+    assert "the run has no step after version 4" in refusal(run, start="4")
+    assert "--to 9: expected a step from 1 to 4" in refusal(run, stop=9)
+    assert "the run has trained on samples; this algorithm does not" in refusal(run, "algorithm=sft")
+    text = refusal(run, "algorithm=ppo", start="3")
+    assert "checkpoint step-000003 has no model 'critic'" in text
+    assert "training.lr" in refusal(run, "training.lr=fast")
+
+
+def test_a_sample_that_differs_from_its_digest_is_not_trained(finished: Any, tmp_path: Path) -> None:
+    from pyarrow import parquet as pq
+
+    folder = tmp_path / "doctored"
+    shutil.copytree(finished.folder, folder)
+    rows = rows_of(read_recording(folder).batches.values())
+    intact = {(group.ticket, group.attempt) for group in groups_in_samples(folder, rows)}
+    assert intact == rows.keys()
+    [*_, segment] = sorted((folder / "samples").glob("samples-*.parquet"))
+    table = pq.read_table(segment)
+    changed = table.set_column(table.schema.get_field_index("reward"), "reward", [[0.25] * len(table)])
+    pq.write_table(changed, segment)
+    kept = {(group.ticket, group.attempt) for group in groups_in_samples(folder, rows)}
+    doctored = {(row["ticket"], row["attempt"]) for row in table.to_pylist()}
+    assert kept == rows.keys() - doctored
