@@ -96,6 +96,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/algorithms.py
 	$(BIN)/python benchmarks/curriculum.py
+	$(BIN)/python benchmarks/elastic.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES)

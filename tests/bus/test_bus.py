@@ -341,12 +341,18 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
         for ticket in (first, second, first):
             await kernel.append(names.ticket("train"), ticket, id=ticket.name)
         with anyio.fail_after(10):
-            at_one = await anext(one.take(names.tickets_stream, names.ticket("train"), Ticket))
-            at_two = await anext(two.take(names.tickets_stream, names.ticket("train"), Ticket))
+            at_one = await anext(
+                one.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+            )
+            at_two = await anext(
+                two.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+            )
             assert {at_one.message.id, at_two.message.id} == {1, 2}
             await at_two.acknowledge()
             # `at_one` is forgotten: it comes again, and only it.
-            again = await anext(two.take(names.tickets_stream, names.ticket("train"), Ticket))
+            again = await anext(
+                two.take(names.tickets_stream, names.ticket("train"), Ticket, until=anyio.Event())
+            )
         assert again.message == at_one.message
 
 

@@ -20,8 +20,9 @@ from nats.aio.client import Client
 from bus_testing import NO_LOCK, raw_client, until
 from stretto.array import Array
 from stretto.bus.client import Bus, decoder
-from stretto.bus.joining import is_token_of, write_bootstrap
+from stretto.bus.joining import is_operator, is_token_of, operator_bootstrap, write_bootstrap
 from stretto.bus.messages import (
+    Beacon,
     ChunkBatch,
     Generate,
     GroupFailed,
@@ -31,6 +32,8 @@ from stretto.bus.messages import (
     Leaving,
     Peer,
     Routes,
+    RunScaled,
+    ScaleRun,
     Scored,
     ScoreSamples,
     Subjects,
@@ -41,6 +44,7 @@ from stretto.bus.messages import (
 from stretto.bus.server import Bootstrap, NatsServer
 from stretto.engine import GenerateRequest, Sampling
 from stretto.errors import BusError, ConfigError, NoAnswer
+from stretto.launcher import ROLES
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
@@ -148,6 +152,49 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
         assert not joins
         assert await kernel.last_sequence(names.journal_stream, names.journal) == 0
         assert await kernel.put_state(names.state_bucket, "kernel", KernelLease("here")) == lease + 1
+
+
+async def test_only_the_operator_can_give_a_run_commands(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    received: list[ScaleRun] = []
+
+    async def scale(message: ScaleRun) -> RunScaled:
+        received.append(message)
+        return RunScaled(("done",))
+
+    command = ScaleRun(operator_bootstrap(tmp_path / "bus").token, {"rollout": 2})
+    subject = names.kernel("operator", "scale")
+    async with open_bus("kernel") as kernel:
+        await kernel.serve(subject, ScaleRun, scale)
+        for role in (*ROLES, "samples", "viewer"):
+            async with open_bus(role) as other:
+                with pytest.raises(NoAnswer):
+                    await other.request(subject, command, RunScaled, who="kernel", deadline_s=0.5)
+        assert not received
+        async with open_bus("operator") as operator:
+            answer = await operator.request(subject, command, RunScaled, who="kernel", deadline_s=10)
+            assert answer.done == ("done",)
+            heard: list[Beacon] = []
+            for mine in (names.beacon, names.kernel("rollout", "leaving"), names.ticket("train")):
+                await kernel.subscribe(mine, Beacon, heard.append)
+                await operator.publish(mine, Beacon(1, 0, "over"))
+            await operator.request(subject, command, RunScaled, who="kernel", deadline_s=10)
+            assert not heard
+    assert received == [command] * 2
+
+
+def test_a_command_needs_the_token_of_the_operator(tmp_path: Path, server: NatsServer) -> None:
+    """On a server of the user's own, workers may have the same credentials as the operator."""
+    del server
+    bus = tmp_path / "bus"
+    assert (bus / "operator.json").stat().st_mode & 0o777 == 0o600
+    assert Bootstrap.read(bus / "operator.json").token == ""
+    token = operator_bootstrap(bus).token
+    assert is_operator(bus, token)
+    worker = Bootstrap.read(write_bootstrap(bus, "rollout-0"))
+    for other in ("", "é", worker.token, worker.password):
+        assert not is_operator(bus, other)
 
 
 async def test_what_jetstream_answers_reaches_no_stream_and_no_state(

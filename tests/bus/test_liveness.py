@@ -30,6 +30,7 @@ from stretto.bus.messages import (
     Heartbeat,
     Join,
     KernelLease,
+    Leaving,
     LoadReport,
     Message,
     Refusal,
@@ -192,13 +193,44 @@ def _join(workers: Fleet, bus: Path) -> None:
     workers.join("rollout", Join("rollout-0", "rollout", "here", "n", token))
 
 
+async def test_a_worker_by_hand_is_lost_without_ending_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_SILENT_S", 0.5)
+    no_launcher: Any = None
+    workers = Fleet(no_launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
+    lost: list[tuple[str, bool]] = []
+    left: list[str] = []
+    workers.on_lost = lambda member, how, final: lost.append((member.worker, final))
+    workers.on_left = lambda member, why: left.append(member.worker)
+    _join(workers, tmp_path)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(workers.watch)
+        await until(lambda: len(lost) == 1)
+        tasks.cancel_scope.cancel()
+    _join(workers, tmp_path)
+    workers.leaving(Leaving("rollout-0", "n", "the dataset is not here", final=True))
+    assert lost == [("rollout-0", False)] * 2
+    _join(workers, tmp_path)
+    workers.beat(Heartbeat("rollout-0", "n", ready=True))
+    changes: list[bool] = []
+    workers.on_change = lambda member: changes.append(member.leaving)
+    for _ in range(2):
+        workers.beat(Heartbeat("rollout-0", "n", ready=True, leaving=True))
+    workers.leaving(Leaving("rollout-0", "n", "asked by SIGINT", drained=True))
+    assert (changes, left, len(lost)) == ([True], ["rollout-0"], 2)
+    assert not workers.members
+    assert not workers.starting
+
+
 async def test_no_worker_counts_as_silent_while_the_bus_is_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "_SILENT_S", 2.0)
     lost: list[str] = []
     out = True
-    workers = Fleet(launcher=None, bootstraps=tmp_path, logs=tmp_path, imports={}, max_restarts=0)  # pyright: ignore[reportArgumentType]
+    no_launcher: Any = None
+    workers = Fleet(no_launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
     workers.hears = lambda: not out
     workers.on_lost = lambda member, how, final: lost.append(f"{member.worker} {how}")
     _join(workers, tmp_path)
@@ -275,7 +307,7 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         launcher = LocalLauncher(config, config)
         [handle] = await launcher.launch([job])
         await until(lambda: handle.tail(1) == "up")
-        workers = Fleet(launcher, tmp_path, tmp_path, {}, max_restarts=0)
+        workers = Fleet(launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
         workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
         lost: list[str] = []
         workers.on_lost = lambda member, how, final: lost.append(how)

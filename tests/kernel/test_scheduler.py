@@ -531,6 +531,27 @@ def test_what_nobody_has_begun_is_issued_again_when_a_worker_is_lost() -> None:
     assert scheduler.ledger.failed == 0
 
 
+def test_a_worker_that_leaves_hands_back_only_what_it_has_not_finished() -> None:
+    settings = SchedulerSettings(steps=1, batch_size=3, max_staleness=0, rows=100, max_attempts=1)
+    scheduler = Scheduler(settings)
+    scheduler.start()
+    finished, unfinished, waiting = issued(scheduler)
+    for ticket in (finished, unfinished):
+        scheduler.ticket_started("train", ticket.id, ticket.attempt, "w")
+    scheduler.group_done(done(finished, 0))
+    for attempt in (1, 2, 3):  # none of them uses up the single attempt
+        scheduler.ticket_started("train", unfinished.id, attempt, "w")
+        scheduler.worker_left("w")
+    commands = list(scheduler.commands())
+    again = [command.ticket for command in commands if isinstance(command, Issue)]
+    assert [(ticket.id, ticket.attempt) for ticket in again] == [(unfinished.id, 2 + n) for n in range(3)]
+    assert Withdraw("train", unfinished.id, 1) in commands
+    assert scheduler.ledger.failed == 0
+    scheduler.group_done(done(waiting, 0))
+    scheduler.group_done(done(again[-1], 0))
+    assert len(batches(list(scheduler.commands()))) == 1
+
+
 def test_a_ticket_whose_workers_keep_dying_fails() -> None:
     scheduler = Scheduler(SchedulerSettings(steps=1, batch_size=1, max_staleness=0, rows=100, max_attempts=2))
     scheduler.start()

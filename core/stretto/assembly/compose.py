@@ -77,7 +77,7 @@ class Composed:
         return node
 
     def with_numbers(self, numbers: Mapping[str, int]) -> Composed:
-        """Return the run with these numbers, by dotted key, for those that are `auto`."""
+        """Return the run with these numbers, by dotted key, in place of those of the run file."""
         config = self.config
         for path, number in numbers.items():
             config = _replaced(config, path.split("."), number)

@@ -165,6 +165,10 @@ class Delivery(Generic[M]):
         """Acknowledge the message, which removes it from the queue."""
         await self._msg.ack()
 
+    async def give_back(self) -> None:
+        """Let the server deliver the message to another process at once."""
+        await self._msg.nak()
+
     async def in_progress(self) -> None:
         """Restart the time until the server delivers the message again."""
         await self._msg.in_progress()
@@ -735,14 +739,21 @@ class Bus:
             if not (isinstance(error.__cause__, APIError) and error.__cause__.err_code in _NO_MESSAGE):
                 raise
 
-    async def take(self, stream: str, subject: str, kind: type[M]) -> AsyncIterator[Delivery[M]]:
+    async def take(
+        self, stream: str, subject: str, kind: type[M], *, until: anyio.Event
+    ) -> AsyncIterator[Delivery[M]]:
         """Yield messages of a work queue, each to one process at a time. The bus pulls a message only when
-        the caller asks for the next one."""
+        the caller asks for the next one.
+
+        Args:
+            until: when it is set, the bus pulls no more. A message that was already asked for is still
+                yielded, because the server counts it as delivered; this takes at most 10 s.
+        """
         subscription = await self._jetstream.pull_subscribe_bind(
             consumer=_consumer(subject), stream=stream, pending_msgs_limit=16
         )
         decode = decoder(kind)
-        while True:
+        while not until.is_set():
             try:
                 [msg] = await subscription.fetch(1, timeout=self._answer_s)
             except (TimeoutError, nats.errors.TimeoutError):

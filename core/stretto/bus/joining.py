@@ -1,25 +1,36 @@
 """The tokens with which worker processes join a run, and the bootstrap file of each worker.
 
 The credentials of a role are the same for all its workers. So a worker also proves its id: its token is an
-HMAC-SHA256 of the id under a key that only the run's user can read.
+HMAC-SHA256 of the id under a key that only the run's user can read. The commands of the operator carry such a
+token too, because on a server of the user's own all parties may have the same credentials.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+from functools import cache
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 
 import msgspec
 
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import is_worker_id
-from stretto.bus.server import Bootstrap
+from stretto.bus.server import OPERATOR, Bootstrap
 from stretto.errors import ConfigError
 from stretto.launcher import Role
 from stretto.private_file import write_private
 
-__all__ = ["is_token_of", "write_bootstrap"]
+__all__ = [
+    "is_operator",
+    "is_token_of",
+    "operator_bootstrap",
+    "own_version",
+    "reserve_worker",
+    "write_bootstrap",
+]
 
 _KEY_BYTES = 32
 
@@ -42,6 +53,46 @@ def write_bootstrap(folder: Path, worker: str) -> Path:
     path = folder / f"{worker}.json"
     write_private(path, msgspec.json.encode(content))
     return path
+
+
+def reserve_worker(folder: Path, role: str) -> Path:
+    """Write the bootstrap file of a worker that a user starts by hand, under the next free id of its own
+    kind: `rollout-h0`, `rollout-h1`, …. Return its path. The file reserves the id.
+
+    Raises:
+        ConfigError: if the folder has no credentials of this role.
+    """
+    Bootstrap.read(folder / f"{role}.json")  # before the first file is made
+    for number in count():
+        path = folder / f"{role}-h{number}.json"
+        try:
+            path.touch(mode=0o600, exist_ok=False)
+        except FileExistsError:
+            continue
+        return write_bootstrap(folder, path.stem)
+    raise AssertionError
+
+
+def operator_bootstrap(folder: Path) -> Bootstrap:
+    """Return what the operator of a run needs to give it commands.
+
+    Raises:
+        ConfigError: if the folder has no credentials of the operator.
+    """
+    return msgspec.structs.replace(
+        Bootstrap.read(folder / f"{OPERATOR}.json"), token=_token(folder, OPERATOR)
+    )
+
+
+@cache
+def own_version() -> str:
+    """Return the version of stretto in this process. Worker and kernel must have the same one."""
+    return version("stretto")
+
+
+def is_operator(folder: Path, token: str) -> bool:
+    """Whether a command with this token comes from the run's user."""
+    return hmac.compare_digest(_token(folder, OPERATOR).encode(), token.encode())
 
 
 def is_token_of(folder: Path, role: Role, worker: str, token: str) -> bool:

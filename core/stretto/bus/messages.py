@@ -42,6 +42,8 @@ __all__ = [
     "ChunkHead",
     "Column",
     "Confirm",
+    "Drain",
+    "Draining",
     "Drift",
     "EndStep",
     "EngineFigures",
@@ -81,15 +83,19 @@ __all__ = [
     "Routes",
     "RowRef",
     "RunCall",
+    "RunScaled",
     "RunStatus",
+    "RunStopping",
     "RunTool",
     "Save",
     "Saved",
+    "ScaleRun",
     "ScoreSamples",
     "Scored",
     "ScoredRow",
     "SharedRows",
     "StepEnded",
+    "StopRun",
     "Subjects",
     "Swap",
     "SwapDone",
@@ -111,9 +117,9 @@ __all__ = [
 ]
 
 
-Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples", "viewer"]
-"""Who may be at an end of the bus: the kernel, a worker of a role, the sample writer, or a viewer, who only
-listens."""
+Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples", "viewer", "operator"]
+"""Who may be at an end of the bus: the kernel, a worker of a role, the sample writer, a viewer, who only
+listens, or the operator, who gives commands to a run: its user."""
 
 _WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
 WorkerId = Annotated[str, msgspec.Meta(pattern=_WORKER_ID)]
@@ -172,8 +178,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The version that an inference worker serves while it is lent to an evaluation. It then serves only that
     evaluation. None for other workers."""
     closed: bool = False
-    """Whether the rollout worker may only finish the calls that it has there. It has enough other workers
-    now."""
+    """Whether the rollout worker may only finish the calls that it has there: the worker leaves, or the
+    rollout worker has enough others now."""
 
     @property
     def role(self) -> str:
@@ -203,6 +209,8 @@ class Join(Message, frozen=True, tag="Join/2"):
     process."""
     token: str
     """Proof that the process may join under this id (see `stretto.bus.joining`)."""
+    stretto: Annotated[str, msgspec.Meta(max_length=100)] = ""
+    """Version of stretto that the process has. The kernel accepts only its own."""
 
 
 class Welcome(Message, frozen=True, tag="Welcome/3"):
@@ -256,6 +264,8 @@ class Heartbeat(Message, frozen=True):
     """Seconds for which the worker's event loop has stood still; 0 while it runs."""
     wait: Wait | None = None
     """The worker's oldest request without an answer."""
+    leaving: bool = False
+    """Whether the worker drains: it finishes the work that it has, takes no new work, and then leaves."""
 
 
 class RunStatus(Message, frozen=True):
@@ -263,6 +273,16 @@ class RunStatus(Message, frozen=True):
 
     content: bytes
     """A `stretto.records.status.Status` in JSON."""
+
+
+class Drain(Message, frozen=True):
+    """Kernel to worker, answered by `Draining`: finish your work, take no new work, and leave."""
+
+    lease_epoch: int
+
+
+class Draining(Message, frozen=True):
+    """The worker drains. It says `Leaving` when it is done."""
 
 
 class Leaving(Message, frozen=True):
@@ -273,6 +293,47 @@ class Leaving(Message, frozen=True):
     reason: str
     final: bool = False
     """Whether the same failure would occur again after a restart of the worker or a resume of the run."""
+    drained: bool = False
+    """Whether the worker leaves because it was asked to, after a drain."""
+
+
+# ------------------------------------------------------------------------------------- operation
+
+ProcessNumber = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+"""Number of processes of a role or of a worker group."""
+
+
+class ScaleRun(Message, frozen=True):
+    """Operator to kernel, answered by `RunScaled`: change numbers of processes."""
+
+    token: str
+    """Proof that the operator is the run's user (see `stretto.bus.joining`)."""
+    numbers: Annotated[
+        dict[Annotated[str, msgspec.Meta(max_length=200)], ProcessNumber], msgspec.Meta(max_length=64)
+    ]
+    """Role, or path of a worker group such as `training` -> number of processes."""
+
+
+class RunScaled(Message, frozen=True):
+    """The kernel has begun to change the numbers."""
+
+    done: tuple[str, ...]
+    """What the kernel does, a sentence for each number."""
+
+
+class StopRun(Message, frozen=True):
+    """Operator to kernel, answered by `RunStopping`: end the run."""
+
+    token: str
+    now: bool
+    """End at once, without a checkpoint. Otherwise the kernel finishes the step under way and writes one."""
+
+
+class RunStopping(Message, frozen=True):
+    """The run ends."""
+
+    state: str
+    """What the kernel does until then, in words."""
 
 
 # ---------------------------------------------------------------------------------------- tickets
@@ -1003,11 +1064,14 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
         "shared_rows": ("inference",),
     },
     "inference": {
-        **dict.fromkeys(("swap", "load"), ("kernel",)),
+        **dict.fromkeys(("swap", "load", "drain"), ("kernel",)),
         **dict.fromkeys(("generate", "confirm", "abort"), ("rollout",)),
     },
-    "rollout": {"routes": ("kernel",)},
-    "verifier": dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),
+    "rollout": dict.fromkeys(("routes", "drain"), ("kernel",)),
+    "verifier": {
+        "drain": ("kernel",),
+        **dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),
+    },
 }
 """Role -> verb -> who may ask a worker of that role to do it. The server's permissions and the check of reply
 subjects follow this table. Rank 0 of a group passes the kernel's requests on to the other trainers."""

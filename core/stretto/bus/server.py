@@ -38,6 +38,7 @@ from stretto.launcher import ROLES
 from stretto.private_file import write_private
 
 __all__ = [
+    "OPERATOR",
     "STORE",
     "VIEWER",
     "Bootstrap",
@@ -54,7 +55,8 @@ __all__ = [
 log = structlog.get_logger()
 
 VIEWER: Party = "viewer"
-_PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER)
+OPERATOR: Party = "operator"
+_PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER, OPERATOR)
 _NEAR: tuple[Party, ...] = ("kernel", "samples")
 """Processes that always run on the kernel's machine."""
 STORE = "store"
@@ -125,6 +127,22 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{source} is not a bootstrap file: {error}") from error
+
+    def reached(self, url: str | None, credentials: str | None) -> Bootstrap:
+        """Return it for a process that reaches the server in another way.
+
+        Args:
+            url: address of nats-server as it is reached from here; None for the one in the file.
+            credentials: a file with a login for a server of the user's own; None for the one in the file.
+
+        Raises:
+            ConfigError: if `credentials` is not such a file.
+        """
+        changed = msgspec.structs.replace(self, url=url or self.url)
+        if credentials is None:
+            return changed
+        user, password, creds = login_of(credentials, "--credentials")
+        return msgspec.structs.replace(changed, user=user, password=password, credentials_file=creds)
 
 
 def run_id(folder: Path) -> str | None:
@@ -513,6 +531,11 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
     }
     permissions["kernel"]["publish"].append(f"{names.answers('samples', 'kernel')}.>")
     permissions["rollout"]["subscribe"].append(names.abort_ticket)
+    permissions[OPERATOR] = {
+        "publish": [f"{names.root}.kernel.{OPERATOR}.>"],
+        "subscribe": [f"{names.inbox(OPERATOR)}.>"],
+    }
+    permissions["kernel"]["publish"].append(f"{names.answers(OPERATOR, 'kernel')}.>")
     return {
         party: {key: list(dict.fromkeys(subjects)) for key, subjects in each.items()}
         for party, each in permissions.items()

@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
-__all__ = ["is_free"]
+__all__ = ["OUTPUT", "is_free"]
+
+OUTPUT = "output.txt"
+"""The file in the folder of a detached run that gets what its command prints. It exists before the run."""
 
 
 def is_free(folder: Path) -> bool:
     """Whether a command may write a new folder here: nothing is there yet, or an empty folder."""
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not folder.exists():
+        return True
+    return folder.is_dir() and all(each.name == OUTPUT for each in folder.iterdir())

@@ -1,8 +1,9 @@
 """The command line: `stretto COMMAND`. `stretto COMMAND --help` describes a command.
 
-- Start: `quickstart`, `run`, `resume`, `sweep`, `evaluate`; `invite` lets one more worker join a run.
+- Start: `quickstart`, `run`, `resume`, `sweep`, `evaluate`.
 - For a nats-server of your own: `certs` makes certificates.
-- See one run: `status`, `watch`, `ui`, `plot`, `report`, `samples`, `trace`.
+- Change a living run: `scale`, `stop`; `worker` joins it, `invite` writes the credentials for that.
+- See one run: `status`, `watch`, `logs`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
 - Verify: `check` a run file, `audit` a run that has ended, `replay` its training.
 - `track` sends to trackers what they have not received.
@@ -55,6 +56,10 @@ app = typer.Typer(
 )
 
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
+Detach = Annotated[
+    bool,
+    typer.Option("--detach", help="Return when the run trains; it goes on in the background."),
+]
 TrustPlugins = Annotated[
     bool,
     typer.Option("--trust-plugins", help="Import the plugin files of a run that another user owns."),
@@ -76,6 +81,27 @@ EvaluationOverrides = Annotated[
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be submitted to the cluster, and stop.")
+]
+
+RunOrViewer = Annotated[
+    Path,
+    typer.Argument(metavar="RUN_OR_VIEWER", help="A run's folder, or a copy of its bus/viewer.json."),
+]
+ViewerUrl = Annotated[
+    str | None,
+    typer.Option("--url", help="With a viewer file: address of nats-server as it is reached from here."),
+]
+ViewerLogin = Annotated[
+    str | None,
+    typer.Option("--credentials", help="With a viewer file: login for a server of your own.", metavar="FILE"),
+]
+ViewerCertificate = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificate",
+        help="With a viewer file: certificate for a server of your own, beside its key NAME.key.",
+        metavar="NAME.pem",
+    ),
 ]
 
 Runs = Annotated[
@@ -135,7 +161,7 @@ def options(
 
 
 @app.command(cls=_WithOverrides)
-def run(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def run(file: RunFile, overrides: Overrides = None, detach: Detach = False, dry_run: DryRun = False) -> None:
     """Train: read the run file, start the run's processes, and show the run until it ends.
 
     With the launcher of a cluster, submit the run instead. It begins when the cluster starts it.
@@ -146,6 +172,14 @@ def run(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> 
 
     composed = compose(file, overrides or ())
     if submitted_run(composed, file, overrides or (), dry_run=dry_run):
+        return
+    if detach:
+        from stretto.assembly.plan import run_folder
+
+        folder = run_folder(composed.config)
+        if (folder / "config.yaml").exists():
+            raise ConfigError(f"{composed.place('out')}: {folder} already holds a run", path="out")
+        _detach(["run", str(file), *(overrides or ()), f"out={folder}"], folder)
         return
     with accepted_start(composed) as (folder, forks):
         from stretto.kernel.life import run_to_end
@@ -188,6 +222,7 @@ def resume(
     accept_dataset: Annotated[
         bool, typer.Option("--accept-dataset", help="Continue although the rows of a dataset have changed.")
     ] = False,
+    detach: Detach = False,
     dry_run: DryRun = False,
 ) -> None:
     """Resume a run from its newest checkpoint and its journal. Overrides change its values.
@@ -199,11 +234,14 @@ def resume(
 
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
-    options = [
-        *(["--trust-plugins"] if trust_plugins else []),
-        *(["--accept-dataset"] if accept_dataset else []),
-    ]
-    if submitted_resume(folder, [*(overrides or ()), *options], dry_run=dry_run):
+    options = {"--trust-plugins": trust_plugins, "--accept-dataset": accept_dataset}
+    arguments = [*(overrides or ()), *(option for option, is_chosen in options.items() if is_chosen)]
+    if submitted_resume(folder, arguments, dry_run=dry_run):
+        return
+    if detach:
+        if not (folder / "config.yaml").exists():
+            raise ConfigError(f"{folder} holds no run: it has no config.yaml")
+        _detach(["resume", str(folder), *arguments], folder)
         return
     from stretto.cli.acceptance import accepted
     from stretto.kernel.changes import compose_changes, put_into_force
@@ -215,6 +253,33 @@ def resume(
             put_into_force(folder, changed)
         status = resume_to_end(folder, accept_dataset=accept_dataset)
     raise typer.Exit(status)
+
+
+@app.command()
+def scale(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a living run.")],
+    numbers: Annotated[
+        list[str],
+        typer.Argument(metavar="ROLE=N...", help="rollout=6, inference=3, verifier=2; training=2 for ranks."),
+    ],
+) -> None:
+    """Change how many processes a living run has. New workers start; those that leave finish their work."""
+    from stretto.cli.operate import numbers_of, scale_run
+
+    for line in scale_run(folder.absolute(), numbers_of(numbers)):
+        typer.echo(printable(line))
+
+
+@app.command()
+def stop(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a living run.")],
+    now: Annotated[bool, typer.Option("--now", help="End at once, without a checkpoint.")] = False,
+) -> None:
+    """End a living run: it finishes the step under way and writes a checkpoint. `stretto resume` continues
+    it."""
+    from stretto.cli.operate import stop_run
+
+    typer.echo(printable(stop_run(folder.absolute(), now=now)))
 
 
 @app.command(cls=_WithOverrides)
@@ -380,43 +445,53 @@ def evaluate(
 
 @app.command()
 def status(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    source: RunOrViewer,
+    url: ViewerUrl = None,
+    credentials: ViewerLogin = None,
+    certificate: ViewerCertificate = None,
 ) -> None:
     """Show what a run does now: its step, its workers, and who waits for whom since when."""
-    from stretto.cli.status import status_lines
+    from stretto.cli.status import status_lines, status_lines_over_bus
 
-    typer.echo("\n".join(status_lines(folder)))
+    if source.is_file():
+        typer.echo("\n".join(status_lines_over_bus(source, url, credentials, certificate)))
+        return
+    _refuse_viewer_options(url, credentials, certificate)
+    typer.echo("\n".join(status_lines(source)))
+
+
+@app.command()
+def logs(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines until the run has ended.")
+    ] = False,
+    worker: Annotated[
+        str, typer.Option(help="Whose log: the kernel's, or that of a worker such as rollout-0.")
+    ] = "kernel",
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="Begin this many lines before the end.")
+    ] = None,
+) -> None:
+    """Print the log of a run's kernel, or of one of its workers."""
+    from stretto.cli.logs import log_lines
+
+    for line in log_lines(folder, worker, newest=lines, follow=follow):
+        print(line, flush=follow)
 
 
 @app.command()
 def watch(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_OR_VIEWER", help="A run's folder, or a copy of its bus/viewer.json."),
-    ],
-    url: Annotated[
-        str | None,
-        typer.Option(help="With a viewer file: address of nats-server as it is reached from here."),
-    ] = None,
-    credentials: Annotated[
-        str | None,
-        typer.Option(help="With a viewer file: login for a server of your own.", metavar="FILE"),
-    ] = None,
-    certificate: Annotated[
-        Path | None,
-        typer.Option(
-            help="With a viewer file: certificate for a server of your own, beside its key NAME.key.",
-            metavar="NAME.pem",
-        ),
-    ] = None,
+    source: RunOrViewer,
+    url: ViewerUrl = None,
+    credentials: ViewerLogin = None,
+    certificate: ViewerCertificate = None,
 ) -> None:
     """Show the live view of a run that another process owns. `q` ends the view; the run goes on."""
     from stretto.cli.watch import watch_bus, watch_folder
 
     if source.is_dir():
-        if url is not None or credentials is not None or certificate is not None:
-            options = "--url, --credentials and --certificate"
-            raise ConfigError(f"{options} go with a viewer file, not with a run's folder")
+        _refuse_viewer_options(url, credentials, certificate)
         raise typer.Exit(watch_folder(source))
     raise typer.Exit(watch_bus(source, url, credentials, certificate))
 
@@ -827,15 +902,46 @@ def doctor(
 
 
 @app.command()
+def worker(
+    folder: Annotated[
+        Path | None, typer.Option("--run", help="The run's folder, here or shared.", metavar="RUN")
+    ] = None,
+    role: Annotated[
+        str | None, typer.Option(help="With --run: rollout, inference or verifier.", metavar="ROLE")
+    ] = None,
+    invitation: Annotated[
+        Path | None, typer.Option(help="Instead: the file that `stretto invite` wrote.", metavar="FILE")
+    ] = None,
+    bus: Annotated[
+        str | None, typer.Option(help="Address of nats-server as it is reached from here.", metavar="URL")
+    ] = None,
+    credentials: Annotated[
+        str | None, typer.Option(help="Login for a server of your own.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Join a living run as one more worker, from any machine. Ctrl-C lets it finish its work and leave."""
+    from stretto.cli.worker import work_by_hand
+
+    if (folder is None) == (invitation is None) or (folder is None) != (role is None):
+        raise ConfigError("expected --run RUN --role ROLE, or --invitation FILE")
+    raise typer.Exit(work_by_hand(folder, role or "", invitation, url=bus, credentials=credentials))
+
+
+@app.command()
 def invite(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id of a new worker: rollout-7.")],
+    guest: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKER", help="A role, such as rollout; an id, such as rollout-x; or `viewer`."
+        ),
+    ],
 ) -> None:
-    """Let one more worker join a run: write its bootstrap file, and print the command that starts it."""
-    from stretto.bus.joining import write_bootstrap
+    """Let one more worker join a run, or somebody watch it: write the file with the credentials, and print
+    the command that uses it."""
+    from stretto.cli.worker import invite_guest
 
-    bootstrap = write_bootstrap(folder.absolute() / "bus", worker)
-    print(shlex.join([sys.executable, "-m", "stretto.workers", str(bootstrap)]))
+    print(shlex.join(invite_guest(folder.absolute(), guest)))
 
 
 @app.command()
@@ -871,6 +977,22 @@ def schema() -> None:
 
 
 # ----------------------------------------------------------------------------------------- helpers
+
+
+def _refuse_viewer_options(url: str | None, credentials: str | None, certificate: Path | None) -> None:
+    if url is not None or credentials is not None or certificate is not None:
+        options = "--url, --credentials and --certificate"
+        raise ConfigError(f"{options} go with a viewer file, not with a run's folder")
+
+
+def _detach(arguments: Sequence[str], folder: Path) -> None:
+    """Start a run in the background, and say how to follow it."""
+    from stretto.cli.detach import run_detached
+
+    process = run_detached(arguments, folder)
+    where = shlex.quote(str(folder))
+    typer.echo(f"the run in {folder} trains (pid {process}); follow it: stretto watch {where}")
+    typer.echo(f"its log: stretto logs -f {where}; to end it: stretto stop {where}")
 
 
 def _runs_in(folders: list[Path]) -> list[RunRecord]:

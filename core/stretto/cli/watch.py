@@ -18,7 +18,7 @@ from anyio.abc import TaskStatus
 
 from stretto.bus.client import connect
 from stretto.bus.messages import RunStatus, Subjects
-from stretto.bus.server import VIEWER, Bootstrap, login_of
+from stretto.bus.server import VIEWER, Bootstrap
 from stretto.bus.tls import TlsIdentity
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError, leaves, printable
@@ -27,7 +27,7 @@ from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.run import RunRecord
 from stretto.records.status import LATE_S, Status, decode_status, standstill
 
-__all__ = ["watch_bus", "watch_folder"]
+__all__ = ["viewer_bootstrap", "watch_bus", "watch_folder"]
 
 _LOOK_S = 0.5
 
@@ -73,19 +73,7 @@ def watch_bus(file: Path, url: str | None, credentials: str | None, certificate:
         ConfigError: if a file is not what it should be.
         NoAnswer: if the server cannot be reached, or refuses the login.
     """
-    bootstrap = Bootstrap.read(file)
-    if bootstrap.role != VIEWER:
-        raise ConfigError(f"{file} is not the file of a viewer; expected a copy of a run's bus/viewer.json")
-    bootstrap = msgspec.structs.replace(bootstrap, url=url or bootstrap.url)
-    if credentials is not None:
-        user, password, creds = login_of(credentials, "--credentials")
-        bootstrap = msgspec.structs.replace(bootstrap, user=user, password=password, credentials_file=creds)
-    if certificate is not None:
-        own = TlsIdentity.of(
-            TlsConfig(certificate=str(certificate), key=str(certificate.with_suffix(".key")))
-        )
-        ca = bootstrap.tls.ca if bootstrap.tls is not None else ""
-        bootstrap = msgspec.structs.replace(bootstrap, tls=msgspec.structs.replace(own, ca=ca))
+    bootstrap = viewer_bootstrap(file, url, credentials, certificate)
     # The view says what is wrong with the connection.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     listener = _Listener()
@@ -96,6 +84,25 @@ def watch_bus(file: Path, url: str | None, credentials: str | None, certificate:
             await listener.ended.wait()
 
     return anyio.run(_watch, listener.status, until_the_end, None)
+
+
+def viewer_bootstrap(
+    file: Path, url: str | None, credentials: str | None, certificate: Path | None
+) -> Bootstrap:
+    """Read a viewer's bootstrap file. See `watch_bus`.
+
+    Raises:
+        ConfigError: if a file is not what it should be.
+    """
+    bootstrap = Bootstrap.read(file)
+    if bootstrap.role != VIEWER:
+        raise ConfigError(f"{file} is not the file of a viewer; expected a copy of a run's bus/viewer.json")
+    bootstrap = bootstrap.reached(url, credentials)
+    if certificate is None:
+        return bootstrap
+    own = TlsIdentity.of(TlsConfig(certificate=str(certificate), key=str(certificate.with_suffix(".key"))))
+    ca = bootstrap.tls.ca if bootstrap.tls is not None else ""
+    return msgspec.structs.replace(bootstrap, tls=msgspec.structs.replace(own, ca=ca))
 
 
 class _Listener:

@@ -91,7 +91,7 @@ class CoreDivision:
     def __init__(
         self,
         keys: Iterable[str],
-        members: Mapping[str, int],
+        members: dict[str, int],
         cores: float,
         most: int,
         file: Path | None = None,
@@ -116,6 +116,11 @@ class CoreDivision:
             self.numbers |= {key: number for key, number in kept["numbers"].items() if key in self.numbers}
             self.settled = self.settled or (kept["settled"] and kept["numbers"].keys() == self.numbers.keys())
         self._best = self.numbers
+
+    def set_members(self, key: str, number: int) -> None:
+        """Take in that another number of processes has the threads of a key."""
+        if key in self._members:
+            self._members[key] = number
 
     def step(self, load: StepLoad) -> bool:
         """Take in the figures of a step. Return whether the numbers have changed: the next step has to use

@@ -73,6 +73,9 @@ class Engines:
         self._numbers = count()
         self._lending = Lending(turn_s)
         self._wish = Wish()
+        self._busy: dict[str, float] = {}
+        """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
+        self._mean_busy_s = 0.0
         self.note: WeightsNote | None = None
         """The newest weights."""
         self.notes: dict[int, WeightsNote] = {}
@@ -100,9 +103,9 @@ class Engines:
             self._tell_engines()
             self._look_at_lending()
 
-    def lost(self, member: FleetMember) -> None:
-        """Take in that a worker is lost."""
-        if member.worker in self._news:
+    def changed(self, member: FleetMember) -> None:
+        """Take in that a worker is lost, has left, or begins to drain."""
+        if member.worker in self._news and not self._is_present(member):
             self._news.pop(member.worker).set()
         self._look_at_lending_in_use()
 
@@ -127,7 +130,11 @@ class Engines:
         while True:
             news, now = self._lending_news, anyio.current_time()
             former = self._lending.lent
-            workers = {member.worker: member.exact_version for member in self._fleet.of("inference")}
+            workers = {
+                member.worker: member.exact_version
+                for member in self._fleet.of("inference")
+                if not member.leaving
+            }
             again = self._lending.choose(self._wish, workers, now)
             if self._lending.lent != former:
                 log.info("engines lent", version=self._wish.version, workers=sorted(self._lending.lent))
@@ -178,8 +185,12 @@ class Engines:
             self._look_at_lending_in_use()  # the turn of a single engine begins when it has its weights
 
     async def busy_s(self) -> float:
-        """Return the present engines' mean seconds of work so far. Ask a few engines for it; of many, the
-        latest heartbeats are exact enough."""
+        """Return the present engines' mean seconds of work since the kernel's start. Ask a few engines for
+        theirs; of many, the latest heartbeats are exact enough.
+
+        Engines come and go, so the mean grows by the mean of what the present ones have done since the last
+        call.
+        """
         members = self._fleet.of("inference")
         for member in members if len(members) <= _ASKED else ():
             subject = self._names.worker("inference", member.worker, "load")
@@ -190,7 +201,10 @@ class Engines:
                 member.load, member.busy_s = report.load, report.load.busy_s
             except NoAnswer as error:
                 log.warning("no load figures", worker=member.worker, error=str(error))
-        return sum(member.busy_s for member in members) / max(1, len(members))
+        former, self._busy = self._busy, {member.nonce: member.busy_s for member in members}
+        new = sum(busy_s - former.get(nonce, 0.0) for nonce, busy_s in self._busy.items())
+        self._mean_busy_s += new / max(1, len(members))
+        return self._mean_busy_s
 
     def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
         """Return the weights that a worker has to serve now, and whether only their evaluation may use

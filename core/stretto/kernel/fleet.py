@@ -1,10 +1,15 @@
-"""The workers of a run. The fleet starts them, receives their heartbeats, and restarts lost ones."""
+"""The workers of a run. The fleet starts them, receives their heartbeats, and restarts lost ones.
+
+A worker that a user has started by hand joins like the others. The fleet has no handle of it, so it cannot be
+restarted, and its loss never ends the run.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +23,12 @@ from stretto.assembly.plan import Worker
 from stretto.bus.client import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages import Heartbeat, Join, Leaving, Wait
+from stretto.component import Problem
 from stretto.engine import Load
 from stretto.errors import LaunchError, Refused
 from stretto.launcher import Handle, Job, Launcher, Role, thread_variables
 
-__all__ = ["Fleet", "FleetMember"]
+__all__ = ["Fleet", "FleetMember", "number_of"]
 
 log = structlog.get_logger()
 
@@ -49,6 +55,8 @@ class FleetMember:
     ready: bool = False
     callable: bool = False
     """Whether other workers may call it: the worker is ready, and an engine also serves the right weights."""
+    leaving: bool = False
+    """Whether it drains: it gets no new work, and leaves when it has finished what it has."""
     exact_version: int | None = None
     """The version that an engine serves while it is lent to an evaluation; None otherwise."""
     tickets: int = 0
@@ -70,7 +78,7 @@ class Fleet:
         launcher: Launcher,
         bootstraps: Path,
         logs: Path,
-        imports: Mapping[str, tuple[str, ...]],
+        imports: Callable[[Worker], tuple[str, ...]],
         *,
         max_restarts: int,
     ) -> None:
@@ -80,6 +88,9 @@ class Fleet:
         self._imports = imports
         self._max_restarts = max_restarts
         self._handles: dict[str, Handle] = {}
+        self._jobs: dict[str, Job] = {}
+        self._retired: set[str] = set()
+        """Workers that the fleet has started and does not restart, because the run needs fewer."""
         self._ended_busy: dict[Role, float] = {}
         self._ended_tokens = 0
         self._ended_refused = 0
@@ -94,6 +105,10 @@ class Fleet:
         self.on_lost: Callable[[FleetMember, str, bool], None] = lambda member, how, final: None
         """Called with each lost worker, the way it was lost, and whether the loss is final. The call comes
         before a restart; after a final loss there is no restart."""
+        self.on_left: Callable[[FleetMember, str], None] = lambda member, why: None
+        """Called with each worker that has left after a drain, and the reason."""
+        self.on_change: Callable[[FleetMember], None] = lambda member: None
+        """Called with each worker that begins to drain."""
         self.hears: Callable[[], bool] = lambda: True
         """Whether heartbeats can arrive at present: the kernel has a connection to the bus."""
         self.members: dict[str, FleetMember] = {}
@@ -112,9 +127,15 @@ class Fleet:
         jobs = [self._job(worker) for worker in workers]
         async with self._launching:
             self.starting |= {job.worker: "starting" for job in jobs}  # some may be ready before all run
-            for job, handle in zip(jobs, await self._launcher.launch(jobs), strict=True):
+            try:
+                handles = await self._launcher.launch(jobs)
+            except LaunchError:
+                for job in jobs:
+                    self.starting.pop(job.worker, None)
+                raise
+            for job, handle in zip(jobs, handles, strict=True):
                 expect_contract(handle, Handle, f"the handle of {job.worker}")
-                self._handles[job.worker] = handle
+                self._handles[job.worker], self._jobs[job.worker] = handle, job
                 tasks.start_soon(self._look_after, job, handle)
 
     async def stop(self, grace_s: float) -> None:
@@ -148,8 +169,15 @@ class Fleet:
             began = time.monotonic()
             status = await handle.wait()
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-            self._lose(job.worker, how)
+            member = self.members.get(job.worker)
+            if member is not None and member.leaving and status == 0:  # its last message is still on its way
+                self._leave(member, "its work was finished")
+            else:
+                self._lose(job.worker, how)
             if self._ending or job.worker in self._given_up:
+                return
+            if job.worker in self._retired:
+                self._forget(job.worker)
                 return
             tail = handle.tail(_TAIL_LINES)
             log.error("worker ended", worker=job.worker, status=how, last_lines=tail)
@@ -166,6 +194,9 @@ class Fleet:
             async with self._launching:
                 if self._ending:
                     return
+                if job.worker in self._retired:  # since it ended
+                    self._forget(job.worker)
+                    return
                 [handle] = await self._launcher.launch([job])
                 self._handles[job.worker] = handle
             self.starting[job.worker] = "starting again"
@@ -180,9 +211,58 @@ class Fleet:
             env=thread_variables(worker.resources),
             resources=worker.resources,
             log=str(self._logs / f"{worker.id}.out"),
-            imports=self._imports[worker.id],
+            imports=self._imports(worker),
             unit=worker.unit,
         )
+
+    # ---------------------------------------------------------------------------------- retiring
+
+    def started(self, role: Role) -> list[str]:
+        """Return the workers of a role that the fleet has started and that stay, in the order of their
+        numbers. Workers that were started by hand are not among them."""
+        mine = [worker for worker in self._handles if worker.startswith(f"{role}-")]
+        return sorted((each for each in mine if each not in self._retired), key=number_of)
+
+    def free_ids(self, role: Role, count: int) -> list[str]:
+        """Return ids for new workers of a role: the lowest numbers that no worker has."""
+        taken = self._handles.keys() | self.members.keys()
+        names = (f"{role}-{number}" for number in itertools.count())
+        return list(itertools.islice((name for name in names if name not in taken), count))
+
+    def retire(self, worker: str) -> FleetMember | None:
+        """Give a worker no new work, and do not restart it when it has ended. Return it, if it has joined."""
+        self._retired.add(worker)
+        self.starting.pop(worker, None)
+        member = self.members.get(worker)
+        if member is not None:
+            member.leaving = True
+            self.on_change(member)
+        return member
+
+    def problems(self, added: Sequence[Worker]) -> list[Problem]:
+        """Return what prevents these workers from running beside those that the fleet has started."""
+        if not added:
+            return []
+        present = [job for worker, job in self._jobs.items() if worker in self._handles]
+        return list(self._launcher.check([*present, *map(self._job, added)]))
+
+    async def until_ended(self, worker: str, limit_s: float) -> None:
+        """Wait until the process of a retired worker has ended. Stop it after `limit_s` seconds."""
+        handle = self._handles.get(worker)
+        if handle is None:
+            return
+        with anyio.move_on_after(limit_s):
+            await handle.wait()
+            return
+        log.warning("worker did not leave in time", worker=worker, seconds=limit_s)
+        await handle.stop(1.0)
+
+    def _forget(self, worker: str) -> None:
+        """A retired worker has ended. Its number is free again."""
+        self._retired.discard(worker)
+        self._handles.pop(worker, None)
+        self._jobs.pop(worker, None)
+        self.starting.pop(worker, None)
 
     # ------------------------------------------------------------------------------- membership
 
@@ -216,8 +296,10 @@ class Fleet:
             return
         member.heard = time.monotonic()
         member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
-        member.blocked_s, member.wait = message.blocked_s, message.wait
-        member.tickets = message.tickets
+        member.blocked_s, member.wait, member.tickets = message.blocked_s, message.wait, message.tickets
+        if message.leaving and not member.leaving:
+            member.leaving = True
+            self.on_change(member)
         if message.load is not None:
             self._loads.append(message.load)
         if message.ready and not member.ready:
@@ -235,6 +317,10 @@ class Fleet:
         """A worker leaves of its own accord. If the failure is final, the fleet does not restart it."""
         member = self.members.get(message.worker)
         if member is not None and member.nonce == message.nonce:
+            orderly = message.drained or message.worker in self._retired
+            if orderly and member.role != "trainer":
+                self._leave(member, message.reason)
+                return
             if message.final:
                 self._given_up.add(message.worker)
             self._lose(message.worker, message.reason)
@@ -264,15 +350,28 @@ class Fleet:
             await handle.stop(0)
 
     def _lose(self, worker: str, how: str) -> None:
-        member = self.members.pop(worker, None)
+        member = self.members.get(worker)
         if member is None:
             return
+        self._remove(member)
+        if not self._ending:
+            log.warning("worker lost", worker=worker, how=how)
+            self.on_lost(member, how, worker in self._given_up and worker in self._handles)
+
+    def _leave(self, member: FleetMember, why: str) -> None:
+        self._remove(member)
+        if not self._ending:
+            log.info("worker left", worker=member.worker, why=why)
+            self.on_left(member, why)
+
+    def _remove(self, member: FleetMember) -> None:
+        """Remove a member, and keep its figures."""
+        del self.members[member.worker]
+        if member.worker not in self._handles:  # nobody starts it again
+            self.starting.pop(member.worker, None)
         self._ended_busy[member.role] = self._ended_busy.get(member.role, 0.0) + member.busy_s
         self._ended_tokens += member.load.generated_tokens if member.load else 0
         self._ended_refused += member.refused
-        if not self._ending:
-            log.warning("worker lost", worker=worker, how=how)
-            self.on_lost(member, how, worker in self._given_up)
 
     # ----------------------------------------------------------------------------------- figures
 
@@ -311,3 +410,8 @@ class Fleet:
     def refused(self) -> int:
         """Return the number of malformed messages that workers have refused since the start."""
         return self._ended_refused + sum(member.refused for member in self.members.values())
+
+
+def number_of(worker: str) -> int:
+    """Return the number in the id of a worker that the fleet has started: 3 for `rollout-3`."""
+    return int(worker.rpartition("-")[2])

@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 
 from stretto import tracing
 from stretto.bus.client import Bus
+from stretto.bus.joining import is_operator, own_version
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     SERVER,
@@ -38,17 +39,22 @@ from stretto.bus.messages import (
     Leaving,
     Progress,
     RowRef,
+    RunScaled,
+    RunStopping,
+    ScaleRun,
+    StopRun,
     SwapDone,
     TicketStarted,
     Welcome,
 )
 from stretto.bus.server import restart_server
 from stretto.config import MetricsConfig
-from stretto.errors import BusError, RunError, one_error
+from stretto.errors import BusError, ConfigError, RunError, one_error
 from stretto.kernel.canary import EngineErrors
 from stretto.kernel.changes import differences, values_file
 from stretto.kernel.checkpoint import KernelState, checkpoint_name
 from stretto.kernel.checkpointer import Checkpointer
+from stretto.kernel.crew import Crew
 from stretto.kernel.division import StepLoad
 from stretto.kernel.ending import Ending
 from stretto.kernel.engines import Engines
@@ -164,6 +170,7 @@ class Kernel:
         self._checkpointer = Checkpointer(
             setup, bus, self._trainers, self._engines, self._tickets, self._journal, self._samples
         )
+        self._crew = Crew(setup, bus, lease_epoch, ending, tasks)
         self._engine_errors = EngineErrors()
         self._commands_ready = anyio.Event()
         self._changed = anyio.Event()
@@ -173,6 +180,8 @@ class Kernel:
         self._started = False
         self._fleet.on_ready = self._on_ready
         self._fleet.on_lost = self._on_lost
+        self._fleet.on_left = self._on_left
+        self._fleet.on_change = self._on_change
         self._fleet.hears = lambda: bus.connected
 
     async def run(self) -> None:
@@ -220,6 +229,8 @@ class Kernel:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
             await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, self._fleet.beat)
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
+        await bus.serve(names.kernel("operator", "scale"), ScaleRun, self._scale)
+        await bus.serve(names.kernel("operator", "stop"), StopRun, self._stop)
         await self._samples.serve()
         await bus.subscribe(names.ticket_started, TicketStarted, self._ticket_started)
         await bus.subscribe(names.progress, Progress, self._progress)
@@ -285,11 +296,13 @@ class Kernel:
             raise self._start_timeout()
         await self._samples.until_followed()
         self._board.note = ""
-        self._started = True
+        self._started = self._board.started = True
         self._setup.notify_plugins("stretto_run_started", config=self._config)
         self._tasks.start_soon(self._tickets.follow, self._take_in)
         self._report.first_ticket()
         self._scheduler.start()
+        if self._config.elastic.ranges():
+            self._tasks.start_soon(self._crew.follow)
         self._wake_carry_out()
 
     async def _repeat(self, stored: Stored) -> tuple[WeightsNote, ...]:
@@ -420,6 +433,7 @@ class Kernel:
                 await self._changed.wait()
             await self._published.wait()
             await self._checkpointer.save()
+            self._crew.write_groups()
         ending.end(ending.drain_status, ending.drain_reason)
 
     async def _dismiss(self) -> None:
@@ -474,10 +488,44 @@ class Kernel:
         waits = [self._bus.longest_wait(), *(member.wait for member in self._fleet.members.values())]
         return max((wait.seconds for wait in waits if wait is not None and wait.who == SERVER), default=0.0)
 
+    # ----------------------------------------------------------------------------------- operation
+
+    async def _scale(self, message: ScaleRun) -> RunScaled:
+        self._check_operator(message.token)
+        if not self._started:
+            raise ConfigError("the run has not started to train yet; repeat the command when it has")
+        return RunScaled(await self._crew.scale(message.numbers))
+
+    async def _stop(self, message: StopRun) -> RunStopping:
+        self._check_operator(message.token)
+        log.warning("asked to stop", now=message.now)
+        if message.now:
+            self._ending.hurried = True
+            self._ending.end("interrupted", "stretto stop --now")
+            return RunStopping("the run ends at once, without a checkpoint")
+        self._ending.drain("interrupted", "stretto stop")
+        return RunStopping("the run finishes the step under way, writes a checkpoint, and ends")
+
+    def _check_operator(self, token: str) -> None:
+        """Accept a command only from the run's user.
+
+        Raises:
+            ConfigError: if the command comes from somebody else, or if the run ends.
+        """
+        if not is_operator(self._setup.folder / "bus", token):
+            raise ConfigError("this command needs the token of the run's operator")
+        if self._ending.over.is_set():
+            raise ConfigError(f"the run is over ({self._ending.status})")
+
     # --------------------------------------------------------------------------------- membership
 
     async def _welcome(self, role: Role, message: Join) -> Welcome:
         """Admit a worker that joined on the subject of `role`."""
+        if message.stretto != own_version():
+            raise ConfigError(
+                f"{message.worker} has stretto {message.stretto or 'of an older version'}, and the run has "
+                f"{own_version()}: install stretto {own_version()} where the worker starts"
+            )
         self._fleet.join(role, message)
         self._timeline.worker(message.worker, "joined")
         log.info("worker joined", worker=message.worker, place=message.place)
@@ -492,6 +540,18 @@ class Kernel:
             lock=self._lock,
             many_machines=isinstance(self._setup.launcher, ClusterLauncher),
         )
+
+    def _on_left(self, member: FleetMember, why: str) -> None:
+        self._timeline.worker(member.worker, "left", why)
+        self._on_change(member)
+        if member.role == "rollout":
+            self._scheduler.worker_left(member.worker)
+            self._wake_carry_out()
+
+    def _on_change(self, member: FleetMember) -> None:
+        """A worker is lost, has left, or begins to drain."""
+        self._on_callable(member)
+        self._engines.changed(member)
 
     def _on_ready(self, member: FleetMember) -> None:
         log.info("worker ready", worker=member.worker)
@@ -508,8 +568,7 @@ class Kernel:
 
     def _on_lost(self, member: FleetMember, how: str, final: bool) -> None:
         self._timeline.worker(member.worker, "lost", how)
-        self._on_callable(member)
-        self._engines.lost(member)
+        self._on_change(member)
         if final:
             self._ending.end("failed", f"{member.worker}: {how}")
         elif member.role == "trainer" and not self._started:
@@ -561,6 +620,8 @@ class Kernel:
             self._timeline.done(outcome)
             if outcome.purpose == "eval":
                 self._traces.evaluated(outcome)
+            else:
+                self._crew.groups += 1
             self._scheduler.group_done(outcome)
             if self._setup.graph.samples and self._scheduler.is_finished(outcome):
                 self._tasks.start_soon(partial(self._trainers.prefetch, _rows((outcome,)), complete=False))

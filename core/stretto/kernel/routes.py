@@ -56,9 +56,10 @@ class RouteSender:
         self._changed = anyio.Event()
 
     def look(self, member: FleetMember) -> None:
-        """Take in that a worker can be called now, is lent or taken back, serves another version, or is
-        lost."""
+        """Take in that a worker can be called now, is lent or taken back, serves another version, drains, has
+        left, or is lost. A rollout worker keeps its routes while it drains."""
         is_callable = member.callable and self._fleet.members.get(member.worker) is member
+        is_open = is_callable and not member.leaving
         match member.role:
             case "rollout" if is_callable:
                 self._candidates.add_rollout(member.worker)
@@ -66,7 +67,7 @@ class RouteSender:
                 self._candidates.remove_rollout(member.worker)
                 self._told.pop(member.worker, None)
                 self._closed.pop(member.worker, None)
-            case "inference" | "verifier" if is_callable:
+            case "inference" | "verifier" if is_open:
                 group = (member.role, member.exact_version)
                 self._candidates.put(member.worker, group, _LEAST[member.role])
                 if len(self._candidates) <= _PART:

@@ -433,6 +433,11 @@ class Scheduler:
         """Whether this group is finished and waits for training."""
         return group.ticket in self._finished and self._open[group.ticket].done is group
 
+    def tickets_by_worker(self) -> Counter[str]:
+        """Return the numbers of unfinished training tickets by the worker that has begun them; under an empty
+        name, those that nobody has begun."""
+        return Counter(ticket.worker for ticket in self._open.values() if ticket.done is None)
+
     def is_due(self, version: int) -> bool:
         """Whether the run evaluates this version while training goes on."""
         every = self.settings.evaluation_every if self.settings.evaluation_rows else 0
@@ -640,6 +645,19 @@ class Scheduler:
         for purpose, tickets in accounts.items():
             for id in self._holders[purpose].of("", worker):
                 self._reissue(purpose, tickets[id], f"its worker {worker} was lost")
+        self._proceed()
+
+    def worker_left(self, worker: str) -> None:
+        """A rollout worker has left after a drain. The scheduler issues the tickets again that the worker did
+        not finish. Such an attempt does not count as one of `max_attempts`: nothing went wrong in it."""
+        if self._state == "new":
+            return
+        rounds = self._round.open if self._round else {}
+        accounts: dict[Purpose, dict[int, OpenTicket]] = {"train": self._open, "eval": rounds}
+        for purpose, tickets in accounts.items():
+            for id in self._holders[purpose].of(worker):
+                tickets[id].tries -= 1
+                self._reissue(purpose, tickets[id], f"its worker {worker} left")
         self._proceed()
 
     def step_finished(self, *, hold: bool = False, divergence: float | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from stretto.kernel.report import Report
 from stretto.kernel.scheduler import Scheduler, SchedulerSettings
 from stretto.kernel.status import StatusBoard
 from stretto.kernel.trackers import Trackers
+from stretto.kernel.worker_numbers import WorkerNumbers
 from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher
 from stretto.weights import WeightsTransport
 
@@ -72,7 +74,8 @@ class RunSetup:
             StrettoError: if a component cannot be made.
         """
         self.division = division or division_of(composed, folder)
-        composed = composed.with_numbers(self.division.numbers)
+        self.numbers = WorkerNumbers(composed, folder)
+        composed = composed.with_numbers({**self.division.numbers, **self.numbers.in_force()})
         config = composed.config
         self.composed = composed
         self.config = config
@@ -117,7 +120,7 @@ class RunSetup:
             self.launcher,
             folder / "bus",
             self.logs,
-            {worker.id: imports_of(composed, self.placement, worker) for worker in self.workers},
+            partial(imports_of, composed, self.placement),
             max_restarts=config.launcher.max_restarts,
         )
         self.report = Report(

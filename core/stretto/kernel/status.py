@@ -65,6 +65,8 @@ class StatusBoard:
         """(time, tokens generated so far) of the last seconds."""
         self.note = "starting"
         """What the run is doing while it does not train."""
+        self.started = False
+        """Whether the kernel has issued its first tickets."""
         self.ending = Ending()
         """The end of the run, as far as it is decided."""
         self.bus: Bus | None = None
@@ -83,6 +85,7 @@ class StatusBoard:
             name=self._name,
             folder=str(self._folder),
             state=self.ending.status,
+            started=self.started,
             reason=self.ending.reason,
             version=scheduler.version,
             steps=self._steps,
@@ -107,7 +110,11 @@ class StatusBoard:
             restarts=fleet.restarts,
             workers=[
                 WorkerStatus(
-                    member.worker, member.ready, round(now - member.heard, 2), round(member.blocked_s, 2)
+                    member.worker,
+                    member.ready,
+                    round(now - member.heard, 2),
+                    round(member.blocked_s, 2),
+                    member.leaving,
                 )
                 for member in fleet.members.values()
             ],

@@ -10,7 +10,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import anyio
 import msgspec
@@ -32,6 +31,7 @@ from stretto.records.timeline import (
     TicketRetired,
     TicketTaken,
     WorkerChanged,
+    WorkerState,
     newest_event,
 )
 
@@ -85,8 +85,8 @@ class Timeline:
 
     # ------------------------------------------------------------------------------------- events
 
-    def worker(self, worker: str, state: Literal["joined", "ready", "lost"], how: str = "") -> None:
-        """A worker joined, is ready, or is gone."""
+    def worker(self, worker: str, state: WorkerState, how: str = "") -> None:
+        """A worker joined, is ready, has left after a drain, or was lost."""
         self._events.append(WorkerChanged(self.now(), worker, state, how))
 
     def issued(self, ticket: Ticket) -> None:

@@ -197,11 +197,12 @@ def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def _workers(status: Status) -> str:
-    ready = sum(worker.ready for worker in status.workers)
+    ready = sum(worker.ready and not worker.leaving for worker in status.workers)
+    leaving = "".join(f"   {worker.worker} leaves" for worker in status.workers if worker.leaving)
     starting = "".join(f"   {worker} {what}" for worker, what in list(status.starting.items())[:_MOST_ROWS])
     restarts = f"   restarts {status.restarts}" if status.restarts else ""
     blocked = "".join(_blocked(worker) for worker in status.workers if worker.blocked_s)
-    return f"{ready} ready{starting}{restarts}{blocked}"
+    return f"{ready} ready{starting}{leaving}{restarts}{blocked}"
 
 
 def _blocked(worker: WorkerStatus) -> str:

@@ -47,6 +47,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Seconds since its last heartbeat."""
     blocked_s: float
     """Seconds for which its event loop has stood still."""
+    leaving: bool = False
+    """Whether it finishes its work and then leaves."""
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -102,6 +104,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     folder: str
     state: State
+    started: bool = False
+    """Whether the run has begun to generate and train; False while its workers start."""
     reason: str = ""
     """Why the run ended; empty while it runs, and if it is complete."""
     version: Count

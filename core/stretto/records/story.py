@@ -180,7 +180,8 @@ class _Reader:
         elif event.state == "ready":
             life.ready = event.time
         else:
-            life.end, life.how = event.time, event.how
+            life.end = event.time
+            life.how = f"left: {event.how}" if event.state == "left" else event.how
             del self._lives[event.worker]
 
     def _withdraw(self, again: TicketIssued) -> None:

@@ -64,13 +64,16 @@ class KernelEnded(_Event, frozen=True, tag="over"):
     status: str
 
 
+WorkerState = Literal["joined", "ready", "left", "lost"]
+
+
 class WorkerChanged(_Event, frozen=True, tag="worker"):
     """A worker joined, can be called, or is gone."""
 
     worker: str
-    state: Literal["joined", "ready", "lost"]
+    state: WorkerState
     how: str = ""
-    """How the worker was lost."""
+    """How the worker was lost, or why it left."""
 
 
 class TicketIssued(_Event, frozen=True, tag="issued"):

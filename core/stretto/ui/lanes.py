@@ -344,4 +344,6 @@ def _mark(event: Event) -> Mark | None:
         return Mark(event.time, f"the run ended: {event.status}")
     if isinstance(event, WorkerChanged) and event.state == "lost":
         return Mark(event.time, f"{event.worker} was lost: {event.how}")
+    if isinstance(event, WorkerChanged) and event.state == "left":
+        return Mark(event.time, f"{event.worker} left: {event.how}")
     return None

@@ -82,6 +82,8 @@ class ChildPool:
         self._available = anyio.Semaphore(0)
         self._waiting = 0
         self._output = ChildOutput()
+        self.calls = 0
+        """Questions that are not answered yet."""
         self.busy_s = 0.0
         """Seconds that the children spent on questions, summed over all children."""
 
@@ -116,14 +118,18 @@ class ChildPool:
             raise RewardError(
                 f"a question to {self._program.name} has {len(data)} bytes; at most {MAX_FRAME} are allowed"
             )
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return await self._ask_one(data, answer, timeout_s)
-            except _Blameless as error:
-                log.warning(
-                    "child lost, its question is asked again", child=self._program.name, why=str(error)
-                )
-        return await self._ask_one(data, answer, timeout_s)
+        self.calls += 1
+        try:
+            for _ in range(_ATTEMPTS - 1):
+                try:
+                    return await self._ask_one(data, answer, timeout_s)
+                except _Blameless as error:
+                    log.warning(
+                        "child lost, its question is asked again", child=self._program.name, why=str(error)
+                    )
+            return await self._ask_one(data, answer, timeout_s)
+        finally:
+            self.calls -= 1
 
     async def _ask_one(self, question: bytes, answer: type[T], timeout_s: float) -> T:
         async with self._child() as child:

@@ -54,6 +54,11 @@ class WorkerContext:
         """The latest routes. Only a rollout worker gets them."""
         self.leave = anyio.Event()
         self.reason = ""
+        self.drain = anyio.Event()
+        """Set when the worker has to finish the work that it has, take no new work, and leave."""
+        self.drain_reason = ""
+        self.drained = False
+        """Whether the drain is over."""
         self._beacon_listeners: list[Callable[[Beacon], None]] = []
         self._routes_listeners: list[Callable[[Routes], None]] = []
 
@@ -117,6 +122,11 @@ class WorkerContext:
         self.reason = self.reason or reason
         self.leave.set()
 
+    def request_drain(self, reason: str) -> None:
+        """Make this worker finish the work that it has, and then leave. The first reason counts."""
+        self.drain_reason = self.drain_reason or reason
+        self.drain.set()
+
 
 class RoleWorker(Protocol):
     """The work of a role. It is created after the worker has joined."""
@@ -127,6 +137,11 @@ class RoleWorker(Protocol):
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Return the heartbeat with the role's own figures added."""
+        ...
+
+    async def drain(self) -> None:
+        """Take no new work, and return when the work that the worker has is finished. Called at most once,
+        beside `run`."""
         ...
 
 

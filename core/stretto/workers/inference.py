@@ -64,6 +64,7 @@ __all__ = ["InferenceWorker"]
 log = structlog.get_logger()
 
 _FORGET_S = 600.0
+_DRAIN_POLL_S = 0.05
 _BASE_PAUSE_S, _SAMPLE_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.0004, 0.2
 """Seconds between messages to the rollout workers: a base, an addition for each sample in the last messages,
 and a maximum. For the receiver a message costs much, a sample in it little, its tokens almost nothing."""
@@ -172,6 +173,12 @@ class InferenceWorker:
             return heartbeat
         load = self._engine.load()
         return msgspec.structs.replace(heartbeat, busy_s=load.busy_s, load=load)
+
+    async def drain(self) -> None:
+        """Wait until every request is finished and its chunks are sent. Rollout workers send no new ones once
+        they know that this worker leaves."""
+        while self._outgoing or any(request.unfinished for request in self._requests.values()):
+            await anyio.sleep(_DRAIN_POLL_S)
 
     # -------------------------------------------------------------------------------- requests
 

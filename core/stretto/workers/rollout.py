@@ -7,6 +7,7 @@ work queue only after it has ended.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import anyio
@@ -44,6 +45,7 @@ from stretto.workers.verifier_client import VerifierClient
 __all__ = ["RolloutWorker"]
 
 _KEEP_ALIVE_S = 10.0
+_DRAIN_POLL_S = 0.05
 
 
 class RolloutWorker:
@@ -61,6 +63,9 @@ class RolloutWorker:
         self._verifiers = Router(context, "verifier")
         self._generations = Generations(context, Router(context, "inference"))
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Delivery[Ticket]]] = {}
+        self._draining = anyio.Event()
+        self._takers = 0
+        """Tasks that take tickets."""
         self._progress: dict[tuple[int, int], int] = {}
         self._progress_waits = anyio.Event()
 
@@ -77,13 +82,23 @@ class RolloutWorker:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_progress)
             tasks.start_soon(self._keep_alive)
+            self._takers = len(datasets)
             for purpose in datasets:
                 tasks.start_soon(self._take, purpose, runner, tasks)
             ready()
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Add the number of running tickets to the heartbeat."""
-        return msgspec.structs.replace(heartbeat, tickets=len(self._running))
+        """Add the number of running tickets to the heartbeat, and the processor time of this process as its
+        seconds of work: the event loop is all that works here."""
+        return msgspec.structs.replace(heartbeat, tickets=len(self._running), busy_s=time.process_time())
+
+    async def drain(self) -> None:
+        """Take no more tickets, and wait until those in hand have ended."""
+        self._draining.set()
+        for slots in self._slots.values():
+            slots.release()  # wakes the task that waits for a slot
+        while self._takers or self._running:
+            await anyio.sleep(_DRAIN_POLL_S)
 
     async def _variants(self) -> dict[str, VariantRollout]:
         """Return what runs the tickets of each variant, and of the run's own sections."""
@@ -117,12 +132,20 @@ class RolloutWorker:
     # --------------------------------------------------------------------------------- tickets
 
     async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
-        """Take a ticket from the queue whenever a slot is free."""
+        """Take a ticket from the queue whenever a slot is free, until the worker drains."""
         names = self._context.names
-        tickets = self._bus.take(names.tickets_stream, names.ticket(purpose), Ticket)
+        stop, slots = self._draining, self._slots[purpose]
+        tickets = self._bus.take(names.tickets_stream, names.ticket(purpose), Ticket, until=stop)
         while True:
-            await self._slots[purpose].acquire()
-            tasks.start_soon(self._work, await anext(tickets), runner)
+            await slots.acquire()
+            delivery = await anext(tickets, None)
+            if delivery is None:
+                break
+            if stop.is_set():  # the server had sent it already
+                await delivery.give_back()
+            else:
+                tasks.start_soon(self._work, delivery, runner)
+        self._takers -= 1
 
     async def _work(self, delivery: Delivery[Ticket], runner: TicketRunner) -> None:
         """Run one ticket, write its outcome to the log, and take the ticket off the queue."""

@@ -154,6 +154,9 @@ class TrainerWorker:
         """Add `busy_s`: seconds spent in calls."""
         return msgspec.structs.replace(heartbeat, busy_s=self._busy_s)
 
+    async def drain(self) -> None:
+        """Return at once: a trainer is not asked to drain, because the run ends without it."""
+
     async def _meeting_place(self) -> str:
         """Return how the ranks of this worker group find each other (see `Context.rendezvous`)."""
         context, name = self._context, self._group.name

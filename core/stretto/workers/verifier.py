@@ -41,6 +41,7 @@ log = structlog.get_logger()
 
 S = TypeVar("S", bound="_Service")
 
+_DRAIN_POLL_S = 0.05
 _MOST_LOGGED = 20
 """Answers over a limit that one verifier worker logs."""
 _END = 200
@@ -75,6 +76,12 @@ class VerifierWorker:
         finally:
             for service in self._services:
                 await service.children.close()
+
+    async def drain(self) -> None:
+        """Wait until no call is at a child. Rollout workers make no new calls once they know that this worker
+        leaves."""
+        while any(service.children.calls for service in self._services):
+            await anyio.sleep(_DRAIN_POLL_S)
 
     async def _serve(self) -> None:
         """Serve the requests that the run needs. Each request names the variant whose service it wants."""

@@ -1,13 +1,16 @@
 """What every worker process does: connect to the bus, join the run, send heartbeats, and leave.
 
-A worker leaves when the kernel's beacon says that the run is over, when it gets SIGTERM or SIGINT, and by
-itself when the kernel is gone. Between joining and leaving, the code of its role works.
+A worker leaves when the kernel's beacon says that the run is over, when it gets SIGTERM, and by itself when
+the kernel is gone. If the kernel asks it to, or at SIGINT, it first drains: it takes no new work and finishes
+what it has. A trainer cannot drain; it leaves at once. Between joining and leaving, the code of its role
+works.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import os
 import resource
 import secrets
@@ -17,20 +20,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
+import msgspec
 import structlog
 
 from stretto import tracing
 from stretto.assembly.logs import log_to
 from stretto.assembly.plan import resources_of
-from stretto.bus.client import connect
+from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
-from stretto.bus.messages import Beacon, Heartbeat, Join, Leaving, Subjects, Welcome
+from stretto.bus.joining import own_version
+from stretto.bus.messages import Beacon, Drain, Draining, Heartbeat, Join, Leaving, Subjects, Welcome
 from stretto.bus.server import Bootstrap
-from stretto.errors import ConfigError, ContractError, NoAnswer, leaves
+from stretto.errors import ConfigError, ContractError, NoAnswer, StrettoError, leaves
 from stretto.launcher import Role, thread_variables
+from stretto.records.values import dotted_values
 from stretto.workers.context import RoleWorker, WorkerContext
 from stretto.workers.heartbeats import BEAT_S, Heartbeats, heartbeats
 from stretto.workers.inference import InferenceWorker
@@ -53,13 +60,19 @@ _FINAL = (ConfigError, ContractError)
 """Errors that a restarted worker would raise again."""
 _JOIN_S = 60.0
 _LEAVE_S = 4.0
+_MOST_PATHS = 10
 _COLLECT_WHILE_LOADING = 1_000_000
 """New objects between two garbage collections while the role loads. Imports make hundreds of thousands of
 objects that stay; with Python's default the collector takes a fifth of the time that they need."""
 
 
-def main(bootstrap: Bootstrap) -> int:
-    """Run a worker process, and return its exit status."""
+def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
+    """Run a worker process, and return its exit status.
+
+    Args:
+        by_hand: a user has started it, perhaps on another machine: show its log on the terminal too, and
+            expect neither the run's folder nor the kernel's lock before the worker has joined.
+    """
     # Writes the stacks of all threads to stderr, even while the event loop hangs.
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
@@ -68,13 +81,15 @@ def main(bootstrap: Bootstrap) -> int:
     worker, lock = bootstrap.worker, bootstrap.lock
     # Without the run's folder, the log is part of the output, which a launcher collects.
     file = Path(bootstrap.logs, f"{worker}.jsonl") if lock is not None and lock.shows_folder else None
-    log_to(file, console=file is None, run=bootstrap.run, role=bootstrap.role, worker=worker)
+    if by_hand:
+        bootstrap = msgspec.structs.replace(bootstrap, lock=None)
+    log_to(file, console=by_hand or file is None, run=bootstrap.run, role=bootstrap.role, worker=worker)
     try:
         anyio.run(_work, bootstrap)
     except BaseExceptionGroup as group:
         for error in leaves(group):
             log.error("worker failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-            print(f"{worker}: {type(error).__name__}: {error}", flush=True)
+            print(f"{worker}: {type(error).__name__}: {_text_of(error)}", flush=True)
         return 1
     return 0
 
@@ -119,28 +134,65 @@ async def _join_and_work(bootstrap: Bootstrap, joining: anyio.CancelScope) -> No
     async with connect(bootstrap) as bus:
         with heartbeats(bootstrap, role, first) as beats:
             place = f"{socket.gethostname()} pid {os.getpid()}"
-            join = Join(worker, role, place, nonce, bootstrap.token)
+            join = Join(worker, role, place, nonce, bootstrap.token, own_version())
             welcome = await bus.request(
                 names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=_JOIN_S
             )
             joining.cancel()
-            context = WorkerContext(bus, names, worker, role, nonce, welcome)
+            try:
+                context = WorkerContext(bus, names, worker, role, nonce, welcome)
+            except StrettoError as error:
+                remark = _absent_paths(welcome.config)
+                error.add_note(remark)
+                reason = "; ".join(filter(None, (str(error), remark)))
+                leaving = Leaving(worker, nonce, reason, final=isinstance(error, _FINAL))
+                await _announce_leaving(bus, names.kernel(role, "leaving"), leaving)
+                raise
             bus.explain = context.explain
             config, folder = context.composed.config, context.component_context.folder
             traces = Path(folder) if folder else None
             with tracing.traced(config.tracing, worker, bootstrap.run, config.name, traces):
-                await _work_and_leave(context, beats)
+                await _work_and_leave(context, beats, _absent_paths(welcome.config))
 
 
-async def _work_and_leave(context: WorkerContext, beats: Heartbeats) -> None:
-    """Work, and tell the kernel why the worker leaves."""
+def _absent_paths(config: bytes) -> str:
+    """Return a remark that names the paths in the run's config that do not exist on this machine; empty if
+    there are none. The run file was written for the kernel's machine."""
+    values = dict(dotted_values(msgspec.msgpack.decode(config)))
+    paths = {key: json.loads(value) for key, value in values.items() if key != "out"}
+    absent = [
+        f"{key}={path}"
+        for key, path in paths.items()
+        if isinstance(path, str) and path.startswith("/") and not os.path.lexists(path.partition(":")[0])
+    ]
+    if not absent:
+        return ""
+    return f"paths of the run file that do not exist on this machine: {', '.join(absent[:_MOST_PATHS])}"
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error as text, with its remarks."""
+    return "; ".join(filter(None, (str(error), *getattr(error, "__notes__", ()))))
+
+
+async def _work_and_leave(context: WorkerContext, beats: Heartbeats, remark: str) -> None:
+    """Work, and tell the kernel why the worker leaves.
+
+    Args:
+        remark: what may be the cause of an error; empty for nothing.
+    """
+    subject = context.names.kernel(context.role, "leaving")
     try:
         await _work_in(context, beats)
     except Exception as error:
         first = leaves(error)[0]
-        await _announce_leaving(context, context.explain(first), final=isinstance(first, _FINAL))
+        first.add_note(remark)
+        reason = "; ".join(filter(None, (context.explain(first), remark)))
+        leaving = Leaving(context.worker, context.nonce, reason, final=isinstance(first, _FINAL))
+        await _announce_leaving(context.bus, subject, leaving)
         raise
-    await _announce_leaving(context, context.reason)
+    leaving = Leaving(context.worker, context.nonce, context.reason, drained=context.drained)
+    await _announce_leaving(context.bus, subject, leaving)
 
 
 async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
@@ -149,6 +201,8 @@ async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
     os.environ |= thread_variables(resources_of(context.composed.config, context.worker))
     await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
     work = _WORKERS[context.role](context)
+    if context.role != "trainer":
+        await context.bus.serve(context.subject("drain"), Drain, partial(_obey_drain, context))
     ready = anyio.Event()
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_WHILE_LOADING)
@@ -159,6 +213,7 @@ async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_obey_signals, context)
+        tasks.start_soon(_drain_when_asked, context, work, beats)
         tasks.start_soon(_watch_kernel, context)
         tasks.start_soon(_update_heartbeats, context, work, ready, beats)
         tasks.start_soon(work.run, loaded)
@@ -168,10 +223,31 @@ async def _work_in(context: WorkerContext, beats: Heartbeats) -> None:
         tasks.cancel_scope.cancel()
 
 
-async def _announce_leaving(context: WorkerContext, reason: str, *, final: bool = False) -> None:
-    leaving = Leaving(context.worker, context.nonce, reason, final)
+async def _obey_drain(context: WorkerContext, message: Drain) -> Draining:
+    context.check_lease(message.lease_epoch)
+    context.request_drain("the run needs fewer workers")
+    return Draining()
+
+
+async def _drain_when_asked(context: WorkerContext, work: RoleWorker, beats: Heartbeats) -> None:
+    """Wait for a request to drain. Then finish the work in hand, for at most `launcher.drain_s`, and leave.
+
+    The kernel gives what is not finished then to other workers.
+    """
+    await context.drain.wait()
+    limit_s = context.composed.config.launcher.drain_s
+    log.info("draining", reason=context.drain_reason, limit_s=limit_s)
+    await _send_heartbeat(context, work, beats, ready=True)  # so that nobody gives it new work
+    with anyio.move_on_after(limit_s) as limit:
+        await work.drain()
+    unfinished = f"; its work was not finished after {limit_s:g} s" if limit.cancelled_caught else ""
+    context.drained = True
+    context.request_shutdown(f"{context.drain_reason}{unfinished}")
+
+
+async def _announce_leaving(bus: Bus, subject: str, leaving: Leaving) -> None:
     with anyio.move_on_after(1):
-        await context.bus.publish(context.names.kernel(context.role, "leaving"), leaving)
+        await bus.publish(subject, leaving)
 
 
 def _start_exit_watchdog() -> None:
@@ -184,7 +260,11 @@ def _start_exit_watchdog() -> None:
 async def _obey_signals(context: WorkerContext) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for number in signals:
-            context.request_shutdown(f"asked by {signal.Signals(number).name}")
+            reason = f"asked by {signal.Signals(number).name}"
+            if number == signal.SIGINT and context.role != "trainer" and not context.drain.is_set():
+                context.request_drain(reason)
+            else:
+                context.request_shutdown(reason)
 
 
 async def _watch_kernel(context: WorkerContext) -> None:
@@ -198,16 +278,31 @@ async def _update_heartbeats(
     is_ready = False
     while True:
         was_ready, is_ready = is_ready, ready.is_set()
-        plain = Heartbeat(
-            context.worker,
-            context.nonce,
-            ready=is_ready,
-            refused=context.bus.refused,
-            wait=context.bus.longest_wait(),
-        )
-        heartbeat = work.heartbeat(plain)
-        beats.update(heartbeat)
         if is_ready and not was_ready:
-            await context.bus.publish(context.names.kernel(context.role, "heartbeat"), heartbeat)
+            await _send_heartbeat(context, work, beats, ready=True)
+        else:
+            beats.update(_heartbeat(context, work, ready=is_ready))
         with anyio.move_on_after(BEAT_S):
             await (anyio.sleep(BEAT_S) if is_ready else ready.wait())
+
+
+def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> Heartbeat:
+    """Return the worker's present heartbeat."""
+    plain = Heartbeat(
+        context.worker,
+        context.nonce,
+        ready=ready,
+        refused=context.bus.refused,
+        wait=context.bus.longest_wait(),
+        leaving=context.drain.is_set(),
+    )
+    return work.heartbeat(plain)
+
+
+async def _send_heartbeat(
+    context: WorkerContext, work: RoleWorker, beats: Heartbeats, *, ready: bool
+) -> None:
+    """Send the present heartbeat at once, without waiting for the thread that sends it every second."""
+    heartbeat = _heartbeat(context, work, ready=ready)
+    beats.update(heartbeat)
+    await context.bus.publish(context.names.kernel(context.role, "heartbeat"), heartbeat)

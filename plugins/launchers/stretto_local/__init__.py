@@ -27,6 +27,8 @@ class LocalHandle:
     def __init__(self, job: Job, process: StartedProcess) -> None:
         self._job = job
         self._process = process
+        self.ended = False
+        """Whether somebody has seen its end."""
 
     @property
     def worker(self) -> str:
@@ -41,6 +43,7 @@ class LocalHandle:
     async def wait(self) -> int:
         """Wait for the exit status, then kill all processes that the worker left running in its session."""
         status = await self._process.wait()
+        self.ended = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return status
@@ -77,6 +80,7 @@ class LocalLauncher:
     def __init__(self, config: LauncherConfig, context: Context) -> None:
         del config, context
         self._spots: dict[str, tuple[Job, Spot]] = {}
+        self._handles: dict[str, LocalHandle] = {}
         self._forks: Forks | None = None
 
     def use_forks(self, forks: Forks) -> None:
@@ -101,7 +105,7 @@ class LocalLauncher:
     async def launch(self, jobs: Sequence[Job]) -> list[LocalHandle]:
         """Start the jobs. A worker that ran before gets the same GPUs again."""
         fresh = [job for job in jobs if job.worker not in self._spots]
-        spots = place(fresh, [_this_machine()], self._spots)
+        spots = self._place_beside(fresh)
         self._spots |= {job.worker: (job, spots[job.worker]) for job in fresh}
         handles: dict[str, LocalHandle] = {}
         errors: list[LaunchError] = []
@@ -121,7 +125,26 @@ class LocalLauncher:
             for handle in handles.values():
                 await handle.stop(0)
             raise errors[0]
+        self._handles |= handles
         return [handles[job.worker] for job in jobs]
+
+    def _place_beside(self, jobs: Sequence[Job]) -> dict[str, Spot]:
+        """Choose GPUs for new workers, beside those of the former ones.
+
+        A worker that has ended may be started again and then gets its GPUs again, so others get them only if
+        there is no other way.
+
+        Raises:
+            LaunchError: if the GPUs do not suffice.
+        """
+        machine = [_this_machine()]
+        try:
+            return place(jobs, machine, self._spots)
+        except LaunchError:
+            living = {
+                worker: self._spots[worker] for worker, handle in self._handles.items() if not handle.ended
+            }
+            return place(jobs, machine, living)
 
     async def _start(self, job: Job) -> StartedProcess:
         env = {**process_environment(job.resources, self._spots[job.worker][1].gpus), **job.env}

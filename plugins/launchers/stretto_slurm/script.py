@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from stretto.errors import LaunchError
 from stretto.launcher import Job, Submission
-from stretto.nodes import Node, place
+from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
 
 __all__ = ["part_of", "script_of"]
@@ -108,7 +108,38 @@ def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[st
     sizes_gb = (
         range(math.ceil(memory_gb / nodes), math.ceil(memory_gb) + step_gb, step_gb) if sized else [None]
     )
-    sizes = list(product(range(math.ceil(total / nodes), total + 1), sizes_gb))
+    sizes = product(range(math.ceil(total / nodes), total + 1), sizes_gb)
+    spots, gpus, size_gb = _least(jobs, nodes, threads, sizes, with_kernel=with_kernel)
+    used = Counter({"0": _KERNEL_CORES * with_kernel})
+    for job in jobs:
+        used[spots[job.worker].node] += job.resources.threads
+    return [
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={max(1, *used.values())}",
+        *([f"--gpus-per-node={gpus}"] if gpus else []),
+        *([] if size_gb is None else [f"--mem={size_gb}G"]),
+    ]
+
+
+def _least(
+    jobs: Sequence[Job],
+    nodes: int,
+    threads: int,
+    sizes: Iterable[tuple[int, int | None]],
+    *,
+    with_kernel: bool,
+) -> tuple[dict[str, Spot], int, int | None]:
+    """Return the spots of the jobs on the smallest nodes that have room for them, and the size of these.
+
+    Args:
+        threads: threads of all jobs, and of the kernel.
+        sizes: (GPUs, GiB of memory) of each node, smallest first; at least one.
+
+    Raises:
+        LaunchError: if no size is enough.
+    """
+    shortage: LaunchError | None = None
     for gpus, size_gb in sizes:
         machines = [
             Node(
@@ -120,18 +151,8 @@ def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[st
             for number in range(nodes)
         ]
         try:
-            spots = place(jobs, machines, {})
-            break
-        except LaunchError:
-            if (gpus, size_gb) == sizes[-1]:
-                raise
-    used = Counter({"0": _KERNEL_CORES * with_kernel})
-    for job in jobs:
-        used[spots[job.worker].node] += job.resources.threads
-    return [
-        f"--nodes={nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={max(1, *used.values())}",
-        *([f"--gpus-per-node={gpus}"] if gpus else []),
-        *([] if size_gb is None else [f"--mem={size_gb}G"]),
-    ]
+            return place(jobs, machines, {}), gpus, size_gb
+        except LaunchError as error:
+            shortage = error
+    assert shortage is not None, "there is at least one size"
+    raise shortage

@@ -1,0 +1,323 @@
+"""Numbers of workers that change while a run lives: `scale`, workers by hand, `elastic`, and `stop`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from stretto.bus.client import connect
+from stretto.bus.joining import write_bootstrap
+from stretto.bus.messages import Join, Subjects, Welcome
+from stretto.bus.server import Bootstrap
+from stretto.cli.operate import numbers_of
+from stretto.errors import ConfigError, Refused
+from stretto.records.status import read_status
+from stretto.records.timeline import TicketDone, WorkerChanged, read_timeline
+
+Start = Callable[..., Any]
+
+
+def stretto(*arguments: object, status: int = 0) -> str:
+    """What a command of stretto prints."""
+    command = [sys.executable, "-m", "stretto", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def changes(folder: Path) -> list[tuple[str, str]]:
+    """(worker, new state) of the run's workers, in order."""
+    events = read_timeline(folder)
+    return [(each.worker, each.state) for each in events if isinstance(each, WorkerChanged)]
+
+
+def of(folder: Path, state: str) -> set[str]:
+    return {worker for worker, reached in changes(folder) if reached == state}
+
+
+def assert_nothing_went_wrong(run: Any) -> None:
+    summary = run.assert_balanced()
+    assert summary["restarts"] == 0
+    assert not of(run.folder, "lost")
+    assert summary["ledger"]["failed"] == summary["ledger"]["expired"] == 0
+    run.assert_audit_is_clean()
+    run.assert_nothing_is_left()
+
+
+def test_a_run_gets_more_workers_and_fewer(start: Start) -> None:
+    run = start("steps=2000", "checkpoint.every=0")
+    run.until_step(1)
+    assert "trainers are scaled by their worker group" in stretto("scale", run.folder, "trainer=2", status=2)
+    assert "expected one of rollout, inference" in stretto("scale", run.folder, "engine=2", status=2)
+    done = stretto("scale", run.folder, "rollout=3", "inference=2", "verifier=2")
+    assert done.splitlines() == [
+        "rollout: 1 -> 3; starting rollout-1, rollout-2",
+        "inference: 1 -> 2; starting inference-1",
+        "verifier: 1 -> 2; starting verifier-1",
+    ]
+    added = {"rollout-1", "rollout-2", "inference-1", "verifier-1"}
+    run.until(lambda: added <= of(run.folder, "ready"))
+    assert "rollout: 3 already" in stretto("scale", run.folder, "rollout=3")
+    done = stretto("scale", run.folder, "rollout=1", "inference=1", "verifier=1")
+    assert "rollout: 3 -> 1; rollout-1, rollout-2 will leave, with their work finished" in done
+    run.until(lambda: added <= of(run.folder, "left"))
+    run.until_step(len(run.metrics()) + 3)
+    stretto("scale", run.folder, "rollout=2")  # the number of a worker that left is free again
+    run.until(lambda: Counter(changes(run.folder))["rollout-1", "ready"] == 2)
+    assert json.loads((run.folder / "workers.json").read_text())["rollout.processes"] == {"file": 1, "now": 2}
+    assert "writes a checkpoint" in stretto("stop", run.folder)
+    assert run.end() == 130
+    assert run.summary()["reason"] == "stretto stop"
+    assert_nothing_went_wrong(run)
+    no_kernel = stretto("scale", run.folder, "rollout=2", status=2)
+    assert "no kernel owns the run" in no_kernel
+
+
+@pytest.mark.parametrize(
+    ("items", "error"),
+    [
+        (["rollout"], "expected ROLE=N"),
+        (["rollout=0"], "expected ROLE=N with N from 1"),
+        (["rollout=10001"], "expected ROLE=N with N from 1 to 10,000"),
+        (["rollout=1", "rollout=2"], "rollout is given twice"),
+    ],
+)
+def test_numbers_that_cannot_be(items: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        numbers_of(items)
+
+
+# ------------------------------------------------------------------------------------- workers by hand
+
+
+@pytest.fixture
+def by_hand() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`by_hand("--run", folder, "--role", "rollout")`: `stretto worker`, killed at the end."""
+    workers: list[subprocess.Popen[str]] = []
+
+    def join(*arguments: object, folder: Path | None = None) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "stretto", "worker", *map(str, arguments)]
+        workers.append(
+            subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+        return workers[-1]
+
+    yield join
+    for worker in workers:
+        worker.terminate()
+        worker.communicate(timeout=30)
+
+
+@pytest.mark.slow
+def test_workers_by_hand_join_and_leave(start: Start, by_hand: Any, tmp_path: Path) -> None:
+    run = start("steps=2000", "checkpoint.every=0", "rollout.concurrency=2")
+    run.until_step(1)
+    guests = [by_hand("--run", run.folder, "--role", role) for role in ("rollout", "verifier")]
+    invitation = Path(stretto("invite", run.folder, "inference").split()[-1])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    bootstrap = Bootstrap.read(invitation)
+    copy = msgspec.structs.replace(bootstrap, url="nats://127.0.0.1:9", logs="/no/such/folder")
+    (elsewhere / "invitation.json").write_bytes(msgspec.json.encode(copy))
+    guests.append(by_hand("--invitation", "invitation.json", "--bus", bootstrap.url, folder=elsewhere))
+    ids = {"rollout-h0", "verifier-h0", "inference-h0"}
+    run.until(lambda: ids <= of(run.folder, "ready"))
+    taken = '"taken"'
+    run.until(lambda: any(taken in line and "rollout-h0" in line for line in timeline(run)))
+    done = stretto("scale", run.folder, "rollout=2")
+    assert "rollout: 1 -> 2; starting rollout-1" in done  # the run's own workers count
+    for guest in guests:
+        guest.send_signal(signal.SIGINT)
+    for guest in guests:
+        text, _ = guest.communicate(timeout=60)
+        assert guest.returncode == 0, text
+        assert "leaving" in text
+    run.until(lambda: ids <= of(run.folder, "left"))
+    assert not (run.folder / "bus" / "rollout-h0.json").exists()
+    stretto("stop", run.folder)
+    assert run.end() == 130
+    assert_nothing_went_wrong(run)
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_work_here_says_why_and_the_run_goes_on(
+    start: Start, by_hand: Any, tmp_path: Path
+) -> None:
+    run = start("steps=2000", "checkpoint.every=0")
+    run.until_step(1)
+    (tmp_path / "rows.jsonl").rename(tmp_path / "moved.jsonl")  # as on a machine that does not have it
+    guest = by_hand("--run", run.folder, "--role", "rollout")
+    text, _ = guest.communicate(timeout=60)
+    assert guest.returncode == 1
+    remark = f"paths of the run file that do not exist on this machine: dataset.path={tmp_path}/rows.jsonl"
+    assert remark in text
+    run.until(lambda: remark in run.text())
+    anyio.run(_join_with_another_version, Path(run.folder))
+    run.until_step(len(run.metrics()) + 3)
+    stretto("stop", run.folder)
+    assert run.end() == 130
+    assert run.summary()["restarts"] == 0
+
+
+async def _join_with_another_version(folder: Path) -> None:
+    bootstrap = Bootstrap.read(write_bootstrap(folder / "bus", "rollout-x"))
+    join = Join("rollout-x", "rollout", "here", "nonce", bootstrap.token, "0.0.1")
+    async with connect(bootstrap) as bus:
+        subject = Subjects(bootstrap.run).kernel("rollout", "join")
+        with pytest.raises(
+            Refused, match=r"rollout-x has stretto 0\.0\.1, and the run has .*: install stretto"
+        ):
+            await bus.request(subject, join, Welcome, who="kernel", deadline_s=30)
+
+
+def timeline(run: Any) -> list[str]:
+    return (run.folder / "timeline.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--role", "rollout"),
+        ("--run", "x"),
+        ("--run", "x", "--invitation", "y"),
+        ("--invitation", "no.json"),
+    ],
+)
+def test_a_worker_by_hand_needs_a_run_and_a_role_or_an_invitation(arguments: tuple[str, ...]) -> None:
+    assert "error: " in stretto("worker", *arguments, status=2)
+
+
+# ---------------------------------------------------------------------------- rollout as the bottleneck
+
+_SLOW_ROLLOUT = (
+    *("steps=100000", "checkpoint.every=0", "training.seconds_per_step=0.02"),
+    *("inference.tokens_per_s=20480", "inference.slots=512", "inference.mean_tokens=60", "inference.sigma=0"),
+    *("rollout.concurrency=2", "queue.batch_size=8", "queue.max_staleness=7"),
+)
+"""A ticket takes 1.5 s and no engine is full: the speed is proportional to the number of rollout workers."""
+
+
+def groups_between(run: Any, start: float, end: float) -> float:
+    """Finished groups a second between two times of the timeline."""
+    events = read_timeline(run.folder)
+    times = [each.time for each in events if isinstance(each, TicketDone) and each.purpose == "train"]
+    return sum(start < time <= end for time in times) / (end - start)
+
+
+def speed_over(run: Any, seconds: float) -> float:
+    """Finished groups a second in the next seconds."""
+    start = time.time()
+    run.until(lambda: time.time() > start + seconds + 2, seconds + 60)  # the timeline is a second behind
+    return groups_between(run, start, start + seconds)
+
+
+@pytest.mark.slow
+def test_the_speed_follows_when_half_of_the_rollout_workers_are_killed_and_six_join(start: Start) -> None:
+    run = start(*_SLOW_ROLLOUT, "rollout.processes=4")
+    run.until_step(4)
+    with_four = speed_over(run, 12)
+    for worker in ("rollout-1", "rollout-3"):
+        run.worker(worker).kill()
+    stretto("scale", run.folder, "rollout=10")
+    run.until(lambda: {f"rollout-{number}" for number in range(4, 10)} <= of(run.folder, "ready"))
+    run.until(lambda: Counter(changes(run.folder))["rollout-3", "ready"] == 2)
+    joined = max(each.time for each in read_timeline(run.folder) if isinstance(each, WorkerChanged))
+    run.until(lambda: time.time() > joined + 22, 90)
+    assert groups_between(run, joined + 10, joined + 20) >= 0.75 * 10 / 4 * with_four
+    stretto("stop", run.folder)
+    assert run.end() == 130
+    summary = run.assert_balanced()
+    assert summary["restarts"] == 2
+    assert summary["ledger"]["failed"] == summary["ledger"]["expired"] == 0
+    assert of(run.folder, "lost") == {"rollout-1", "rollout-3"}
+    run.assert_audit_is_clean()
+    run.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_elastic_finds_the_best_number_of_rollout_workers(start: Start) -> None:
+    """The engine has slots for the tickets of 8 workers: more than 8 are of no use."""
+    run = start(
+        *_SLOW_ROLLOUT,
+        *("inference.tokens_per_s=2560", "inference.slots=64", "elastic={rollout: [2, 12]}"),
+    )
+    run.until(lambda: "elastic workers=rollout number=8" in run.text(), 180)
+    run.until(lambda: {f"rollout-{number}" for number in range(8)} <= of(run.folder, "ready"))
+    speed_over(run, 5)
+    found = speed_over(run, 15)
+    refused = stretto("scale", run.folder, "rollout=13", status=1)
+    assert refused == "error: kernel refused: rollout=13 is outside elastic.rollout=[2, 12]\n"
+    stretto("stop", run.folder)
+    assert run.end() == 130
+    assert_nothing_went_wrong(run)
+    static = start(
+        *_SLOW_ROLLOUT,
+        *("inference.tokens_per_s=2560", "inference.slots=64", "rollout.processes=8"),
+        out="static",
+    )
+    static.until_step(4)
+    assert found >= 0.8 * speed_over(static, 15)
+    stretto("stop", static.folder, "--now")
+    assert static.end() == 130
+
+
+# --------------------------------------------------------------------------- a run in the background
+
+
+@pytest.mark.slow
+def test_a_detached_run_is_followed_and_stopped(start: Start, tmp_path: Path) -> None:
+    first = start("steps=1")  # writes the run file
+    first.assert_completed(1)
+    file, out = tmp_path / "run.yaml", tmp_path / "detached"
+    started = stretto("run", "--detach", file, f"out={out}", "steps=5000", "checkpoint.every=0")
+    assert f"the run in {out} trains" in started
+    assert read_status(out).started  # pyright: ignore[reportOptionalMemberAccess]
+    try:
+        again = stretto("run", "--detach", file, f"out={out}", status=2)
+        assert "already holds a run" in again
+        invitation = stretto("invite", out, "viewer").split()[-1]
+        assert "rollout-0: ready" in stretto("status", invitation)
+        assert "worker ready worker=rollout-0" in stretto("logs", out)
+        assert len(stretto("logs", out, "-n", "2").splitlines()) == 2
+        assert "logs: inference-0, kernel, rollout-0" in stretto(
+            "logs", out, "--worker", "rollout-9", status=2
+        )
+        followed = subprocess.Popen(
+            [sys.executable, "-m", "stretto", "logs", "-f", out], stdout=subprocess.PIPE, text=True
+        )
+    finally:
+        stretto("stop", out)
+    text, _ = followed.communicate(timeout=60)
+    assert "asked to stop" in text
+    assert "checkpoint" in text
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("interrupted", "stretto stop")
+    assert "interrupted at step" in (out / "output.txt").read_text()
+    resumed = stretto("resume", out, "--detach", f"steps={summary['version'] + 2}")
+    assert "trains" in resumed
+    stretto("logs", "-f", out)  # until it ends
+    assert json.loads((out / "summary.json").read_text())["status"] == "completed"
+
+
+def test_a_detached_run_that_cannot_start_says_why(start: Start, tmp_path: Path) -> None:
+    del start  # its fixture writes the run file
+    out = tmp_path / "detached"
+    failed = stretto("run", "--detach", tmp_path / "run.yaml", f"out={out}", "trackers=[nope]", status=2)
+    assert "no tracker 'nope'" in failed
+    assert not out.exists()
+    file = tmp_path / "file"
+    file.touch()
+    unwritable = stretto("run", "--detach", tmp_path / "run.yaml", f"out={file}/run", status=2)
+    assert "cannot write to" in unwritable
