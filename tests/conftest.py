@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -411,5 +411,6 @@ def runs_in(tmp_path: Path) -> Generator[Start]:
     for run in runs:
         alive = [*run.look(), *([psutil.Process(run.process.pid)] if run.process.poll() is None else [])]
         for process in alive:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it ended just now
+                process.kill()
         run.process.wait()

@@ -174,9 +174,9 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(PluginError, match=r"no inference 'sglan'; did you mean 'sglang'\?"):
         Plugins().get("inference", "sglan")
     with pytest.raises(
-        PluginError, match=r"no launcher 'slur'; did you mean 'slurm'\? \(not in this version\)"
+        PluginError, match=r"no launcher 'kubernete'; did you mean 'kubernetes'\? \(not in this version\)"
     ):
-        Plugins().get("launcher", "slur")
+        Plugins().get("launcher", "kubernete")
     with pytest.raises(PluginError, match=r"no reward 'zzz'; installed: code, exact, format, function"):
         Plugins().get("reward", "zzz")
 

@@ -155,7 +155,7 @@ def test_a_run_goes_on_when_a_server_of_its_cluster_is_killed(
         run.assert_audit_is_clean()
         said, _ = watching.communicate(timeout=30)
         assert watching.returncode == 0, said  # it has heard of the end
-        assert "step 0 of 10" in said
+        assert re.search(r"step \d+ of 10", said)
 
 
 @pytest.mark.slow

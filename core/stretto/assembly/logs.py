@@ -17,7 +17,7 @@ import structlog
 
 from stretto.errors import printable
 
-__all__ = ["bound", "log_to"]
+__all__ = ["bound", "log_nothing", "log_to"]
 
 
 def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None:
@@ -39,6 +39,11 @@ def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None
     structlog.contextvars.bind_contextvars(**identity)
     # Log the warnings and errors of libraries that use the standard module.
     logging.basicConfig(level=logging.WARNING, handlers=[_Standard()], force=True)
+
+
+def log_nothing() -> None:
+    """Drop this process's log, for a command that says by itself what is wrong."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 @contextmanager

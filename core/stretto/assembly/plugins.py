@@ -58,7 +58,7 @@ _PLANNED: dict[Kind, tuple[str, ...]] = {
     "workflow": (),
     "reward": ("code",),
     "dataset": (),
-    "launcher": ("slurm", "ray"),
+    "launcher": ("ray", "kubernetes"),
     "weights": (),
     "tracker": (),
 }

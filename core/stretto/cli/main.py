@@ -264,8 +264,10 @@ def scale(
     ],
 ) -> None:
     """Change how many processes a living run has. New workers start; those that leave finish their work."""
+    from stretto.assembly.logs import log_nothing
     from stretto.cli.operate import numbers_of, scale_run
 
+    log_nothing()
     for line in scale_run(folder.absolute(), numbers_of(numbers)):
         typer.echo(printable(line))
 
@@ -277,8 +279,10 @@ def stop(
 ) -> None:
     """End a living run: it finishes the step under way and writes a checkpoint. `stretto resume` continues
     it."""
+    from stretto.assembly.logs import log_nothing
     from stretto.cli.operate import stop_run
 
+    log_nothing()
     typer.echo(printable(stop_run(folder.absolute(), now=now)))
 
 
@@ -451,9 +455,11 @@ def status(
     certificate: ViewerCertificate = None,
 ) -> None:
     """Show what a run does now: its step, its workers, and who waits for whom since when."""
+    from stretto.assembly.logs import log_nothing
     from stretto.cli.status import status_lines, status_lines_over_bus
 
     if source.is_file():
+        log_nothing()
         typer.echo("\n".join(status_lines_over_bus(source, url, credentials, certificate)))
         return
     _refuse_viewer_options(url, credentials, certificate)

@@ -5,7 +5,6 @@ A viewer only reads. What it reads may be false: a view draws it as plain text, 
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -13,9 +12,9 @@ from pathlib import Path
 
 import anyio
 import msgspec
-import structlog
 from anyio.abc import TaskStatus
 
+from stretto.assembly.logs import log_nothing
 from stretto.bus.client import connect
 from stretto.bus.messages import RunStatus, Subjects
 from stretto.bus.server import VIEWER, Bootstrap
@@ -75,7 +74,7 @@ def watch_bus(file: Path, url: str | None, credentials: str | None, certificate:
     """
     bootstrap = viewer_bootstrap(file, url, credentials, certificate)
     # The view says what is wrong with the connection.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    log_nothing()
     listener = _Listener()
 
     async def until_the_end() -> None:
