@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give slow tests 20 minutes. Begin with the files whose tests take longest, so that no process of pytest
     is left alone with one."""
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        long = item.get_closest_marker("slow") or item.get_closest_marker("cluster")
+        if long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
     runs = {"start", "module_start"}
 

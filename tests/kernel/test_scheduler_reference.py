@@ -34,7 +34,7 @@ from stretto.kernel.scheduler import (
     StartBatch,
 )
 
-SEQUENCES = int(os.environ.get("STRETTO_SCHEDULER_SEQUENCES", "4000"))
+SEQUENCES = int(os.environ.get("STRETTO_SCHEDULER_SEQUENCES", "1000"))
 EVENTS = 60
 """Events of one sequence, at most."""
 

@@ -119,7 +119,7 @@ def by_hand() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         worker.communicate(timeout=30)
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_workers_by_hand_join_and_leave(start: Start, by_hand: Any, tmp_path: Path) -> None:
     run = start("steps=2000", "checkpoint.every=0", "rollout.concurrency=2")
     run.until_step(1)
@@ -150,7 +150,7 @@ def test_workers_by_hand_join_and_leave(start: Start, by_hand: Any, tmp_path: Pa
     assert_nothing_went_wrong(run)
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_a_worker_that_cannot_work_here_says_why_and_the_run_goes_on(
     start: Start, by_hand: Any, tmp_path: Path
 ) -> None:
@@ -223,7 +223,7 @@ def speed_over(run: Any, seconds: float) -> float:
     return groups_between(run, start, start + seconds)
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_the_speed_follows_when_half_of_the_rollout_workers_are_killed_and_six_join(start: Start) -> None:
     run = start(*_SLOW_ROLLOUT, "rollout.processes=4")
     run.until_step(4)
@@ -246,7 +246,7 @@ def test_the_speed_follows_when_half_of_the_rollout_workers_are_killed_and_six_j
     run.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_elastic_finds_the_best_number_of_rollout_workers(start: Start) -> None:
     """The engine has slots for the tickets of 8 workers: more than 8 are of no use."""
     run = start(
@@ -276,7 +276,7 @@ def test_elastic_finds_the_best_number_of_rollout_workers(start: Start) -> None:
 # --------------------------------------------------------------------------- a run in the background
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_a_detached_run_is_followed_and_stopped(start: Start, tmp_path: Path) -> None:
     first = start("steps=1")  # writes the run file
     first.assert_completed(1)

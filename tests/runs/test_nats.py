@@ -158,7 +158,7 @@ def test_a_run_goes_on_when_a_server_of_its_cluster_is_killed(
         assert re.search(r"step \d+ of 10", said)
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_nothing_is_lost_when_servers_of_a_cluster_are_killed_for_two_minutes(
     start: Start, tmp_path: Path, login: str
 ) -> None:
@@ -190,7 +190,7 @@ def test_nothing_is_lost_when_servers_of_a_cluster_are_killed_for_two_minutes(
         run.assert_audit_is_clean()
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_a_cluster_keeps_a_run_that_is_resumed_with_other_replicas_and_servers(
     start: Start, tmp_path: Path, login: str
 ) -> None:

@@ -100,7 +100,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "logs" / "kernel.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_a_run_with_a_critic_changed_values_and_a_killed_kernel_is_replayed(start: Start) -> None:
     ppo = ("algorithm={use: ppo, minibatches: 2}", "models.critic.group=critics", "checkpoint.keep=9")
     run = start(*REAL, *ppo, "groups.critics={use: torch}", "checkpoint.every=2", "steps=20")
@@ -136,7 +136,7 @@ def stretto_run_configured(config):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_threads_and_processes_that_changed_in_mid_run_are_those_of_the_recorded_steps(
     start: Start, tmp_path: Path
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_replay_is_a_run_of_its_own_that_cannot_be_continued(finished: Any) ->
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_a_run_that_has_kept_too_little_says_what_is_missing(start: Start) -> None:
     run = start("steps=6", "samples.keep=none", "checkpoint.every=1", "checkpoint.keep=2")
     assert run.end() == 0, run.text()

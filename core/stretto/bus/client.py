@@ -396,6 +396,11 @@ class Bus:
         return without_logins(url.geturl()) if url is not None else ""
 
     @property
+    def server(self) -> str:
+        """Address of the server that the client is connected to, or was at last."""
+        return self._address
+
+    @property
     def local_address(self) -> str:
         """Address of this machine from which it reaches the server, so that other machines of the run reach
         it there.
@@ -807,7 +812,6 @@ class Bus:
         self._up.set()
         self._store_up.set()
         await self._nats.subscribe(f"{self._prefix}.from.*.{self.inbox}.*", cb=self._on_answer)
-        log.info("bus connected", url=self._address)
 
     async def on_error(self, error: Exception) -> None:
         """Log an error of the server or the connection. The client calls it."""

@@ -199,6 +199,7 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
                 async with served(setup):
                     bootstrap = Bootstrap.read(setup.folder / "bus" / "kernel.json")
                     async with connect(bootstrap) as bus:
+                        log.info("bus connected", url=bus.server)
                         await own_run(setup, bus, ending)
             finally:
                 view.stop()

@@ -80,7 +80,8 @@ def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
     limit_output()
     worker, lock = bootstrap.worker, bootstrap.lock
     # Without the run's folder, the log is part of the output, which a launcher collects.
-    file = Path(bootstrap.logs, f"{worker}.jsonl") if lock is not None and lock.shows_folder else None
+    shows_logs = lock is not None and lock.shows_folder and Path(bootstrap.logs).is_dir()
+    file = Path(bootstrap.logs, f"{worker}.jsonl") if shows_logs else None
     if by_hand:
         bootstrap = msgspec.structs.replace(bootstrap, lock=None)
     log_to(file, console=by_hand or file is None, run=bootstrap.run, role=bootstrap.role, worker=worker)
@@ -132,6 +133,7 @@ async def _join_and_work(bootstrap: Bootstrap, joining: anyio.CancelScope) -> No
     nonce = secrets.token_hex(4)
     first = Heartbeat(worker, nonce, ready=False)
     async with connect(bootstrap) as bus:
+        log.info("bus connected", url=bus.server)
         with heartbeats(bootstrap, role, first) as beats:
             place = f"{socket.gethostname()} pid {os.getpid()}"
             join = Join(worker, role, place, nonce, bootstrap.token, own_version())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import product
+from collections.abc import Sequence
+from contextlib import suppress
 
 from stretto.errors import LaunchError
 from stretto.launcher import Job, Submission
@@ -18,7 +18,7 @@ __all__ = ["part_of", "script_of"]
 _KERNEL_CORES = 1
 _KERNEL_GB = 2
 _MEMORY_STEPS = 64
-"""Sizes of memory that are tried, at most."""
+"""Sizes of memory that are tried."""
 
 _BODY = """\
 umask 077
@@ -94,65 +94,56 @@ def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
 
 
 def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[str]:
-    """Return the options for the cores, GPUs and memory of each node: the least with which the workers have
-    room.
+    """Return the options for the cores, GPUs and memory of each node, with which the workers have room.
+
+    With GPUs, these are as few as possible, and ranks get as few nodes as these allow. Without, the cores
+    and the memory are as little as possible.
 
     Raises:
-        LaunchError: if they have none.
+        LaunchError: if ranks that need one node together have no room.
     """
-    total = sum(job.resources.gpus for job in jobs)
-    threads = sum(job.resources.threads for job in jobs) + with_kernel * _KERNEL_CORES
-    sized = bool(jobs) and all(job.resources.memory_gb for job in jobs)
-    memory_gb = sum(job.resources.memory_gb or 0 for job in jobs) + with_kernel * _KERNEL_GB
-    step_gb = max(1, math.ceil(memory_gb / _MEMORY_STEPS))
-    sizes_gb = (
-        range(math.ceil(memory_gb / nodes), math.ceil(memory_gb) + step_gb, step_gb) if sized else [None]
-    )
-    sizes = product(range(math.ceil(total / nodes), total + 1), sizes_gb)
-    spots, gpus, size_gb = _least(jobs, nodes, threads, sizes, with_kernel=with_kernel)
-    used = Counter({"0": _KERNEL_CORES * with_kernel})
+    spots, gpus = _place_on_gpus(jobs, nodes) if _needs_gpus(jobs) else (_place_on_cores(jobs, nodes), 0)
+    cores, memory_gb = Counter[str](), Counter[str]()
+    if with_kernel:
+        cores["0"], memory_gb["0"] = _KERNEL_CORES, _KERNEL_GB
     for job in jobs:
-        used[spots[job.worker].node] += job.resources.threads
+        cores[spots[job.worker].node] += job.resources.threads
+        memory_gb[spots[job.worker].node] += math.ceil(job.resources.memory_gb or 0)
+    sized = bool(jobs) and all(job.resources.memory_gb for job in jobs)
     return [
         f"--nodes={nodes}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={max(1, *used.values())}",
+        f"--cpus-per-task={max(1, *cores.values())}",
         *([f"--gpus-per-node={gpus}"] if gpus else []),
-        *([] if size_gb is None else [f"--mem={size_gb}G"]),
+        *([f"--mem={max(memory_gb.values())}G"] if sized else []),
     ]
 
 
-def _least(
-    jobs: Sequence[Job],
-    nodes: int,
-    threads: int,
-    sizes: Iterable[tuple[int, int | None]],
-    *,
-    with_kernel: bool,
-) -> tuple[dict[str, Spot], int, int | None]:
-    """Return the spots of the jobs on the smallest nodes that have room for them, and the size of these.
+def _needs_gpus(jobs: Sequence[Job]) -> bool:
+    return any(job.resources.gpus for job in jobs)
 
-    Args:
-        threads: threads of all jobs, and of the kernel.
-        sizes: (GPUs, GiB of memory) of each node, smallest first; at least one.
 
-    Raises:
-        LaunchError: if no size is enough.
-    """
-    shortage: LaunchError | None = None
-    for gpus, size_gb in sizes:
-        machines = [
-            Node(
-                str(number),
-                math.ceil(threads / nodes) - (with_kernel and number == 0) * _KERNEL_CORES,
-                tuple(map(str, range(gpus))),
-                None if size_gb is None else size_gb - (with_kernel and number == 0) * _KERNEL_GB,
-            )
-            for number in range(nodes)
-        ]
-        try:
-            return place(jobs, machines, {}), gpus, size_gb
-        except LaunchError as error:
-            shortage = error
-    assert shortage is not None, "there is at least one size"
-    raise shortage
+def _place_on_gpus(jobs: Sequence[Job], nodes: int) -> tuple[dict[str, Spot], int]:
+    """Return the spots of jobs on nodes with the fewest GPUs that have room, and this number."""
+    total = sum(job.resources.gpus for job in jobs)
+    for gpus in range(math.ceil(total / nodes), total):
+        with suppress(LaunchError):
+            return _place(jobs, nodes, gpus, math.inf, None), gpus
+    return _place(jobs, nodes, total, math.inf, None), total
+
+
+def _place_on_cores(jobs: Sequence[Job], nodes: int) -> dict[str, Spot]:
+    """Return the spots of jobs on nodes with about the same part of all cores and of all memory."""
+    cores = math.ceil(sum(job.resources.threads for job in jobs) / nodes)
+    memory_gb = sum(job.resources.memory_gb or 0 for job in jobs)
+    for step in range(_MEMORY_STEPS):  # memory that divides evenly may leave no room for large workers
+        with suppress(LaunchError):
+            return _place(jobs, nodes, 0, cores, memory_gb / nodes * (1 + step / _MEMORY_STEPS * nodes))
+    return _place(jobs, nodes, 0, cores, None)
+
+
+def _place(
+    jobs: Sequence[Job], nodes: int, gpus: int, cores: float, memory_gb: float | None
+) -> dict[str, Spot]:
+    names = tuple(map(str, range(gpus)))
+    return place(jobs, [Node(str(number), cores, names, memory_gb) for number in range(nodes)], {})
