@@ -37,8 +37,9 @@ wait $kernel; late=$?
 """
 _REQUEUE = """\
 if [ -n "$ending" ] && [ $status = 130 ]; then
+  trap '' TERM  # a script that ends by itself now would be a failed job to Slurm
   scontrol requeue "$SLURM_JOB_ID"
-  sleep 60  # Slurm ends this script
+  sleep 60  # Slurm kills this script
 fi
 """
 
