@@ -22,14 +22,17 @@ _MEMORY_STEPS = 64
 
 _BODY = """\
 umask 077
+kernel= ending= stopping=
+stop() {{ stopping=1; [ -z "$kernel" ] || kill -TERM $kernel; }}
+trap 'ending=1; stop' USR1  # the time limit is near: end with a checkpoint
+trap stop TERM
 {prologue}if [ -e {config} ]; then
   {resume} &
 else
   {begin} &
 fi
-kernel=$! ending=
-trap 'ending=1; kill -TERM $kernel' USR1  # the time limit is near: end with a checkpoint
-trap 'kill -TERM $kernel' TERM
+kernel=$!
+[ -z "$stopping" ] || stop
 while kill -0 $kernel 2> /dev/null; do wait $kernel; status=$?; done  # a trap also ends `wait`
 wait $kernel; late=$?
 [ $late = 127 ] || status=$late
