@@ -242,6 +242,7 @@ def sleepers(mark: str) -> list[int]:
 @pytest.mark.parametrize("end", ["killed", "out of time", "closed"])
 async def test_nothing_that_a_child_started_outlives_it(open_pool: OpenPool, end: str) -> None:
     mark = f"1000.{os.getpid()}3"
+    before = set(psutil.Process().children())  # such as processes of tests that ran here earlier
     async with open_pool(PARENT) as pool:
         if end == "out of time":
             async with anyio.create_task_group() as tasks:
@@ -256,7 +257,7 @@ async def test_nothing_that_a_child_started_outlives_it(open_pool: OpenPool, end
             await ask(pool, f"leave {mark}")
             await until(lambda: len(sleepers(mark)) == 3)
         if end == "killed":
-            [guard] = psutil.Process().children()
+            [guard] = set(psutil.Process().children()) - before
             guard.children()[0].kill()
         if end != "closed":
             await until(lambda: not sleepers(mark))
