@@ -131,11 +131,16 @@ class Run:
             time.monotonic(), kernel.user + kernel.system, server.user + server.system, self.counts()
         )
 
+    def restarts(self) -> int:
+        """Return the number of workers that ended and were started again. The figures would be wrong."""
+        status = self.folder / "status.json"
+        return json.loads(status.read_text())["restarts"] if status.exists() else 0
+
     def until(self, condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
         """Wait for a condition, or end the benchmark with the run's output."""
         deadline = time.monotonic() + seconds
         while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None or self.restarts() or time.monotonic() > deadline:
                 tail = "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
                 raise SystemExit(f"{self.workers} workers: not {what}; the end of the run's output:\n{tail}")
             time.sleep(0.2)

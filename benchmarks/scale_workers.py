@@ -31,6 +31,7 @@ import numpy as np
 from scale_launcher import Orders
 from stretto.array import Array
 from stretto.bus.client import connect, decoder
+from stretto.bus.joining import own_version
 from stretto.bus.messages import (
     AskPublished,
     Beacon,
@@ -215,7 +216,9 @@ class Worker:
         self.joins += 1
         reply = f"{self.names.answers(self.role, 'kernel')}.{secrets.token_hex(11)}.{self.joins}"
         self.wire.subscribe(reply, "join", self._welcomed)
-        message = encode(Join(self.id, self.role, "simulated", self.nonce, self.bootstrap.token))
+        message = encode(
+            Join(self.id, self.role, "simulated", self.nonce, self.bootstrap.token, own_version())
+        )
         self._welcome.clear()
         while not self._welcome.is_set():
             self.wire.publish(self.names.kernel(self.role, "join"), message, reply)
@@ -424,7 +427,7 @@ async def train(bootstrap: Bootstrap) -> None:
 
     async with connect(bootstrap) as bus:
         subject = names.kernel("trainer", "join")
-        join = Join(worker, "trainer", "simulated", nonce, bootstrap.token)
+        join = Join(worker, "trainer", "simulated", nonce, bootstrap.token, own_version())
         await bus.request(subject, join, Welcome, who="kernel", deadline_s=60)
         own = partial(names.worker, "trainer", worker)
         await bus.serve(own("load"), LoadCheckpoint, load)
