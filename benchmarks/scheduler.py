@@ -39,8 +39,8 @@ def group_of(ticket: Ticket, version: int) -> GroupDone:
 
 
 def microseconds_per_group(kind: Any, under_way: int) -> float:
-    """Return the microseconds that a scheduler of this class spends on one group, with so many tickets under
-    way."""
+    """Return the microseconds that a scheduler of this class spends on one group while this many tickets are
+    under way."""
     batch = under_way // (STALENESS + 1)
     settings = SchedulerSettings(
         steps=10**9, batch_size=batch, max_staleness=STALENESS, rows=1000, group_size=SAMPLES

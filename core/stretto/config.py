@@ -149,7 +149,7 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 _ADDRESS = r"(nats|tls)://[^\s,]+"
 _MOST_REPLICAS = 5
-"""NATS keeps at most so many copies of a stream."""
+"""Largest number of copies of a stream in NATS."""
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 
-import psutil
-
 __all__ = ["address_towards", "interface_with"]
 
 
@@ -27,6 +25,8 @@ def interface_with(address: str) -> str:
     Raises:
         OSError: if none has it.
     """
+    import psutil  # only ranks on several machines need it, and every process imports this module
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name

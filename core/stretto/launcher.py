@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
@@ -31,6 +32,7 @@ __all__ = [
     "StartedProcess",
     "Submission",
     "SubmittingLauncher",
+    "last_lines",
     "process_environment",
     "thread_variables",
     "visible_gpus",
@@ -192,7 +194,7 @@ class ForkingLauncher(Protocol):
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that a cluster shall start."""
+    """A run for a cluster to start."""
 
     begin: tuple[str, ...]
     """Command that begins the run. Its process is the kernel."""
@@ -230,6 +232,16 @@ class ClusterLauncher(Protocol):
     def address(self) -> str:
         """Address or name of the kernel's machine, as the machines of the workers reach it."""
         ...
+
+
+def last_lines(log: str, lines: int) -> str:
+    """Return the last lines of a worker's log, for `Handle.tail`. The worker may have rotated the file."""
+    last: deque[str] = deque(maxlen=lines)
+    for file in (Path(f"{log}.1"), Path(log)):
+        if file.exists():
+            with file.open(errors="replace") as text:
+                last += text
+    return "".join(last).rstrip()
 
 
 def process_environment(resources: Resources, gpus: Sequence[str]) -> dict[str, str]:

@@ -133,11 +133,11 @@ class _Room:
         """Return the reasons to place a job here, as numbers: higher is better, and earlier ones go first."""
         free_gpus = sum(self.gpus.values()) if job.resources.gpus else 0.0
         has_cores = self.cores >= job.resources.threads
-        alike = sum(_group(each) == _group(job) for each in self.jobs)
+        same = sum(_group(each) == _group(job) for each in self.jobs)
         if job.role == "trainer":
-            return has_cores, alike, free_gpus, self.cores
+            return has_cores, same, free_gpus, self.cores
         beside = job.role == "inference" and any(each.role == "trainer" for each in self.jobs)
-        return has_cores, -alike, beside, free_gpus, self.cores
+        return has_cores, -same, beside, free_gpus, self.cores
 
 
 def _group(job: Job) -> str:

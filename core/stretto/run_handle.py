@@ -56,8 +56,8 @@ _kernels: set[_KernelProcess] = set()
 def run(config: str | os.PathLike[str] | Mapping[str, Any], /, **overrides: Any) -> RunHandle:
     """Start a run, and return its handle when the run is checked and starts its processes.
 
-    Checking takes a few seconds, as with `stretto check`. A program with an event loop that must not stand
-    still for so long calls `await asyncio.to_thread(stretto.run, …)`.
+    Checking takes a few seconds, as with `stretto check`. A program whose event loop must go on meanwhile
+    calls `await asyncio.to_thread(stretto.run, …)`.
 
     Args:
         config: path of a run file, or its content as nested mappings.

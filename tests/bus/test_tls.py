@@ -140,7 +140,7 @@ async def test_check_says_which_server_refuses_and_why(
     assert not away.fatal
     [_, few] = await faults_of_bus(msgspec.structs.replace(whole, replicas=3), 10)
     assert (few.key, few.fatal) == ("bus.replicas", True)
-    assert few.message.startswith("is 3, and the cluster has not so many servers")
+    assert few.message.startswith("is 3, but the cluster has fewer servers")
     [refused] = await faults_of_bus(msgspec.structs.replace(whole, tls=TlsConfig(ca=ca)), 10)
     assert refused.fatal
     assert "may want a client's certificate" in refused.message

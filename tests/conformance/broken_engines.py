@@ -19,7 +19,7 @@ HERE = (__file__,)
 
 
 class Shifted(TorchTraining):
-    """Its logprobs are off, and from a checkpoint it begins anew."""
+    """Its logprobs are wrong, and it reads no checkpoint."""
 
     def forward(self, batch: Any, *, temperature: float) -> Any:
         return super().forward(batch, temperature=temperature) + 0.01

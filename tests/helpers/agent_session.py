@@ -20,7 +20,7 @@ from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.models.tokenizer import load_tokenizer
 from stretto.workflow import Answer, OnTokens, Prompt, Score
 
-# As Qwen3's: the reasoning of earlier answers goes. Calls in the history are written anew.
+# As Qwen3's: the reasoning of earlier answers goes. Calls in the history are written again.
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator, MutableMapping
+from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,7 +17,10 @@ import structlog
 
 from stretto.errors import printable
 
-__all__ = ["bound", "log_nothing", "log_to"]
+__all__ = ["bound", "log_nothing", "log_to", "printable_fields"]
+
+_HIDDEN = ("run", "role")
+"""Fields that are the same in every line of a process."""
 
 
 def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None:
@@ -53,6 +56,15 @@ def bound(**facts: Any) -> Generator[None]:
         yield
 
 
+def printable_fields(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a log line that people read, as printable text."""
+    return {
+        key: printable(value) if isinstance(value, str) else value
+        for key, value in event.items()
+        if key not in _HIDDEN
+    }
+
+
 class _Tee:
     """The last processor: writes the line to the file, and to the terminal if `console`."""
 
@@ -74,11 +86,7 @@ class _Tee:
                     self._complained = True
                     print(f"cannot write {self._file.name}: {error}", file=sys.stderr, flush=True)
         if self._console:
-            fields = {
-                key: printable(value) if isinstance(value, str) else value
-                for key, value in event.items()
-                if key not in ("run", "role")
-            }
+            fields = printable_fields(event)
             if fields.pop("exception", None) and self._file is not None:
                 fields["traceback"] = self._file.name
             try:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from stretto.config import BusConfig
 from stretto.errors import ConfigError
+from stretto.interfaces import address_towards
 
 __all__ = ["Listening", "is_loopback", "listening", "own_hosts", "url_host"]
 
 _LOOPBACK = "127.0.0.1"
-_ANYWHERE = ("192.0.2.1", 9)
-"""An address of documentation networks. Connecting a UDP socket sends nothing; it only chooses a route."""
+_ELSEWHERE = "192.0.2.1"
+"""An address of documentation networks: no machine has it."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,7 @@ def _addresses_of(name: str) -> list[str]:
 
 def _address_of_default_route() -> str:
     """Return the address with which this machine reaches other networks; empty if it has no route to them."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ANYWHERE)
-        except OSError:
-            return ""
-        return probe.getsockname()[0]
+    try:
+        return address_towards(_ELSEWHERE)
+    except OSError:
+        return ""

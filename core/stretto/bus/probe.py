@@ -143,7 +143,7 @@ async def _fault_of_store(
 
 def _refusal(error: APIError, config: BusConfig, place: str) -> BusFault:
     if error.err_code in (_TOO_FEW_SERVERS, _NO_CLUSTER):
-        text = f"is {config.replicas}, and the cluster has not so many servers with JetStream now"
+        text = f"is {config.replicas}, but the cluster has fewer servers with JetStream now"
         return BusFault("bus.replicas", f"{text}: {error.description}")
     return BusFault("bus.url", f"the store of nats-server at {place} cannot be used: {_text(error)}")
 

@@ -11,13 +11,13 @@ from typing import IO, Any
 import msgspec
 import structlog
 
+from stretto.assembly.logs import printable_fields
 from stretto.errors import ConfigError, offer, printable
 from stretto.records.run import RunRecord
 
 __all__ = ["log_lines"]
 
 _LOOK_S = 0.3
-_HIDDEN = ("run", "role")
 
 
 def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) -> Iterator[str]:
@@ -66,11 +66,7 @@ def _as_text(renderer: structlog.dev.ConsoleRenderer, line: str) -> str:
         event = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return printable(line.rstrip("\n"))
-    fields = {
-        key: printable(value) if isinstance(value, str) else value
-        for key, value in event.items()
-        if key not in _HIDDEN
-    }
+    fields = printable_fields(event)
     trace = fields.pop("exception", None)
     text = renderer(None, "", {"event": "", **fields})
     return f"{text}\n{trace}" if trace else str(text)

@@ -61,9 +61,10 @@ def _submitted(
     resumed: bool,
 ) -> bool:
     launcher: Launcher = composed.make("launcher", context_of(composed.config))
-    jobs = tuple(blank_job(worker) for worker in workers(composed.config, placement(composed)))
-    submission = Submission(begin=begin, resume=resume, folder=str(folder), jobs=jobs)
-    text = launcher.submission(submission) if isinstance(launcher, SubmittingLauncher) else None
+    text = None
+    if isinstance(launcher, SubmittingLauncher):
+        jobs = tuple(blank_job(worker) for worker in workers(composed.config, placement(composed)))
+        text = launcher.submission(Submission(begin=begin, resume=resume, folder=str(folder), jobs=jobs))
     if text is None or not isinstance(launcher, SubmittingLauncher):
         if dry_run:
             name = composed.config.launcher.use

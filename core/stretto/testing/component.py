@@ -101,7 +101,7 @@ class ComponentConformance:
     @classmethod
     def section(cls) -> Mapping[str, Any]:
         """The component's section. A class whose options name files that a test has to write first defines
-        this fixture anew."""
+        this fixture itself."""
         return {"use": cls.use, **cls.options}
 
     @pytest.fixture(scope="class")

@@ -30,6 +30,7 @@ from stretto.assembly.contracts import expect_contract
 from stretto.assembly.dataflow import graph_of
 from stretto.assembly.placement import Placement, group_of_worker, model_folder, split_groups, split_rows
 from stretto.bus import messages
+from stretto.bus.listening import url_host
 from stretto.bus.messages import (
     AskMeetingPlace,
     AskPublished,
@@ -164,7 +165,7 @@ class TrainerWorker:
             return str(context.component_context.path("bus", f"{name}-{context.lease_epoch}.rendezvous"))
         if self._rank == 0:
             host = context.bus.local_address
-            place = MeetingPlace(f"tcp://{f'[{host}]' if ':' in host else host}:{free_port(host)}")
+            place = MeetingPlace(f"tcp://{url_host(host)}:{free_port(host)}")
             await context.bus.serve(
                 context.subject("meeting_place"), AskMeetingPlace, partial(self._tell, place)
             )

@@ -154,7 +154,7 @@ async def _join_and_work(bootstrap: Bootstrap, joining: anyio.CancelScope) -> No
             config, folder = context.composed.config, context.component_context.folder
             traces = Path(folder) if folder else None
             with tracing.traced(config.tracing, worker, bootstrap.run, config.name, traces):
-                await _work_and_leave(context, beats, _absent_paths(welcome.config))
+                await _work_and_leave(context, beats, welcome.config)
 
 
 def _absent_paths(config: bytes) -> str:
@@ -177,17 +177,18 @@ def _text_of(error: BaseException) -> str:
     return "; ".join(filter(None, (str(error), *getattr(error, "__notes__", ()))))
 
 
-async def _work_and_leave(context: WorkerContext, beats: Heartbeats, remark: str) -> None:
+async def _work_and_leave(context: WorkerContext, beats: Heartbeats, config: bytes) -> None:
     """Work, and tell the kernel why the worker leaves.
 
     Args:
-        remark: what may be the cause of an error; empty for nothing.
+        config: of the run; paths in it that do not exist here may be the cause of an error.
     """
     subject = context.names.kernel(context.role, "leaving")
     try:
         await _work_in(context, beats)
     except Exception as error:
         first = leaves(error)[0]
+        remark = _absent_paths(config)
         first.add_note(remark)
         reason = "; ".join(filter(None, (context.explain(first), remark)))
         leaving = Leaving(context.worker, context.nonce, reason, final=isinstance(first, _FINAL))

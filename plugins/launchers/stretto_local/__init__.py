@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,14 @@ import anyio
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
 from stretto.cores import available_cores
 from stretto.errors import LaunchError
-from stretto.launcher import Forks, Job, StartedProcess, process_environment, visible_gpus
+from stretto.launcher import (
+    Forks,
+    Job,
+    StartedProcess,
+    last_lines,
+    process_environment,
+    visible_gpus,
+)
 from stretto.nodes import Node, Spot, place
 
 __all__ = ["LocalHandle", "LocalLauncher"]
@@ -66,12 +72,7 @@ class LocalHandle:
 
     def tail(self, lines: int) -> str:
         """Return the last lines of the worker's stdout and stderr."""
-        last: deque[str] = deque(maxlen=lines)
-        for name in (f"{self._job.log}.1", self._job.log):  # the older part, if the worker rotated the file
-            if Path(name).exists():
-                with Path(name).open(errors="replace") as file:
-                    last += file
-        return "".join(last).rstrip()
+        return last_lines(self._job.log, lines)
 
 
 class LocalLauncher:

@@ -13,7 +13,7 @@ from stretto.launcher import Job, Submission
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
 
-__all__ = ["part_of", "script_of"]
+__all__ = ["part_of", "script_of", "wait_for"]
 
 _KERNEL_CORES = 1
 _KERNEL_GB = 2
@@ -33,10 +33,7 @@ else
 fi
 kernel=$!
 [ -z "$stopping" ] || stop
-while kill -0 $kernel 2> /dev/null; do wait $kernel; status=$?; done  # a trap also ends `wait`
-wait $kernel; late=$?
-[ $late = 127 ] || status=$late
-{requeue}exit $status
+{wait}{requeue}exit $status
 """
 _REQUEUE = """\
 if [ -n "$ending" ] && [ $status = 130 ]; then
@@ -51,13 +48,21 @@ def part_of(config: SlurmConfig, job: Job) -> int:
     """Return the number of the part of the job in which a worker runs: 0 for the part of the kernel."""
     prefix = job.worker.rpartition("-")[0]
     group = prefix.removeprefix("trainer-") if prefix != "trainer" else "training"
-    for number, part in enumerate(config.parts.values(), 1):
-        if group in part.workers:
-            return number
-    for number, part in enumerate(config.parts.values(), 1):
-        if job.role in part.workers:
-            return number
+    for wanted in (group, job.role):
+        for number, part in enumerate(config.parts.values(), 1):
+            if wanted in part.workers:
+                return number
     return 0
+
+
+def wait_for(variable: str) -> str:
+    """Return lines of bash that wait for the process whose id is in a variable, and set `status` to its exit
+    status. A trap ends bash's `wait` before the process has ended."""
+    return (
+        f"while kill -0 ${variable} 2> /dev/null; do wait ${variable}; status=$?; done\n"
+        f"wait ${variable}; late=$?\n"
+        "[ $late = 127 ] || status=$late\n"
+    )
 
 
 def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
@@ -92,6 +97,7 @@ def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
         config=shlex.quote(f"{submission.folder}/config.yaml"),
         resume=shlex.join(submission.resume),
         begin=shlex.join(submission.begin),
+        wait=wait_for("kernel"),
         requeue=_REQUEUE if config.requeue else "",
     )
     return "\n".join(lines) + "\n" + body
@@ -106,7 +112,11 @@ def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[st
     Raises:
         LaunchError: if ranks that need one node together have no room.
     """
-    spots, gpus = _place_on_gpus(jobs, nodes) if _needs_gpus(jobs) else (_place_on_cores(jobs, nodes), 0)
+    spots, gpus = (
+        _place_on_gpus(jobs, nodes)
+        if any(job.resources.gpus for job in jobs)
+        else (_place_on_cores(jobs, nodes), 0)
+    )
     cores, memory_gb = Counter[str](), Counter[str]()
     if with_kernel:
         cores["0"], memory_gb["0"] = _KERNEL_CORES, _KERNEL_GB
@@ -121,10 +131,6 @@ def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[st
         *([f"--gpus-per-node={gpus}"] if gpus else []),
         *([f"--mem={max(memory_gb.values())}G"] if sized else []),
     ]
-
-
-def _needs_gpus(jobs: Sequence[Job]) -> bool:
-    return any(job.resources.gpus for job in jobs)
 
 
 def _place_on_gpus(jobs: Sequence[Job], nodes: int) -> tuple[dict[str, Spot], int]:

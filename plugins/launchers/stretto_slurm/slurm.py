@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +15,12 @@ import anyio
 import anyio.to_thread
 
 from stretto import Context, Problem
-from stretto.errors import LaunchError
-from stretto.launcher import Job, Submission
+from stretto.errors import LaunchError, one_error
+from stretto.launcher import Job, Submission, last_lines
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
 from stretto_slurm.allocation import Allocation, ask_slurm, slurm_environment
-from stretto_slurm.script import part_of, script_of
+from stretto_slurm.script import part_of, script_of, wait_for
 
 __all__ = ["SlurmHandle", "SlurmLauncher"]
 
@@ -46,10 +45,7 @@ worker=$!
 trap 'kill -TERM $worker' TERM
 trap 'kill -USR1 $worker' USR1
 echo "stretto: {worker} on $SLURMD_NODENAME, step $SLURM_STEP_ID, pid $worker"
-while kill -0 $worker 2> /dev/null; do wait $worker; status=$?; done
-wait $worker; late=$?
-[ $late = 127 ] || status=$late
-kill -KILL -- -$worker 2> /dev/null
+{wait}kill -KILL -- -$worker 2> /dev/null
 exit $status"""
 _STARTED = re.compile(r"^stretto: (\S+) on (\S+), step (\d+), pid (\d+)$", re.MULTILINE)
 
@@ -140,12 +136,7 @@ class SlurmHandle:
 
     def tail(self, lines: int) -> str:
         """Return the last lines of the worker's stdout and stderr."""
-        last: deque[str] = deque(maxlen=lines)
-        for name in (f"{self._job.log}.1", self._job.log):  # the older part, if the worker rotated the file
-            if Path(name).exists():
-                with Path(name).open(errors="replace") as file:
-                    last += (line for line in file if not _STARTED.match(line))
-        return "".join(last).rstrip()
+        return last_lines(self._job.log, lines)
 
     async def _signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker alone: `scancel` would send it to all processes of the step."""
@@ -213,15 +204,15 @@ class SlurmLauncher:
         try:
             for job in jobs:
                 handles.append(await self._start(job, spots[job.worker], self._allocation))
-            with anyio.fail_after(2 * self._config.start_s):
+            with one_error():
                 async with anyio.create_task_group() as tasks:
                     for handle in handles:
                         tasks.start_soon(handle.until_started, self._config.start_s)
-        except BaseException as error:
+        except BaseException:
             with anyio.CancelScope(shield=True):
                 for handle in handles:
                     await handle.stop(0)
-            raise _launch_error(error) from error
+            raise
         for job, handle in zip(jobs, handles, strict=True):
             self._handles[job.worker] = job, spots[job.worker], handle
         return handles
@@ -273,17 +264,12 @@ class SlurmLauncher:
 
 def _wrapped(job: Job, spot: Spot, prologue: Sequence[str]) -> str:
     """Return the lines of bash that run a worker's command in a session of its own."""
-    return "\n".join([*prologue, _WRAPPER.format(gpus=" ".join(spot.gpus), worker=job.worker)])
+    return "\n".join(
+        [*prologue, _WRAPPER.format(gpus=" ".join(spot.gpus), worker=job.worker, wait=wait_for("worker"))]
+    )
 
 
 async def _ask_quietly(*command: str) -> None:
     """Run a command of Slurm. It fails if the step has ended, which is no fault."""
     with suppress(LaunchError):
         await anyio.to_thread.run_sync(ask_slurm, *command)
-
-
-def _launch_error(error: BaseException) -> BaseException:
-    """Return the first LaunchError in an exception group, or the error itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
