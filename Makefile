@@ -98,6 +98,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/algorithms.py
 	$(BIN)/python benchmarks/curriculum.py
 	$(BIN)/python benchmarks/elastic.py
+	$(BIN)/python benchmarks/compression.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES)

@@ -175,6 +175,9 @@ LORA: dict[str, Any] = {
 }
 
 
+POWER_SGD = {**ADAM, "power_sgd": {"rank": 2, "after_steps": 2}}
+
+
 @pytest.fixture(scope="session")
 def models(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random models of three architectures, tied and not, with a tokenizer each."""
@@ -222,6 +225,13 @@ def measured(single: Measured, models: dict[str, Path], work: Path) -> dict[str,
         runs = runs_of(models, saved / layout, loads[layout])
         if layout in ("fsdp2", "pipeline"):
             runs.append({**LORA, "model": str(models["qwen2"]), "save": str(saved / layout / "lora")})
+        if layout == "copies":
+            power, common = saved / layout / "power", {"model": str(models["qwen2"]), "options": POWER_SGD}
+            runs.append(
+                {**common, "name": "power", "seeds": [0, 1, 2, 3], "save": str(power), "more": [4, 5]}
+            )
+            runs.append({**common, "name": "power-resumed", "load": str(power), "seeds": [4, 5]})
+            runs.append({**common, "name": "uncompressed", "options": ADAM, "seeds": [0, 1, 2, 3, 4, 5]})
         layouts[layout] = options, runs
     return run_layouts(work / "ranks", layouts)
 
@@ -292,6 +302,20 @@ def test_checkpoints_go_from_any_layout_to_any_other(
         )
         expected = measured[source].steps("gemma-adam")[2]
         assert single.steps(f"from-{source}")[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_compressed_gradients_go_on_from_a_checkpoint_with_the_same_bits(
+    measured: dict[str, Measured],
+) -> None:
+    copies = measured["copies"]
+    whole, resumed = (load_file(copies.folder / f"{name}.safetensors") for name in ("power", "power-resumed"))
+    after = [name for name in whole if name.startswith("after.")]
+    assert after
+    assert all(torch.equal(whole[name], resumed[name]) for name in after)
+    compressed, plain = copies.steps("power"), copies.steps("uncompressed")
+    assert [each["loss"] for each in compressed[:3]] == [each["loss"] for each in plain[:3]]
+    assert compressed[3]["loss"] != plain[3]["loss"]
+    assert off(copies.update("power"), copies.update("uncompressed")) < 0.5
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's

@@ -3,6 +3,7 @@
     model/              Hugging Face format: config, weights in safetensors, tokenizer
     adapter/            only with LoRA: peft format; model/ then holds the merged weights
     optimizer*.safetensors   full tensors named `<parameter>.<key>`
+    layout*.safetensors      only if the layout carries tensors from step to step
     random.safetensors  states of the random number generators
     engine.json         number of optimizer steps; a skipped step counts too
 
@@ -29,6 +30,7 @@ __all__ = [
     "optimizer_tensors",
     "random_tensors",
     "read_random",
+    "restore_layout",
     "restore_optimizer",
     "restore_parameters",
     "write_tensors",
@@ -111,7 +113,7 @@ class _Files:
         return self._folder / f"{self._stem}-{index + 1:05d}.part"
 
 
-class _CheckpointFile:
+class _CheckpointFile(Mapping[str, Tensor]):
     """The tensors that `write_tensors` wrote, read one by one.
 
     Raises:
@@ -131,11 +133,14 @@ class _CheckpointFile:
         """Return the keys stored for a parameter: the last part of each tensor's name."""
         return [key.rpartition(".")[2] for key in self._files if key.rpartition(".")[0] == name]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+    def __getitem__(self, key: str) -> Tensor:
+        return self._files[key].get_tensor(key)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 # --------------------------------------------------------------------------------------- parameters
@@ -193,6 +198,15 @@ def restore_optimizer(
             state = torch.zeros_like(parameter, requires_grad=False)
             _take(layout, state, full, f"{name}.{key}")
             optimizer.state[parameter][key] = state
+
+
+# --------------------------------------------------------------------------------------------- layout
+
+
+def restore_layout(folder: Path, layout: Layout, trained: Iterable[Tensor]) -> None:
+    """Give the layout what it carried, if the checkpoint has it."""
+    if any(folder.glob("layout*.safetensors")):
+        layout.restore(_CheckpointFile(folder, "layout"), trained)
 
 
 # ---------------------------------------------------------------------------------------- generators

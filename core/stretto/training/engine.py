@@ -9,6 +9,7 @@ the unsplit batch. The layout decides which rank holds what, and reduces over ra
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import shutil
@@ -35,6 +36,7 @@ from stretto.training.checkpoint import (
     optimizer_tensors,
     random_tensors,
     read_random,
+    restore_layout,
     restore_optimizer,
     restore_parameters,
     write_tensors,
@@ -110,6 +112,9 @@ class HFTraining:
             problem += write_tensors(folder / "adapter", "adapter_model", adapter, writes=writes)
         state = layout.stream(optimizer_tensors(self._optimizer, self._trained))
         problem += write_tensors(folder, "optimizer", state, writes=writes)
+        carried = iter(layout.carried())
+        if (first := next(carried, None)) is not None:
+            problem += write_tensors(folder, "layout", itertools.chain([first], carried), writes=writes)
         problem += write_tensors(folder, "random", random_tensors(layout.device), writes=writes)
         if writes and not problem:
             problem = catch_error(self._describe, folder)
@@ -189,6 +194,7 @@ class HFTraining:
         if self._config.lora is not None:
             restore_parameters(folder / "adapter", "adapter_model", self._trained, self._layout, _PEFT_PREFIX)
         restore_optimizer(folder, self._optimizer, self._trained, self._layout)
+        restore_layout(folder, self._layout, self._trained.values())
         self._steps = json.loads((folder / "engine.json").read_text())["optimizer_steps"]
         read_random(folder, self._layout.device)
 

@@ -10,7 +10,7 @@ consecutive ranks, compute a part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +88,21 @@ class Layout:
     def take(self, into: Tensor, full: Tensor) -> None:
         """Copy a rank's share of the tensor `full` to the rank's tensor `into`."""
         into.copy_(full)
+
+    def carried(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that the layout carries from one optimizer step to the next; the same in all
+        ranks."""
+        yield from ()
+
+    def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
+        """Go on with the tensors that `carried` yielded when the checkpoint was written.
+
+        Args:
+            trained: the trained parameters.
+
+        Raises:
+            EngineError: if they belong to other parameters.
+        """
 
     # ------------------------------------------------------------------------------ the numbers
 

@@ -6,7 +6,9 @@ Importing this module does not import torch; the factory does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
 
 from stretto.component import Component, Context, Measured, PositiveInt, Problem
 from stretto.engine import TrainingEngine
@@ -18,7 +20,17 @@ from stretto.training.config import GroupTrainingConfig, check_training
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = ["Fsdp2TrainingConfig"]
+__all__ = ["Fsdp2TrainingConfig", "PowerSgdConfig"]
+
+
+class PowerSgdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Compression of gradients with PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727)."""
+
+    rank: PositiveInt = 8
+    """Rank of the matrices that ranks exchange in place of a gradient."""
+    after_steps: Annotated[int, msgspec.Meta(ge=2)] = 10
+    """Number of optimizer steps that are not compressed at the start of training, when gradients change most.
+    Not less than `warmup_steps`."""
 
 
 class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +47,11 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
     copies, which takes about half the time for models of less than some million parameters."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced between data-parallel ranks."""
+    power_sgd: PowerSgdConfig | None = None
+    """Compress the gradients that ranks exchange, for slow networks; needs `shard: false`. `rank` (8) is the
+    rank of the matrices that are sent in place of a gradient: a higher one costs more bytes and loses less.
+    `after_steps` (10) is the number of steps at the start that are not compressed. `{}` takes these values.
+    Updates are approximate: docs/benchmarks.md says how much that costs."""
     cpu_offload: bool = False
     """Keep parameters and optimizer in host memory, and run the optimizer step there; needs `shard`."""
 
@@ -47,6 +64,14 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
             )
         if self.cpu_offload and not self.shard:
             raise ValueError("cpu_offload needs shard: true")
+        if self.power_sgd is not None:
+            if self.shard or self.tensor_parallel > 1 or self.reduce_dtype != "float32":
+                raise ValueError("power_sgd needs shard: false, tensor_parallel: 1 and reduce_dtype: float32")
+            if self.power_sgd.after_steps < self.warmup_steps:
+                raise ValueError(
+                    f"power_sgd.after_steps ({self.power_sgd.after_steps}) is less than warmup_steps "
+                    f"({self.warmup_steps}); compressed gradients disturb a warm-up"
+                )
         if self.tensor_parallel > 1:
             for key in ("lora", "compile"):
                 if getattr(self, key):

@@ -7,7 +7,7 @@ gradients, so each rank's loss, which is already its part of the whole, is multi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.training.distributed import RankLayout
 from stretto.training.model import layers_of
+from stretto_fsdp2.power_sgd import PowerSgd
 from stretto_fsdp2.tensor_parallel import split_by_tensor
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class ShardedLayout(RankLayout):
         self._shards = config.shard
         self._offloads = config.cpu_offload
         self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype)
+        self._power_sgd_config = config.power_sgd
+        self._power_sgd: PowerSgd | None = None
         self.autocast = not config.shard
 
     # ------------------------------------------------------------------------------- the model
@@ -49,6 +52,8 @@ class ShardedLayout(RankLayout):
             split_by_tensor(model, self.mesh["tp"])
         if not self._shards:
             cast("nn.Module", model).to(self.device)
+            if self._power_sgd_config is not None and self.parts > 1:
+                self._power_sgd = PowerSgd(self._power_sgd_config, self.mesh.get_group("dp"))
             return
         low = torch.bfloat16 if self._low else None
         root = MixedPrecisionPolicy(low, self._reduce_dtype, torch.float32 if low else None)
@@ -111,6 +116,24 @@ class ShardedLayout(RankLayout):
                     sharded.add(dimension)
         return all(name in sharded or self.mesh.get_local_rank(name) == 0 for name in ("dp", "tp"))
 
+    @property
+    def compression(self) -> float:
+        """Size of float32 gradients over that of what a rank sends in a compressed step."""
+        if self._power_sgd is not None:
+            return self._power_sgd.compression
+        return 4 / self._reduce_dtype.itemsize
+
+    def carried(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what PowerSGD carries."""
+        if self._power_sgd is not None:
+            yield from self._power_sgd.carried()
+
+    def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
+        """Go on with what PowerSGD carried."""
+        if self._power_sgd is not None:
+            gradients = sum(parameter.numel() for parameter in trained)
+            self._power_sgd.restore(carried, gradients, self.device)
+
     # --------------------------------------------------------------------------------- computing
 
     def backward(
@@ -123,7 +146,9 @@ class ShardedLayout(RankLayout):
             return
         super().backward(model, rows, loss_of)
         gradients = [self._own_gradient(weight) for weight in model.parameters() if weight.grad is not None]
-        if self.parts > 1 and gradients:
+        if self._power_sgd is not None:
+            self._power_sgd.add_up(gradients)
+        elif self.parts > 1 and gradients:
             self.add_up(gradients, self.mesh.get_group("dp"), self._reduce_dtype)
 
     def _own_gradient(self, parameter: Tensor) -> Tensor:
