@@ -286,7 +286,7 @@ def _reason_text(error: Exception, url: str) -> str:
         return f"its certificate is not accepted: {error.verify_message or text}"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {error.reason or text}; {_NO_CERTIFICATE}"
-    if isinstance(error, ConnectionResetError) and "tls://" in url:
+    if isinstance(error, ConnectionResetError | BrokenPipeError) and "tls://" in url:
         return f"it ended the connection; {_NO_CERTIFICATE}"
     return text
 
