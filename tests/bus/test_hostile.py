@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from bus_testing import NO_LOCK, raw_client, until
 from stretto.array import Array
 from stretto.bus.client import Bus, decoder
-from stretto.bus.joining import is_operator, is_token_of, operator_bootstrap, write_bootstrap
+from stretto.bus.joining import check_operator, is_token_of, operator_bootstrap, write_bootstrap
 from stretto.bus.messages import (
     Beacon,
     ChunkBatch,
@@ -191,10 +191,11 @@ def test_a_command_needs_the_token_of_the_operator(tmp_path: Path, server: NatsS
     assert (bus / "operator.json").stat().st_mode & 0o777 == 0o600
     assert Bootstrap.read(bus / "operator.json").token == ""
     token = operator_bootstrap(bus).token
-    assert is_operator(bus, token)
+    check_operator(bus, token)
     worker = Bootstrap.read(write_bootstrap(bus, "rollout-0"))
     for other in ("", "é", worker.token, worker.password):
-        assert not is_operator(bus, other)
+        with pytest.raises(ConfigError, match="token of the run's operator"):
+            check_operator(bus, other)
 
 
 async def test_what_jetstream_answers_reaches_no_stream_and_no_state(

@@ -24,7 +24,8 @@ from stretto.launcher import Role
 from stretto.private_file import write_private
 
 __all__ = [
-    "is_operator",
+    "check_operator",
+    "invite_operator",
     "is_token_of",
     "operator_bootstrap",
     "own_version",
@@ -74,14 +75,27 @@ def reserve_worker(folder: Path, role: str) -> Path:
 
 
 def operator_bootstrap(folder: Path) -> Bootstrap:
-    """Return what the operator of a run needs to give it commands.
+    """Return what the operator of a run needs to give it commands. A mirror of a run has it as a file.
 
     Raises:
         ConfigError: if the folder has no credentials of the operator.
     """
-    return msgspec.structs.replace(
-        Bootstrap.read(folder / f"{OPERATOR}.json"), token=_token(folder, OPERATOR)
+    bootstrap = Bootstrap.read(folder / f"{OPERATOR}.json")
+    return (
+        bootstrap if bootstrap.token else msgspec.structs.replace(bootstrap, token=_token(folder, OPERATOR))
     )
+
+
+def invite_operator(folder: Path) -> Path:
+    """Write the file with which the run's user gives commands from another machine, mode 0600, and return its
+    path.
+
+    Raises:
+        ConfigError: if the folder has no credentials of the operator.
+    """
+    path = folder / "operator-elsewhere.json"
+    write_private(path, msgspec.json.encode(operator_bootstrap(folder)))
+    return path
 
 
 @cache
@@ -90,9 +104,14 @@ def own_version() -> str:
     return version("stretto")
 
 
-def is_operator(folder: Path, token: str) -> bool:
-    """Whether a command with this token comes from the run's user."""
-    return hmac.compare_digest(_token(folder, OPERATOR).encode(), token.encode())
+def check_operator(folder: Path, token: str) -> None:
+    """Accept a command only from the run's user.
+
+    Raises:
+        ConfigError: if the token is not that of the operator.
+    """
+    if not hmac.compare_digest(_token(folder, OPERATOR).encode(), token.encode()):
+        raise ConfigError("this command needs the token of the run's operator")
 
 
 def is_token_of(folder: Path, role: Role, worker: str, token: str) -> bool:

@@ -3,6 +3,7 @@
 - Start: `quickstart`, `run`, `resume`, `sweep`, `evaluate`.
 - For a nats-server of your own: `certs` makes certificates.
 - Change a living run: `scale`, `stop`; `worker` joins it, `invite` writes the credentials for that.
+- Use a run that is elsewhere: `mirror`.
 - See one run: `status`, `watch`, `logs`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
 - Verify: `check` a run file, `audit` a run that has ended, `replay` its training.
@@ -87,19 +88,23 @@ RunOrViewer = Annotated[
     Path,
     typer.Argument(metavar="RUN_OR_VIEWER", help="A run's folder, or a copy of its bus/viewer.json."),
 ]
-ViewerUrl = Annotated[
+ElsewhereUrl = Annotated[
     str | None,
-    typer.Option("--url", help="With a viewer file: address of nats-server as it is reached from here."),
+    typer.Option(
+        "--url", help="Without the run's folder: address of nats-server as it is reached from here."
+    ),
 ]
-ViewerLogin = Annotated[
+ElsewhereLogin = Annotated[
     str | None,
-    typer.Option("--credentials", help="With a viewer file: login for a server of your own.", metavar="FILE"),
+    typer.Option(
+        "--credentials", help="Without the run's folder: login for a server of your own.", metavar="FILE"
+    ),
 ]
-ViewerCertificate = Annotated[
+ElsewhereCertificate = Annotated[
     Path | None,
     typer.Option(
         "--certificate",
-        help="With a viewer file: certificate for a server of your own, beside its key NAME.key.",
+        help="Without the run's folder: certificate for a server of your own, beside its key NAME.key.",
         metavar="NAME.pem",
     ),
 ]
@@ -450,9 +455,9 @@ def evaluate(
 @app.command()
 def status(
     source: RunOrViewer,
-    url: ViewerUrl = None,
-    credentials: ViewerLogin = None,
-    certificate: ViewerCertificate = None,
+    url: ElsewhereUrl = None,
+    credentials: ElsewhereLogin = None,
+    certificate: ElsewhereCertificate = None,
 ) -> None:
     """Show what a run does now: its step, its workers, and who waits for whom since when."""
     from stretto.assembly.logs import log_nothing
@@ -489,9 +494,9 @@ def logs(
 @app.command()
 def watch(
     source: RunOrViewer,
-    url: ViewerUrl = None,
-    credentials: ViewerLogin = None,
-    certificate: ViewerCertificate = None,
+    url: ElsewhereUrl = None,
+    credentials: ElsewhereLogin = None,
+    certificate: ElsewhereCertificate = None,
 ) -> None:
     """Show the live view of a run that another process owns. `q` ends the view; the run goes on."""
     from stretto.cli.watch import watch_bus, watch_folder
@@ -939,15 +944,36 @@ def invite(
     guest: Annotated[
         str,
         typer.Argument(
-            metavar="WORKER", help="A role, such as rollout; an id, such as rollout-x; or `viewer`."
+            metavar="GUEST",
+            help="A role, such as rollout; an id, such as rollout-x; `viewer`; or `operator`, for yourself.",
         ),
     ],
 ) -> None:
-    """Let one more worker join a run, or somebody watch it: write the file with the credentials, and print
-    the command that uses it."""
+    """Let one more worker join a run, somebody watch it, or yourself use it from another machine: write the
+    file with the credentials, and print the command that uses it."""
     from stretto.cli.worker import invite_guest
 
     print(shlex.join(invite_guest(folder.absolute(), guest)))
+
+
+@app.command()
+def mirror(
+    invitation: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file that `stretto invite RUN operator` wrote.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the copy, or the copy.")],
+    url: ElsewhereUrl = None,
+    credentials: ElsewhereLogin = None,
+    certificate: ElsewhereCertificate = None,
+) -> None:
+    """Keep a copy of the records of a run that is elsewhere, until the run ends. `ui`, `runs`, `watch`,
+    `status`, `logs`, `samples`, `stop` and `scale` take the copy in place of the run's folder."""
+    from stretto.bus.server import OPERATOR
+    from stretto.cli.mirror import mirror_run
+    from stretto.cli.watch import bootstrap_elsewhere
+
+    bootstrap = bootstrap_elsewhere(invitation, OPERATOR, url, credentials, certificate)
+    typer.echo(mirror_run(bootstrap, folder.absolute()))
 
 
 @app.command()

@@ -11,8 +11,8 @@ import msgspec
 from stretto.bus.client import connect
 from stretto.bus.guard import is_locked
 from stretto.bus.messages import RunStatus, Subjects
-from stretto.bus.server import Bootstrap
-from stretto.cli.watch import viewer_bootstrap
+from stretto.bus.server import VIEWER, Bootstrap
+from stretto.cli.watch import bootstrap_elsewhere
 from stretto.errors import ConfigError, NoAnswer, printable
 from stretto.records.status import LATE_S, STATUS, Status, decode_status, read_status, standstill
 
@@ -55,7 +55,7 @@ def status_lines_over_bus(
         ConfigError: if a file is not what it should be.
         NoAnswer: if the server cannot be reached, or refuses the login, or if the kernel is silent.
     """
-    status = anyio.run(_receive_status, viewer_bootstrap(file, url, credentials, certificate))
+    status = anyio.run(_receive_status, bootstrap_elsewhere(file, VIEWER, url, credentials, certificate))
     return [*_head(status), *_details(status)]
 
 

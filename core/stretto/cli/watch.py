@@ -16,7 +16,7 @@ from anyio.abc import TaskStatus
 
 from stretto.assembly.logs import log_nothing
 from stretto.bus.client import connect
-from stretto.bus.messages import RunStatus, Subjects
+from stretto.bus.messages import Party, RunStatus, Subjects
 from stretto.bus.server import VIEWER, Bootstrap
 from stretto.bus.tls import TlsIdentity
 from stretto.config import TlsConfig
@@ -26,7 +26,7 @@ from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.run import RunRecord
 from stretto.records.status import LATE_S, Status, decode_status, standstill
 
-__all__ = ["viewer_bootstrap", "watch_bus", "watch_folder"]
+__all__ = ["bootstrap_elsewhere", "watch_bus", "watch_folder"]
 
 _LOOK_S = 0.5
 
@@ -72,7 +72,7 @@ def watch_bus(file: Path, url: str | None, credentials: str | None, certificate:
         ConfigError: if a file is not what it should be.
         NoAnswer: if the server cannot be reached, or refuses the login.
     """
-    bootstrap = viewer_bootstrap(file, url, credentials, certificate)
+    bootstrap = bootstrap_elsewhere(file, VIEWER, url, credentials, certificate)
     # The view says what is wrong with the connection.
     log_nothing()
     listener = _Listener()
@@ -85,17 +85,19 @@ def watch_bus(file: Path, url: str | None, credentials: str | None, certificate:
     return anyio.run(_watch, listener.status, until_the_end, None)
 
 
-def viewer_bootstrap(
-    file: Path, url: str | None, credentials: str | None, certificate: Path | None
+def bootstrap_elsewhere(
+    file: Path, party: Party, url: str | None, credentials: str | None, certificate: Path | None
 ) -> Bootstrap:
-    """Read a viewer's bootstrap file. See `watch_bus`.
+    """Read the bootstrap file of a viewer or operator who is not on the run's machine. See `watch_bus`.
 
     Raises:
         ConfigError: if a file is not what it should be.
     """
     bootstrap = Bootstrap.read(file)
-    if bootstrap.role != VIEWER:
-        raise ConfigError(f"{file} is not the file of a viewer; expected a copy of a run's bus/viewer.json")
+    if bootstrap.role != party:
+        raise ConfigError(
+            f"{file} is not a file for the party {party!r}; `stretto invite RUN {party}` says where it is"
+        )
     bootstrap = bootstrap.reached(url, credentials)
     if certificate is None:
         return bootstrap

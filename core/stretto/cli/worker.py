@@ -14,8 +14,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stretto.bus.joining import reserve_worker, write_bootstrap
-from stretto.bus.server import VIEWER, Bootstrap
+from stretto.bus.joining import invite_operator, reserve_worker, write_bootstrap
+from stretto.bus.server import OPERATOR, VIEWER, Bootstrap
 from stretto.errors import ConfigError
 from stretto.kernel.worker_numbers import NUMBER_KEYS
 
@@ -50,7 +50,7 @@ def invite_guest(folder: Path, guest: str) -> list[str]:
     """Write the file with which a guest may join a run, and return the command that uses the file.
 
     Args:
-        guest: a role, a worker's id, or `viewer`.
+        guest: a role, a worker's id, `viewer`, or `operator`.
 
     Raises:
         ConfigError: if the guest is none of these, or if the folder holds no credentials.
@@ -59,6 +59,8 @@ def invite_guest(folder: Path, guest: str) -> list[str]:
     if guest == VIEWER:
         Bootstrap.read(bus / f"{VIEWER}.json")
         return ["stretto", "watch", str(bus / f"{VIEWER}.json")]
+    if guest == OPERATOR:
+        return ["stretto", "mirror", str(invite_operator(bus)), "FOLDER"]
     file = reserve_worker(bus, _role(guest)) if guest.isalpha() else write_bootstrap(bus, guest)
     return [sys.executable, "-m", "stretto", "worker", "--invitation", str(file)]
 

@@ -21,7 +21,7 @@ from anyio.abc import TaskGroup
 
 from stretto import tracing
 from stretto.bus.client import Bus
-from stretto.bus.joining import is_operator, own_version
+from stretto.bus.joining import check_operator, own_version
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     SERVER,
@@ -62,6 +62,7 @@ from stretto.kernel.fleet import FleetMember
 from stretto.kernel.journal import JournalWriter
 from stretto.kernel.lending import Wish
 from stretto.kernel.outcomes import Outcome
+from stretto.kernel.record_server import RecordServer
 from stretto.kernel.recovery import Stored, read_store, repeat_journal
 from stretto.kernel.routes import RouteSender
 from stretto.kernel.sample_keeper import SampleKeeper
@@ -125,9 +126,15 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     await bus.make_queue(names.tickets_stream, tickets, redeliver_s=60)
     await bus.make_log(names.log_stream, [*names.of_samples, names.kept_answers])
     await bus.make_log(names.journal_stream, [names.journal])
+    records = RecordServer(setup.folder)
+    await records.serve(bus, names)
     async with anyio.create_task_group() as tasks:
         await Kernel(setup, bus, lease_epoch, ending, tasks).run()
         tasks.cancel_scope.cancel()
+    if ending.status != "repeated" and records.copied_lately:
+        setup.report.finish(ending.status, ending.reason)
+        setup.board.write_end()
+        await records.hand_over(ending)
 
 
 class Kernel:
@@ -512,8 +519,7 @@ class Kernel:
         Raises:
             ConfigError: if the command comes from somebody else, or if the run ends.
         """
-        if not is_operator(self._setup.folder / "bus", token):
-            raise ConfigError("this command needs the token of the run's operator")
+        check_operator(self._setup.folder / "bus", token)
         if self._ending.over.is_set():
             raise ConfigError(f"the run is over ({self._ending.status})")
 

@@ -34,7 +34,7 @@ from stretto.kernel.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.view import View, final_lines, terminal
-from stretto.records.run import REPLAY
+from stretto.records.run import MIRROR, REPLAY
 
 __all__ = ["exit_status", "live", "owned", "resume_to_end", "run", "run_to_end", "served"]
 
@@ -77,8 +77,8 @@ def owned(folder: Path) -> Generator[None]:
     changed.
 
     Raises:
-        ConfigError: if the folder holds no run, or a replay, if another process owns the run, or if the
-            folder cannot be written.
+        ConfigError: if the folder holds no run, a replay or a mirror, if another process owns the run, or if
+            the folder cannot be written.
     """
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
@@ -86,6 +86,10 @@ def owned(folder: Path) -> Generator[None]:
         raise ConfigError(
             f"{folder} is a replay, and generates nothing; continue the run that {REPLAY} there names, or "
             "replay that run again"
+        )
+    if (folder / MIRROR).exists():
+        raise ConfigError(
+            f"{folder} is a copy of the records of a run that is elsewhere; continue the run where it is"
         )
     with lock_run(folder / "bus"):
         yield

@@ -16,13 +16,15 @@ from stretto.errors import ConfigError
 from stretto.records.metrics import METRICS, MetricsReader, is_figure
 from stretto.records.status import STATUS, Status, read_status
 
-__all__ = ["REPLAY", "RunRecord", "State", "find_runs", "is_run"]
+__all__ = ["MIRROR", "REPLAY", "RunRecord", "State", "find_runs", "is_run"]
 
 State = Literal["running", "completed", "interrupted", "failed", "stopped"]
 """`stopped`: no kernel owns the run, and none has written its summary."""
 
 REPLAY = "replay.json"
 """File in the folder of a replay: where it came from, and how it compares."""
+MIRROR = "mirror.txt"
+"""File in the folder of a copy of a run that is elsewhere: the run's id."""
 _CONFIG = "config.yaml"
 _SUMMARY = "summary.json"
 # PyYAML has the fast loader only if it was built with libyaml.

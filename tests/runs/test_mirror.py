@@ -1,0 +1,140 @@
+"""`stretto mirror`: the records of a run, on a machine that does not see its folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from stretto.bus.client import connect
+from stretto.bus.messages import AskRecord, AskRecords, RecordPart, Records, Subjects
+from stretto.bus.server import Bootstrap
+from stretto.cli.mirror import mirror_run
+from stretto.errors import ConfigError, Refused
+from stretto.records.shared import is_record, record_sizes
+
+Start = Callable[..., Any]
+
+
+def stretto(*arguments: object, status: int = 0) -> str:
+    """What a command of stretto prints."""
+    command = [sys.executable, "-m", "stretto", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def begin(invitation: Path, folder: Path) -> subprocess.Popen[str]:
+    """Start `stretto mirror`."""
+    command = [sys.executable, "-m", "stretto", "mirror", str(invitation), str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def lines_in(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path: Path) -> None:
+    run = start("steps=5000", "checkpoint.every=0")
+    run.until_step(1)
+    invitation, copy = tmp_path / "mine.json", tmp_path / "copies" / "copy"
+    shutil.copy(stretto("invite", run.folder, "operator").split()[-2], invitation)
+    mirror = begin(invitation, copy)
+    try:
+        run.until(lambda: lines_in(copy / "metrics.jsonl") >= 3)
+        mirror.send_signal(signal.SIGINT)
+        assert "the run goes on" in mirror.communicate(timeout=60)[0]
+        held = lines_in(copy / "metrics.jsonl")
+        mirror = begin(invitation, copy)  # it goes on with the copy
+        run.until(lambda: lines_in(copy / "metrics.jsonl") > held)
+
+        assert "rollout-0: ready" in stretto("status", copy)
+        [listed] = json.loads(stretto("runs", copy.parent, "--json"))
+        assert listed["state"] == "running", listed
+        assert "worker ready worker=rollout-0" in stretto("logs", copy)
+        assert "rollout: 1 already" in stretto("scale", copy, "rollout=1")
+        assert "writes a checkpoint" in stretto("stop", copy)
+        text, _ = mirror.communicate(timeout=60)
+    finally:
+        mirror.kill()
+        mirror.communicate()
+    assert text == f"the run is over; {copy} has its records\n"
+    assert run.end() == 130
+    summary, its_copy = (json.loads((folder / "summary.json").read_text()) for folder in (run.folder, copy))
+    assert {**summary, "wall_s": 0} == {**its_copy, "wall_s": 0}
+    assert its_copy["reason"] == "stretto stop"
+    for name in ("config.yaml", "metrics.jsonl", "timeline.jsonl"):
+        assert (copy / name).read_bytes() == (run.folder / name).read_bytes(), name
+    assert record_sizes(copy / "samples").keys() == record_sizes(run.folder / "samples").keys()
+    assert "is a copy of the records" in stretto("resume", copy, status=2)
+
+
+def test_only_records_leave_the_folder_and_only_to_the_operator(start: Start) -> None:
+    run = start("steps=5000", "checkpoint.every=0")
+    run.until_step(1)
+    (run.folder / "link.json").symlink_to("/etc/passwd")
+    bus = run.folder / "bus"
+    bootstrap = Bootstrap.read(Path(stretto("invite", run.folder, "operator").split()[-2]))
+    names = Subjects(bootstrap.run)
+
+    async def ask() -> None:
+        async def read(name: str, token: str = bootstrap.token) -> bytes:
+            subject = names.kernel("operator", "record")
+            part = await connected.request(
+                subject, AskRecord(token, name, 0), RecordPart, who="kernel", deadline_s=20
+            )
+            return part.data
+
+        async with connect(bootstrap) as connected:
+            subject = names.kernel("operator", "records")
+            records = await connected.request(
+                subject, AskRecords(bootstrap.token, "c"), Records, who="kernel", deadline_s=20
+            )
+            assert {"config.yaml", "metrics.jsonl", "logs/kernel.jsonl"} <= records.files.keys()
+            assert not any(name.startswith("bus") for name in records.files)
+            assert "link.json" not in records.files
+            assert await read("config.yaml") == (run.folder / "config.yaml").read_bytes()
+            paths = ("bus/join.key", "../run.yaml", "/etc/passwd", "logs/../bus/kernel.json", "link.json")
+            for name in (*paths, "absent.json"):
+                with pytest.raises(Refused, match="is no record of this run"):
+                    await read(name)
+            with pytest.raises(Refused, match="token of the run's operator"):
+                await read("config.yaml", "0" * 64)
+
+    anyio.run(ask)
+    viewer = msgspec.structs.replace(Bootstrap.read(bus / "viewer.json"), role="operator", token="0" * 64)
+    with pytest.raises(ConfigError, match="is not empty"):
+        mirror_run(viewer, run.folder.parent)
+    stretto("stop", run.folder, "--now")
+    run.end()
+
+
+@pytest.mark.parametrize("name", ["a.json", "logs/kernel.jsonl", "samples/samples-00000001-00000008.parquet"])
+def test_records(name: str) -> None:
+    assert is_record(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".a.json",
+        "a",
+        "logs/.a.json",
+        "logs/a/b.json",
+        "bus/kernel.json",
+        "a.safetensors",
+        "../a.json",
+    ],
+)
+def test_what_is_no_record(name: str) -> None:
+    assert not is_record(name)
