@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stretto import tracing
-from stretto.bus.messages import LoadCheckpoint
 from stretto.engine import TrainingEngine
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of, tensor_hash
@@ -75,17 +74,17 @@ class Publication:
             for version in versions:
                 await self._writer.run(self._publisher.copy, version, _folder_of(version, folder))
 
-    async def again(self, message: LoadCheckpoint) -> tuple[WeightsNote, ...]:
+    async def again(self, earlier: Iterable[WeightsNote], folder: str) -> tuple[WeightsNote, ...]:
         """Publish the versions that a checkpoint keeps for evaluations, and return their new notes."""
         notes: list[WeightsNote] = []
         if (publisher := self._publisher) is not None:
-            for note in message.needed:
-                update = await self._writer.run(open_version, note, _folder_of(note.version, message.folder))
+            for note in earlier:
+                update = await self._writer.run(open_version, note, _folder_of(note.version, folder))
                 new_note = await self._writer.run(
                     publisher.publish,
                     note.version,
                     update.tensors().items(),
-                    [earlier.version for earlier in notes],
+                    [each.version for each in notes],
                 )
                 notes.append(msgspec.structs.replace(new_note, canary=note.canary))
         return tuple(notes)
