@@ -110,7 +110,7 @@ class Publication:
             for name, tensor in weights:
                 size += tensor.nbytes
                 if size > _MOST_COPIED:
-                    rest = chain(copies, [(name, tensor)], weights)
+                    rest = chain(_drain(copies), [(name, tensor)], weights)
                     return canary, self._publisher.publish(version, _finite(rest, version), needed)
                 copies.append((name, tensor.clone()))
         return canary, copies
@@ -174,6 +174,13 @@ def _finite(weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tup
                 )
             raise WeightsError(reason, version=version)
         yield name, tensor
+
+
+def _drain(copies: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the copies in order, and keep none of those that were yielded."""
+    copies.reverse()
+    while copies:
+        yield copies.pop()
 
 
 def _exhaust(weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
