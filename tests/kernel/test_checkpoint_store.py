@@ -110,6 +110,16 @@ async def test_one_without_its_manifest_does_not_count_and_is_removed(stored: St
     assert stored.names() == ["step-000010", "step-000030"]
 
 
+async def test_a_damaged_entry_does_not_stop_later_checkpoints(stored: Stored) -> None:
+    await stored.write(10)
+    (stored.root / "step-000010" / "store.json").write_text("{")
+    assert newest_intact(stored.root) is None
+    await stored.write(20)
+    assert stored.names() == ["step-000020"]
+    prune(stored.root, 1, checkpoint_name(20))
+    assert [path.name for path in stored.root.iterdir()] == ["step-000020"]
+
+
 async def test_what_the_store_lacks_is_damage(stored: Stored) -> None:
     for version in (10, 20, 30):
         await stored.write(version)

@@ -335,14 +335,19 @@ def _with_all_files(folder: Path) -> Path:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint, also from its store. If the store refuses, the next checkpoint tries again."""
-    try:
-        remote = _remote_of(folder)
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
-        remote = None
+    remote = _named_remote(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if remote is not None:
         _remove_from_store(remote)
+
+
+def _named_remote(folder: Path) -> RemoteFolder | None:
+    """Return what `_remote_of` does; also None if a damaged checkpoint does not say where its files are."""
+    try:
+        return _remote_of(folder)
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
+        return None
 
 
 def _remove_from_store(remote: RemoteFolder) -> None:
@@ -362,7 +367,7 @@ def _clear(root: Path, store: RemoteFolder | None) -> None:
     for folder in root.glob(f".{_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)
     if store is not None:
-        known = {place_of(folder)[0] for folder in root.glob(f"{_PREFIX}*") if (folder / _STORE).exists()}
+        known = {remote.url for folder in root.glob(f"{_PREFIX}*") if (remote := _named_remote(folder))}
         for name in {name.partition("/")[0] for name in store.files()}:
             if name.startswith(_PREFIX) and store.below(name).url not in known:
                 _remove_from_store(store.below(name))

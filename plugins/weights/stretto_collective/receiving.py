@@ -86,7 +86,7 @@ class CollectiveSubscriber:
             with Transfer(backend, store, 1, config.interface, config.deadline_s) as transfer:
                 for bucket in buckets(files.items(), config.bucket_mb * 2**20, write=True):
                     transfer.receive(bucket)
-        except (RuntimeError, StrettoError) as error:
+        except (RuntimeError, StrettoError, TimeoutError) as error:
             reason = f"version {note.version} from {note.address} was not received: {error}"
             raise WeightsError(reason, version=note.version) from error
 
