@@ -8,6 +8,7 @@
 # make test-all    both, in one go
 # make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
+# make test-gpu    what only GPUs can show; skipped without CUDA
 # make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a NATS cluster whose servers are
 #                   killed, runs whose workers come and go, and replays; twenty minutes
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
@@ -30,12 +31,12 @@ ARGS ?=
 JOBS ?= 3
 # A file's tests run in one process, which makes their shared fixtures once; conftest.py has the order of the files.
 PARALLEL := --dist loadfile --no-loadscope-reorder
-DEFAULT := not slow and not integration and not chaos and not cluster
+DEFAULT := not slow and not integration and not chaos and not cluster and not gpu
 ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart test test-slow test-all test-chaos test-integration test-clusters coverage lint format docs bench clean
+.PHONY: quickstart test test-slow test-all test-chaos test-integration test-gpu test-clusters coverage lint format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -47,7 +48,7 @@ test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m slow $(ARGS)
 
 test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "not integration and not chaos and not cluster" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "not integration and not chaos and not cluster and not gpu" $(ARGS)
 
 test-chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m chaos --timeout=3600 $(ARGS)
@@ -57,6 +58,9 @@ test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLL
 	SGLANG_PYTHON=$(or $(SGLANG_PYTHON),$(CURDIR)/$(ENGINES)/sglang/bin/python) \
 	VLLM_PYTHON=$(or $(VLLM_PYTHON),$(CURDIR)/$(ENGINES)/vllm/bin/python) \
 	$(BIN)/python -m pytest -q -m integration --timeout=900 $(ARGS)
+
+test-gpu: $(VENV)/installed
+	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)
 
 test-clusters: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m cluster $(ARGS)

@@ -94,7 +94,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checkpoints in the run's folder. The run always writes one when it ends or is interrupted."""
+    """Checkpoints in the run's folder, or in a store. The run always writes one when it ends or is
+    interrupted."""
 
     every: NonNegativeInt = 50
     """Number of train steps between two checkpoints. 0 writes only the last one: `resume` then repeats a
@@ -104,6 +105,19 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     keep_best: bool = False
     """Also keep the checkpoint of the version with the best held-out accuracy; of equal versions, the first.
     Every evaluated version then gets a checkpoint. `summary.json` names the best one under `best`."""
+    store: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                pattern=r"^[a-z][a-z0-9+.-]*://[^\s?#@]+$(?!\n)",
+                description="a URL such as `s3://bucket/folder`, without a login",
+            ),
+        ]
+        | None
+    ) = None
+    """URL of a folder for the files of the checkpoints, which fsspec can write: `s3://…`, `gs://…`,
+    `file:///…`. Each run has its own folder in it. Trainers then need no folder in common with the kernel.
+    Credentials come from the environment, as the file system of the URL says. Default: the run's folder."""
 
 
 class SamplesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

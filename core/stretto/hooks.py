@@ -130,7 +130,8 @@ def stretto_step_finished(context: Context, metrics: Mapping[str, Any]) -> None:
 
 @hookspec
 def stretto_checkpoint_saved(context: Context, folder: Path) -> None:
-    """A checkpoint is complete under its final name."""
+    """A checkpoint is complete under its final name. With `checkpoint.store`, `folder` has `store.json` with
+    the URL of its files, its manifest and `kernel.json`."""
 
 
 @hookspec

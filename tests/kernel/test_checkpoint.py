@@ -17,17 +17,17 @@ def state(version: int, lowest: int = 1) -> KernelState:
 
 
 async def write(root: Path, version: int, lowest: int = 1) -> None:
-    async with writing(root, checkpoint_name(version), state(version, lowest)) as folder:
-        (folder / "model").mkdir()
-        (folder / "model" / "weights").write_text(str(version))
+    async with writing(root, checkpoint_name(version), state(version, lowest)) as draft:
+        (draft.folder / "model").mkdir()
+        (draft.folder / "model" / "weights").write_text(str(version))
 
 
 async def test_checkpoints_are_whole_or_not_there(tmp_path: Path) -> None:
     await write(tmp_path, 10)
 
     async def interrupted() -> None:
-        async with writing(tmp_path, checkpoint_name(20), state(20)) as folder:
-            (folder / "half").write_text("")
+        async with writing(tmp_path, checkpoint_name(20), state(20)) as draft:
+            (draft.folder / "half").write_text("")
             raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):

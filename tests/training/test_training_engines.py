@@ -412,9 +412,15 @@ def test_adapters_are_published_merged_and_resume(
 # -------------------------------------------------------------------------------------------- files
 
 
-def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks: int) -> None:
     tensors = {f"t{index}": torch.full((10,), float(index)) for index in range(5)}
-    assert write_tensors(tmp_path / "m", "model", tensors.items(), writes=True, limit=80) == ""
+    for rank in range(ranks):
+
+        def in_turn(number: int, rank: int = rank) -> bool:
+            return number % ranks == rank
+
+        assert write_tensors(tmp_path / "m", "model", tensors.items(), writes=in_turn, limit=80) == ""
     index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 200}
     assert sorted(set(index["weight_map"].values())) == [

@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from stretto.workers.inference import InferenceWorker
 from stretto.workers.weights_wire import BusWire
 from stretto_bus import BusTransport, BusTransportConfig
 from stretto_collective import CollectiveConfig, CollectiveTransport
+from stretto_collective.meeting import choose_backend, gpu_for
 from stretto_file import FileSubscriber, FileTransport, FileTransportConfig
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -398,7 +400,13 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
     open_bus: OpenBus, tmp_path: Path
 ) -> None:
     config = CollectiveConfig(
-        use="collective", folder=str(tmp_path), bucket_mb=1, deadline_s=5, keep=2, shard_gb=0.002
+        use="collective",
+        backend="auto",
+        folder=str(tmp_path),
+        bucket_mb=1,
+        deadline_s=5,
+        keep=2,
+        shard_gb=0.002,
     )
     big = [("big", torch.arange(700_000)), ("half", torch.arange(300_000).bfloat16()), *tensors(1.0)]
     async with open_bus("trainer") as trainer, open_bus("inference") as inference:
@@ -427,6 +435,41 @@ async def test_collective_carries_versions_and_leaves_nothing_of_what_failed(
         publisher.close()
         subscriber.close()
         assert list(tmp_path.glob("stretto-r-*")) == []
+
+
+def test_nccl_is_for_two_gpus() -> None:
+    assert choose_backend("auto", "GPU-1", "GPU-2") == choose_backend("nccl", "GPU-1", "GPU-2") == "nccl"
+    assert choose_backend("auto", "GPU-1", "GPU-1") == choose_backend("auto", "", "GPU-2") == "gloo"
+    assert choose_backend("gloo", "GPU-1", "GPU-2") == "gloo"
+    with pytest.raises(WeightsError, match="they share one GPU"):
+        choose_backend("nccl", "GPU-1", "GPU-1")
+    with pytest.raises(WeightsError, match="one of them has no GPU"):
+        choose_backend("nccl", "GPU-1", "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about a machine without GPUs")
+def test_nccl_is_refused_without_a_gpu() -> None:
+    assert gpu_for("auto") == gpu_for("gloo") == ""
+    with pytest.raises(WeightsError, match="this process has no GPU; use `auto` or `gloo`"):
+        gpu_for("nccl")
+
+
+def test_publishing_holds_one_shard(tmp_path: Path) -> None:
+    """No tensor of a shard that is written stays in memory while the next one is gathered."""
+    memory: list[weakref.ref[Any]] = []
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(20):
+            array = np.zeros(1000, dtype=np.float32)
+            memory.append(weakref.ref(array))
+            most = max(most, sum(each() is not None for each in memory))
+            yield f"t{number}", torch.from_numpy(array)
+
+    publisher, _ = ends(tmp_path, shard_gb=4 * 4000 / 2**30)  # four tensors
+    publisher.publish(1, gathered())
+    assert most <= 6  # those of a shard, the one that did not fit, and the next
 
 
 def test_collective_is_refused_without_its_interface(refusals: Callable[..., list[str]]) -> None:

@@ -43,6 +43,8 @@ _PARTS = "parts"
 """The key of a section whose type may be `ComponentParts`."""
 _AUTO = "auto"
 """The value of a `Measured` number that the run measures."""
+_LOGIN = re.compile(r"://[^/\s@]*@")
+"""A login in a URL, which no message shows."""
 
 
 @dataclass(frozen=True)
@@ -512,7 +514,8 @@ class _Composer:
             text = _plain_message(message, value, annotation)
             if value == _AUTO and _is_fixed(annotation):
                 text = "cannot be measured for this component; expected a number (see docs/cores.md)"
-            value_text = "" if isinstance(value, dict) else f"; found {value!r}{source}"
+            shown = _LOGIN.sub("://<login>@", repr(value))
+            value_text = "" if isinstance(value, dict) else f"; found {shown}{source}"
             raise self.source.error(path, f"{text}{value_text}", value) from error
 
     def _reference_at(self, path: str) -> str:

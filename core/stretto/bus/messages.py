@@ -968,10 +968,12 @@ class LoadCheckpoint(Message, frozen=True):
 
     lease_epoch: int
     folder: str
-    """Empty for the initial model."""
+    """A folder, or the URL of one. Empty for the initial model."""
     version: int
     needed: tuple[WeightsNote, ...] = ()
     """Older versions in the checkpoint that evaluations need. The trainers publish them again."""
+    manifest: str = ""
+    """SHA-256 of the checkpoint's `manifest.json`. A trainer compares files that it downloads with it."""
 
 
 class Loaded(Message, frozen=True, tag="Loaded/2"):
@@ -988,6 +990,7 @@ class Save(Message, frozen=True):
 
     lease_epoch: int
     folder: str
+    """A folder, or the URL of one."""
     version: int
     needed: tuple[int, ...] = ()
     """Older versions that evaluations still need. The trainers copy their published weights into the folder
@@ -998,6 +1001,8 @@ class Saved(Message, frozen=True):
     """The trainers have written the files."""
 
     seconds: float
+    uploaded: dict[str, str] = {}
+    """Name -> SHA-256 of the files that all ranks have written to the URL. Empty for a folder."""
 
 
 # --------------------------------------------------------------------------------------- journal

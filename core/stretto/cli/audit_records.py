@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from stretto.bus.messages import (
     GroupDone,
@@ -41,6 +41,9 @@ __all__ = [
     "read_lines",
     "read_log",
 ]
+
+_PIECE = 2**20
+"""Bytes that are read at once."""
 
 # -------------------------------------------------------------------------------- journal and log
 
@@ -251,27 +254,56 @@ def read_checkpoints(folder: Path) -> list[CheckpointRecord]:
 
 
 def _checkpoint(folder: Path) -> CheckpointRecord:
-    """Read a checkpoint, and compare its files with the hashes in its manifest."""
+    """Read a checkpoint, and compare its files with the hashes in its manifest. Those in a store are read
+    there.
+
+    Raises:
+        RunError: if the store cannot be read.
+    """
     try:
         hashes: dict[str, str] = json.loads((folder / "manifest.json").read_bytes())
         state = json.loads((folder / "kernel.json").read_bytes())
-        there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        odd = there ^ {*hashes, "manifest.json"}
-        wrong = [name for name in hashes if name in there and _sha256(folder / name) != hashes[name]]
-    except (OSError, ValueError) as error:
+        there = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+        store = json.loads(there.pop("store.json").read_bytes())["url"] if "store.json" in there else ""
+    except (OSError, ValueError, KeyError) as error:
         return CheckpointRecord(folder.name, str(error), {})
+    found = {name: _sha256(path.open("rb")) for name, path in there.items()}
+    if store:
+        found = _read_store(store) | found
+    del found["manifest.json"]
     damage = "; ".join(
         [
-            *(f"{name} differs from its hash" for name in wrong),
-            *(f"{name}: unexpected or missing" for name in odd),
+            *(
+                f"{name} differs from its hash"
+                for name in hashes
+                if found.get(name, hashes[name]) != hashes[name]
+            ),
+            *(f"{name}: unexpected or missing" for name in sorted(found.keys() ^ hashes.keys())),
         ]
     )
     return CheckpointRecord(folder.name, damage, state)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _read_store(url: str) -> dict[str, str]:
+    """Return the name and the SHA-256 of every file in a folder of a store."""
+    import fsspec.core
+
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+        return {
+            path.removeprefix(root).lstrip("/"): _sha256(system.open(path, "rb"))
+            for path in system.find(root)
+        }
+    except Exception as error:  # every file system has errors of its own
+        raise RunError(f"the files of the checkpoint in {url} cannot be read: {error}") from error
+
+
+def _sha256(opened: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    with opened as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ from stretto.launcher import Job, Launcher
 from stretto.models.files import known_config
 from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
 from stretto.models.vision import IMAGE_COLUMNS, has_images, is_vision_language
+from stretto.remote_folder import missing_file_system
 from stretto.tools import ToolsConfig
 from stretto.training.config import ModelTrainingConfig
 from stretto.user_code.importable import fault_of_importable
@@ -133,6 +134,8 @@ def _problems(composed: Composed, starting: bool) -> Iterator[Problem]:
         if placement.graph.samples and config.steps:
             yield from _sampling_problems(config)
         yield from _odd_values(config)
+        if config.checkpoint.store and (fault := missing_file_system(config.checkpoint.store)):
+            yield Problem("checkpoint.store", fault, "environment")
         if config.tracing is not None and (module := _missing_module(*_TRACING_MODULES)):
             yield Problem("tracing", f"needs {module!r}: pip install 'stretto[otel]'")
         yield from _thread_problems(config, placement)
@@ -214,6 +217,10 @@ def _open_servers(bus: BusConfig) -> list[str]:
 
 def _folder_problems(config: RunConfig) -> Iterator[Problem]:
     """Refuse an output folder that is not empty."""
+    if config.out and "://" in config.out:
+        advice = "is a URL, and a run's folder is on the kernel's machine; write it as `checkpoint.store`"
+        yield Problem("out", f"{config.out!r} {advice}")
+        return
     folder = run_folder(config)
     if not is_free(folder):
         if (folder / "config.yaml").exists():

@@ -177,6 +177,7 @@ def _composed(folder: Path, values: int, layout: str, overrides: Sequence[str], 
     the run measured is as it was recorded."""
     document = document_of(folder, values)
     document |= {"out": str(out), "evaluation": None, "metrics": None, "tracing": None, "trackers": []}
+    document["checkpoint"] = {**document["checkpoint"], "store": None}
     document["samples"] = {"keep": "all"}  # the trainers then record the importance weights
     measured = compose(values_file(folder, values)).measured
     numbers = {path: (processes, threads) for path, processes, threads in _LAYOUT.findall(layout)}

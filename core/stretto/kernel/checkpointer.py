@@ -14,6 +14,7 @@ from stretto.kernel.sample_keeper import SampleKeeper
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.tickets import TicketQueue
 from stretto.kernel.trainers import Trainers
+from stretto.remote_folder import RemoteFolder
 from stretto.weights import WeightsNote
 
 __all__ = ["Checkpointer"]
@@ -42,6 +43,8 @@ class Checkpointer:
         self._journal = journal
         self._samples = samples
         self._root = setup.folder / "checkpoints"
+        store = setup.config.checkpoint.store
+        self._store = RemoteFolder(store).below(setup.run) if store else None
         self._writing = anyio.Lock()
         resumed = setup.resumed
         self._newest = resumed[0].name if resumed and resumed[0] else ""
@@ -98,8 +101,8 @@ class Checkpointer:
             await self._bus.purge(self._setup.names.log_stream, below=below)
 
     async def _write(self, name: str, state: KernelState) -> None:
-        async with writing(self._root, name, state) as folder:
-            await self._trainers.save(folder, state.version, tuple(each.version for each in state.needed))
+        async with writing(self._root, name, state, self._store) as draft:
+            await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
         self._saved, self._newest = (state.version, state.incarnation), name
         self._setup.report.checkpoints.append(name)
         log.info("checkpoint", folder=name)

@@ -171,10 +171,10 @@ async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -
     )
     clean.snapshot.version = state.version
     name = checkpoint_name(state.version)
-    async with writing(root, name, clean) as aside:
+    async with writing(root, name, clean) as draft:
         ignored = shutil.ignore_patterns("kernel.json", "manifest.json", "evaluation")
         await anyio.to_thread.run_sync(
-            lambda: shutil.copytree(source, aside, ignore=ignored, dirs_exist_ok=True)
+            lambda: shutil.copytree(source, draft.folder, ignore=ignored, dirs_exist_ok=True)
         )
     return root / name, clean
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from stretto.assembly.placement import Placement, WorkerGroup, model_folder
+from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.bus.client import Bus
 from stretto.bus.messages import (
     AskPublished,
@@ -34,6 +34,7 @@ from stretto.bus.messages import (
     Subjects,
 )
 from stretto.errors import one_error
+from stretto.kernel.checkpoint import Draft, place_of
 from stretto.kernel.timeline import Timeline
 from stretto.kernel.traces import UNTRACED, StepTrace
 from stretto.weights import WeightsNote
@@ -102,7 +103,8 @@ class Trainers:
             The notes of the published weights: first the `needed` older versions from the checkpoint, then
             `version`.
         """
-        request = LoadCheckpoint(self._lease_epoch, str(folder or ""), version, needed)
+        place, manifest = place_of(folder)
+        request = LoadCheckpoint(self._lease_epoch, place, version, needed, manifest)
         answers = await self._ask_all("load", request, Loaded)
         again = [note for answer in answers for note in answer.needed]
         return (*again, _note_of([answer.note for answer in answers]))
@@ -153,18 +155,13 @@ class Trainers:
         request = AskPublished(self._lease_epoch, version)
         return (await self.ask(self.placement.lead, "published", request, Published)).note
 
-    async def save(self, folder: Path, version: int, needed: tuple[int, ...] = ()) -> None:
-        """Write the models and optimizers of all groups into a folder, and the published weights of the
-        `needed` older versions, which evaluations need.
-
-        Raises:
-            OSError: if the folders cannot be created.
-        """
-        graph = self.placement.graph
-        for model in graph.models:
-            if graph.models[model].trainable:
-                model_folder(folder, model, graph).mkdir(parents=True, exist_ok=True)
-        await self._ask_all("save", Save(self._lease_epoch, str(folder), version, needed), Saved)
+    async def save(self, draft: Draft, version: int, needed: tuple[int, ...] = ()) -> None:
+        """Write the models and optimizers of all groups into a draft of a checkpoint, and the published
+        weights of the `needed` older versions, which evaluations need."""
+        for saved in await self._ask_all(
+            "save", Save(self._lease_epoch, draft.place, version, needed), Saved
+        ):
+            draft.uploaded.update(saved.uploaded)
 
     async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
         """Tell every rank to fetch these rows.

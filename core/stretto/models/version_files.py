@@ -230,6 +230,7 @@ class FolderPublisher:
             name = f"model-{index:05d}.safetensors"
             save_file(shard, folder / name)
             files[name] = {key: tensor_hash(tensor) for key, tensor in shard.items()}
+            shard.clear()  # free it before the next one is gathered
         return Manifest.write(folder, version, files).digest
 
 

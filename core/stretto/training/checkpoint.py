@@ -7,7 +7,8 @@
     random.safetensors  states of the random number generators
     engine.json         number of optimizer steps; a skipped step counts too
 
-Every rank iterates over the full tensors, one after the other. Rank 0 writes them, about 1 GiB per file.
+Every rank iterates over the full tensors, one after the other. Files have about 1 GiB each, and the ranks
+write them in turn.
 """
 
 from __future__ import annotations
@@ -40,24 +41,30 @@ _FILE_BYTES = 2**30
 
 
 def write_tensors(
-    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, writes: bool, limit: int = _FILE_BYTES
+    folder: Path,
+    stem: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    writes: Callable[[int], bool],
+    limit: int = _FILE_BYTES,
 ) -> str:
-    """Iterate over all tensors. If this rank `writes`, write them to `<stem>.safetensors`, or to several
+    """Iterate over all tensors, and write this rank's share of them to `<stem>.safetensors`, or to several
     files and an index under the names that Hugging Face uses.
 
     Args:
+        writes: whether this rank writes the file with a number, from 0. Who writes file 0 writes the index.
         limit: largest size of a file in bytes. A single larger tensor gets a file of its own.
 
     Returns:
         The error, or an empty string. An error is returned, not raised: the tensors need all ranks, so this
         rank must not stop before the other ranks do.
     """
-    files = _Files(folder, stem, limit)
-    problem = catch_error(lambda: folder.mkdir(parents=True, exist_ok=True)) if writes else ""
+    files = _Files(folder, stem, writes, limit)
+    problem = catch_error(lambda: folder.mkdir(parents=True, exist_ok=True))
     for name, tensor in tensors:
-        if writes and not problem:
-            problem = catch_error(files.add, name, tensor.detach().cpu().contiguous())
-    return problem or (catch_error(files.close) if writes else "")
+        if not problem:
+            problem = catch_error(files.add, name, tensor)
+    return problem or catch_error(files.close)
 
 
 def catch_error(act: Callable[..., object], *arguments: Any) -> str:
@@ -72,19 +79,23 @@ def catch_error(act: Callable[..., object], *arguments: Any) -> str:
 class _Files:
     """Numbered files. They get their final names at the end: a name contains the number of files."""
 
-    def __init__(self, folder: Path, stem: str, limit: int) -> None:
+    def __init__(self, folder: Path, stem: str, writes: Callable[[int], bool], limit: int) -> None:
         self._folder = folder
         self._stem = stem
+        self._writes = writes
         self._limit = limit
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._bytes = 0
+        self._names: list[str] = []
         self._names_by_file: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._limit:
+        if self._names and self._pending_bytes + size > self._limit:
             self._flush()
-        self._pending[name] = tensor
+        self._names.append(name)
+        if self._writes(len(self._names_by_file)):
+            self._pending[name] = tensor.detach().cpu().contiguous()
         self._pending_bytes += size
         self._bytes += size
 
@@ -92,22 +103,29 @@ class _Files:
         self._flush()
         count = len(self._names_by_file)
         if count == 1:
-            self._part(0).rename(self._folder / f"{self._stem}.safetensors")
+            self._rename(0, f"{self._stem}.safetensors")
             return
         places: dict[str, str] = {}
         for index, names in enumerate(self._names_by_file):
             file = f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
-            self._part(index).rename(self._folder / file)
+            self._rename(index, file)
             places |= dict.fromkeys(names, file)
-        index_file = self._folder / f"{self._stem}.safetensors.index.json"
-        index_file.write_text(json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}))
+        if self._writes(0):
+            index_file = self._folder / f"{self._stem}.safetensors.index.json"
+            index_file.write_text(json.dumps({"metadata": {"total_size": self._bytes}, "weight_map": places}))
+
+    def _rename(self, index: int, name: str) -> None:
+        if self._writes(index):
+            self._part(index).rename(self._folder / name)
 
     def _flush(self) -> None:
-        part = self._part(len(self._names_by_file))
-        save_file(self._pending, part, metadata={"format": "pt"})
-        part.chmod(self._folder.stat().st_mode & 0o666)  # otherwise only the owner could read it
-        self._names_by_file.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
+        index = len(self._names_by_file)
+        if self._writes(index):
+            part = self._part(index)
+            save_file(self._pending, part, metadata={"format": "pt"})
+            part.chmod(self._folder.stat().st_mode & 0o666)  # otherwise only the owner could read it
+        self._names_by_file.append(self._names)
+        self._names, self._pending, self._pending_bytes = [], {}, 0
 
     def _part(self, index: int) -> Path:
         return self._folder / f"{self._stem}-{index + 1:05d}.part"

@@ -103,24 +103,34 @@ class HFTraining:
     def save(self, folder: Path) -> None:
         """Write a checkpoint; `stretto.training.checkpoint` lists its files."""
         self._check_trainable("saved")
-        writes, layout = self._layout.rank == 0, self._layout
-        problem = write_tensors(folder / "model", "model", self._full_weights(), writes=writes)
+        layout = self._layout
+        ranks = layout.parts * layout.width
+
+        def in_turn(number: int) -> bool:
+            """Whether this rank writes a file; file 0 of the model is written by rank 0."""
+            return number % ranks == layout.rank
+
+        def after_model(number: int) -> bool:
+            return in_turn(number + 1)
+
+        problem = write_tensors(folder / "model", "model", self._full_weights(), writes=in_turn)
         if self._config.lora is not None:
             adapter = (
                 (f"{_PEFT_PREFIX}{name}", tensor) for name, tensor in layout.stream(self._trained.items())
             )
-            problem += write_tensors(folder / "adapter", "adapter_model", adapter, writes=writes)
+            problem += write_tensors(folder / "adapter", "adapter_model", adapter, writes=after_model)
         state = layout.stream(optimizer_tensors(self._optimizer, self._trained))
-        problem += write_tensors(folder, "optimizer", state, writes=writes)
+        problem += write_tensors(folder, "optimizer", state, writes=after_model)
         carried = iter(layout.carried())
         if (first := next(carried, None)) is not None:
-            problem += write_tensors(folder, "layout", itertools.chain([first], carried), writes=writes)
-        problem += write_tensors(folder, "random", random_tensors(layout.device), writes=writes)
-        if writes and not problem:
-            problem = catch_error(self._describe, folder)
-        [problem, *_] = layout.gather_ranks(problem)
-        if problem:
-            raise OSError(f"checkpoint {folder} cannot be written: {problem}")
+            tensors = itertools.chain([first], carried)
+            problem += write_tensors(folder, "layout", tensors, writes=after_model)
+        if layout.rank == 0:
+            random = random_tensors(layout.device)
+            problem += write_tensors(folder, "random", random, writes=lambda _: True)
+            problem += catch_error(self._describe, folder) if not problem else ""
+        if problems := "; ".join(filter(None, layout.gather_ranks(problem))):
+            raise OSError(f"checkpoint {folder} cannot be written: {problems}")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, and the buffers that the model's files contain, on CPU; tied parameters appear once.

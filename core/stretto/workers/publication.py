@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stretto import tracing
-from stretto.bus.messages import LoadCheckpoint
 from stretto.engine import TrainingEngine
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of, tensor_hash
@@ -75,17 +74,17 @@ class Publication:
             for version in versions:
                 await self._writer.run(self._publisher.copy, version, _folder_of(version, folder))
 
-    async def again(self, message: LoadCheckpoint) -> tuple[WeightsNote, ...]:
+    async def again(self, earlier: Iterable[WeightsNote], folder: str) -> tuple[WeightsNote, ...]:
         """Publish the versions that a checkpoint keeps for evaluations, and return their new notes."""
         notes: list[WeightsNote] = []
         if (publisher := self._publisher) is not None:
-            for note in message.needed:
-                update = await self._writer.run(open_version, note, _folder_of(note.version, message.folder))
+            for note in earlier:
+                update = await self._writer.run(open_version, note, _folder_of(note.version, folder))
                 new_note = await self._writer.run(
                     publisher.publish,
                     note.version,
                     update.tensors().items(),
-                    [earlier.version for earlier in notes],
+                    [each.version for each in notes],
                 )
                 notes.append(msgspec.structs.replace(new_note, canary=note.canary))
         return tuple(notes)
@@ -111,7 +110,7 @@ class Publication:
             for name, tensor in weights:
                 size += tensor.nbytes
                 if size > _MOST_COPIED:
-                    rest = chain(copies, [(name, tensor)], weights)
+                    rest = chain(_drain(copies), [(name, tensor)], weights)
                     return canary, self._publisher.publish(version, _finite(rest, version), needed)
                 copies.append((name, tensor.clone()))
         return canary, copies
@@ -175,6 +174,13 @@ def _finite(weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tup
                 )
             raise WeightsError(reason, version=version)
         yield name, tensor
+
+
+def _drain(copies: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the copies in order, and keep none of those that were yielded."""
+    copies.reverse()
+    while copies:
+        yield copies.pop()
 
 
 def _exhaust(weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:

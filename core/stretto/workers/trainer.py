@@ -55,6 +55,7 @@ from stretto.errors import ConfigError, EngineError, Refused, one_error
 from stretto.weights import Publisher, WeightsNote
 from stretto.workers.batch_store import BatchStore
 from stretto.workers.canary import probe_of
+from stretto.workers.checkpoint_files import folder_to_load, folder_to_save
 from stretto.workers.context import ComputeThread, WorkerContext
 from stretto.workers.publication import DigestPublisher, Publication
 from stretto.workers.shared_rows import choose_rows, score_rows
@@ -105,11 +106,11 @@ class TrainerWorker:
     async def run(self, ready: Callable[[], None]) -> None:
         """Make the engines, then serve requests of the kernel."""
         context = self._context
-        if not context.component_context.folder:
+        if not context.component_context.folder and context.composed.config.checkpoint.store is None:
             raise ConfigError(
                 f"{context.worker} on {socket.gethostname()} does not see the run's folder, where trainers "
-                "keep checkpoints; set `out` to a folder on a disk that the machines of the trainers and the "
-                "kernel share",
+                "keep checkpoints; set `checkpoint.store` to the URL of a store, or `out` to a folder on a "
+                "disk that the machines of the trainers and the kernel share",
                 path="out",
             )
         algorithm: Algorithm = context.make("algorithm")
@@ -137,7 +138,7 @@ class TrainerWorker:
             await self._serve("load", LoadCheckpoint, Loaded, self._load)
             await self._serve("call", messages.RunCall, CallDone, self._call)
             await self._serve("end", EndStep, StepEnded, self._end_step)
-            await self._serve("save", Save, Saved, self._save)
+            await self._serve("save", Save, Saved, self._save, _join_saved)
             await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
             if self._leads and self._rank == 0:
                 await context.bus.serve(context.subject("published"), AskPublished, self._tell_note)
@@ -161,7 +162,9 @@ class TrainerWorker:
     async def _meeting_place(self) -> str:
         """Return how the ranks of this worker group find each other (see `Context.rendezvous`)."""
         context, name = self._context, self._group.name
-        if not context.many_machines or self._group.section.processes == 1:
+        if self._group.section.processes == 1:
+            return ""
+        if not context.many_machines and context.component_context.folder:
             return str(context.component_context.path("bus", f"{name}-{context.lease_epoch}.rendezvous"))
         if self._rank == 0:
             host = context.bus.local_address
@@ -210,29 +213,43 @@ class TrainerWorker:
     # --------------------------------------------------------------------------- in all ranks together
 
     async def _serve(
-        self, verb: str, kind: type[M], answer: type[A], handler: Callable[[M], Awaitable[A]]
+        self,
+        verb: str,
+        kind: type[M],
+        answer: type[A],
+        handler: Callable[[M], Awaitable[A]],
+        join: Callable[[A, list[A]], A] = lambda own, others: own,
     ) -> None:
-        """Serve a request. Rank 0 passes it on to the other ranks, and all ranks do it at the same time."""
+        """Serve a request. Rank 0 passes it on to the other ranks, and all ranks do it at the same time.
+
+        Args:
+            join: makes the answer from that of this rank and those of the other ranks.
+        """
         other_workers = self._group.workers[1:] if self._rank == 0 else []
 
         async def run_on_all_ranks(message: M) -> A:
-            results: list[A] = []
+            own: list[A] = []
+            others: list[A] = []
 
             async def run_here() -> None:
-                results.append(await handler(message))
+                own.append(await handler(message))
+
+            async def pass_on(worker: str) -> None:
+                subject = self._context.names.worker("trainer", worker, verb)
+                others.append(
+                    await self._context.bus.request(
+                        subject, message, answer, who=worker, deadline_s=_RANK_DEADLINE_S
+                    )
+                )
 
             with one_error():
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(run_here)
                     for worker in other_workers if self._runs_on_all_ranks(message) else ():
-                        tasks.start_soon(self._pass_on, worker, verb, message, answer)
-            return results[0]
+                        tasks.start_soon(pass_on, worker)
+            return join(own[0], others)
 
         await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
-
-    async def _pass_on(self, worker: str, verb: str, message: Message, answer: type[Message]) -> None:
-        subject = self._context.names.worker("trainer", worker, verb)
-        await self._context.bus.request(subject, message, answer, who=worker, deadline_s=_RANK_DEADLINE_S)
 
     def _runs_on_all_ranks(self, message: Message) -> bool:
         """Whether all ranks do a request. A pure function runs only on rank 0; the others ask for its
@@ -243,19 +260,21 @@ class TrainerWorker:
 
     async def _load(self, message: LoadCheckpoint) -> Loaded:
         self._context.check_lease(message.lease_epoch)
-        for name, engine in self._engines.items():
-            from_checkpoint = bool(message.folder) and self._graph.models[name].trainable
-            folder = model_folder(Path(message.folder), name, self._graph) if from_checkpoint else None
-            await self._thread.run(engine.load, folder)
-        if isinstance(self._algorithm, Stateful):
-            state_file = Path(message.folder, _STATE)
-            has_state = message.folder and state_file.exists()
-            self._algorithm.restore(json.loads(state_file.read_bytes()) if has_state else {})
-        self._rows.end()
-        self._version, self._shared_rows = message.version, {}
-        if self._publication is None:
-            return Loaded(None, ())
-        needed = await self._publication.again(message)
+        async with folder_to_load(message, self._context.component_context) as folder:
+            for name, engine in self._engines.items():
+                from_checkpoint = bool(folder) and self._graph.models[name].trainable
+                await self._thread.run(
+                    engine.load, model_folder(Path(folder), name, self._graph) if from_checkpoint else None
+                )
+            if isinstance(self._algorithm, Stateful):
+                state_file = Path(folder, _STATE)
+                has_state = folder and state_file.exists()
+                self._algorithm.restore(json.loads(state_file.read_bytes()) if has_state else {})
+            self._rows.end()
+            self._version, self._shared_rows = message.version, {}
+            if self._publication is None:
+                return Loaded(None, ())
+            needed = await self._publication.again(message.needed, folder)
         self._note = self._publication.begin(self._version, [note.version for note in needed], "")
         return Loaded(await asyncio.wrap_future(self._note), needed)
 
@@ -263,14 +282,18 @@ class TrainerWorker:
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
         start = time.perf_counter()
-        for name, engine in self._engines.items():
-            if self._graph.models[name].trainable:
-                await self._thread.run(engine.save, model_folder(Path(message.folder), name, self._graph))
-        if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
-            Path(message.folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
-        if self._publication is not None:
-            await self._publication.copy(message.needed, message.folder)
-        return Saved(time.perf_counter() - start)
+        uploaded: dict[str, str] = {}
+        async with folder_to_save(message, self._context.component_context, uploaded) as folder:
+            for name, engine in self._engines.items():
+                if self._graph.models[name].trainable:
+                    of_model = model_folder(Path(folder), name, self._graph)
+                    of_model.mkdir(parents=True, exist_ok=True)
+                    await self._thread.run(engine.save, of_model)
+            if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
+                Path(folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
+            if self._publication is not None:
+                await self._publication.copy(message.needed, folder)
+        return Saved(time.perf_counter() - start, uploaded)
 
     async def _call(self, message: messages.RunCall) -> CallDone:
         self._context.check_lease(message.lease_epoch)
@@ -465,6 +488,12 @@ class TrainerWorker:
         shown = {id for id, group in zip(ids, groups, strict=True) if keeps(group)}
         if last and shown:
             self._recorder.add(self._incarnation, self._version, kept, ids, shown)
+
+
+def _join_saved(own: Saved, others: Sequence[Saved]) -> Saved:
+    """Return the answer of all ranks: the files that any of them has uploaded."""
+    uploaded = {name: value for each in (own, *others) for name, value in each.uploaded.items()}
+    return Saved(own.seconds, uploaded)
 
 
 def _use_threads(threads: int) -> None:

@@ -36,7 +36,7 @@ class BusTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknow
     deadline_s: PositiveFloat = 30.0
     """Seconds to wait for a piece before the fetch fails. Pieces that have arrived are kept for the next
     attempt."""
-    shard_gb: PositiveFloat = 2.0
+    shard_gb: PositiveFloat = 0.5
     """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
 

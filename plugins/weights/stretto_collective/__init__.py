@@ -1,17 +1,17 @@
 """Weight transport `collective`: sends versions from trainer to inference workers by torch.distributed.
 
 Every transfer has its own process group of two, separate from the training's world: trainer and worker meet
-over the run's bus and then use gloo over one network interface. So engines may join and leave, and a transfer
-that fails leaves nothing behind. The trainer sends from a snapshot while it continues to train; the engine
-continues to decode until a version is complete and checked. This is faster than `bus`. A worker whose engine
-is a separate server has to import torch for this transport only.
+over the run's bus and then use gloo, or NCCL, over one network interface. So engines may join and leave, and
+a transfer that fails leaves nothing behind. The trainer sends from a snapshot while it continues to train;
+the engine continues to decode until a version is complete and checked. This is faster than `bus`. A worker
+whose engine is a separate server has to import torch for this transport only.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import Component, Context, Problem, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
@@ -31,6 +31,9 @@ class CollectiveConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_
     interface: str = "lo"
     """Network interface over which trainer and engines reach each other, with the same name on all machines.
     The traffic is not encrypted. The default works on a single machine."""
+    backend: Literal["gloo", "nccl", "auto"] = "gloo"
+    """Library that carries the bytes. `nccl` needs a GPU at both ends, and two different ones. `auto` takes
+    NCCL where it can be used, otherwise gloo. NCCL has not been tried on GPUs, so it is not the default."""
     folder: str | None = None
     """Folder for versions, local to each machine. Default: shared memory where available, else the folder for
     temporary files."""
@@ -40,7 +43,7 @@ class CollectiveConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_
     """Size of the bucket that is sent at once, in MiB."""
     deadline_s: PositiveFloat = 60.0
     """Seconds for both ends to meet, and for each bucket. The transfer fails when they have passed."""
-    shard_gb: PositiveFloat = 2.0
+    shard_gb: PositiveFloat = 0.5
     """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
 
@@ -58,7 +61,11 @@ class CollectiveTransport:
         return CollectivePublisher(self._folders.own(), wire, self._config)
 
     def subscriber(self, wire: Wire) -> Any:
-        """Return an engine's end."""
+        """Return an engine's end.
+
+        Raises:
+            WeightsError: if `backend` is `nccl` and this process has no GPU.
+        """
         from stretto_collective.receiving import CollectiveSubscriber
 
         return CollectiveSubscriber(self._folders.own(), wire, self._config)

@@ -1,11 +1,17 @@
-"""(torch) Form a group of two processes: they meet through a store in the sender, and then use gloo."""
+"""(torch) Form a group of two processes: they meet through a store in the sender, and then use gloo or NCCL.
+
+The receiver says which GPU it has, and the sender chooses the library. NCCL works on GPUs only: each end
+copies a bucket through its GPU. The code for NCCL has not been tried on GPUs.
+"""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -13,9 +19,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented there
 
+from stretto.errors import WeightsError
 from stretto.models.version_files import AskOutline
 
-__all__ = ["AskOutline", "HashStore", "Put", "Question", "Send", "Store", "Take", "buckets", "form_group"]
+__all__ = [
+    "BACKEND",
+    "AskOutline",
+    "HashStore",
+    "Put",
+    "Question",
+    "Send",
+    "Store",
+    "Take",
+    "Transfer",
+    "buckets",
+    "choose_backend",
+    "gpu_for",
+]
+
+BACKEND = "stretto/backend"
+"""Key in the store of a transfer: the library that the sender has chosen."""
+
+_POLL_S = 0.0005
+"""Seconds between two looks at a bucket under way on a GPU."""
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
@@ -39,23 +65,111 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
 
     transfer: str
     version: int
+    gpu: str = ""
+    """UUID of the receiver's GPU; empty if it has none, or uses none."""
 
 
 Question = AskOutline | Put | Take | Send
 
 
-def form_group(store: Store, rank: int, interface: str, deadline_s: float) -> Any:
-    """Form a group of two, and return this end of it: rank 0 sends, rank 1 receives. Both listen on one
-    interface only.
+def gpu_for(backend: str) -> str:
+    """Return the UUID of the GPU that this process may use for transfers; empty if there is none.
+
+    Raises:
+        WeightsError: if `backend` is `nccl` and there is none.
+    """
+    if backend == "gloo":
+        return ""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    if backend == "nccl":
+        raise WeightsError("weights.backend is `nccl`, but this process has no GPU; use `auto` or `gloo`")
+    return ""
+
+
+def choose_backend(backend: str, gpu: str, other: str) -> str:
+    """Return the library for a transfer between two GPUs, given by UUID: `gloo` or `nccl`.
+
+    Raises:
+        WeightsError: if `backend` is `nccl` and the two ends cannot use it.
+    """
+    usable = bool(gpu and other) and gpu != other  # NCCL refuses two processes on one GPU
+    if backend == "nccl" and not usable:
+        fault = "they share one GPU" if gpu and other else "one of them has no GPU"
+        raise WeightsError(
+            f"weights.backend is `nccl`, but trainer and engine cannot use it: {fault}; use `auto` or `gloo`"
+        )
+    return "nccl" if usable and backend != "gloo" else "gloo"
+
+
+class Transfer:
+    """One end of a group of two, for the duration of a `with` block: rank 0 sends, rank 1 receives. Both
+    listen on one interface only.
 
     Raises:
         RuntimeError: if the other end does not come in time, or the interface does not exist.
     """
+
+    def __init__(self, backend: str, store: Store, rank: int, interface: str, deadline_s: float) -> None:
+        self._deadline = timedelta(seconds=deadline_s)
+        self._on_gpu = backend == "nccl"
+        make = _nccl_group if self._on_gpu else _gloo_group
+        self._group = make(store, rank, interface, self._deadline)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._on_gpu:
+            self._group.abort()  # frees what it holds on the GPU
+
+    def send(self, bucket: Tensor) -> None:
+        """Send a bucket, and wait until it is sent.
+
+        Raises:
+            RuntimeError: if that fails, or takes longer than the deadline.
+        """
+        on_device = bucket.cuda() if self._on_gpu else bucket
+        self._wait(self._group.send([on_device], 1, 0))
+
+    def receive(self, bucket: Tensor) -> None:
+        """Fill a bucket.
+
+        Raises:
+            RuntimeError: as `send`.
+        """
+        on_device = torch.empty_like(bucket, device="cuda") if self._on_gpu else bucket
+        self._wait(self._group.recv([on_device], 0, 0))
+        if self._on_gpu:
+            bucket.copy_(on_device)
+
+    def _wait(self, work: Any) -> None:
+        if not self._on_gpu:
+            work.wait(self._deadline)
+            return
+        # NCCL's own deadline would end the process, and with it the training. So ask for the end instead.
+        end = time.monotonic() + self._deadline.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError(f"NCCL has not finished within {self._deadline.total_seconds():g} s")
+            time.sleep(_POLL_S)
+        work.wait()
+
+
+def _gloo_group(store: Store, rank: int, interface: str, deadline: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=interface)]
-    options._timeout = timedelta(seconds=deadline_s)
+    options._timeout = deadline
     return gloo(store, rank, 2, options)
+
+
+def _nccl_group(store: Store, rank: int, interface: str, deadline: timedelta) -> Any:
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # read once in a process
+    nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue] - not in builds without CUDA
+    options = nccl.Options()
+    options._timeout = 10 * deadline  # `Transfer` gives up earlier
+    return nccl(store, rank, 2, options)
 
 
 def buckets(files: Iterable[tuple[Path, int]], limit: int, *, write: bool) -> Iterator[Tensor]:

@@ -17,7 +17,18 @@ import msgspec
 
 from stretto.errors import BusError, StrettoError, WeightsError, one_error
 from stretto.models.version_files import FolderUpdate, Outline, lay_out, open_version
-from stretto_collective.meeting import AskOutline, Put, Question, Send, Store, Take, buckets, form_group
+from stretto_collective.meeting import (
+    BACKEND,
+    AskOutline,
+    Put,
+    Question,
+    Send,
+    Store,
+    Take,
+    Transfer,
+    buckets,
+    gpu_for,
+)
 
 if TYPE_CHECKING:
     from stretto.weights import WeightsNote, Wire
@@ -33,6 +44,7 @@ class CollectiveSubscriber:
         self._root = root
         self._wire = wire
         self._config = config
+        self._gpu = gpu_for(config.backend)
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Ask for a version, receive it, and compare every tensor's hash with the announcement."""
@@ -63,16 +75,18 @@ class CollectiveSubscriber:
         store = _Meeting(self._wire, note.address, transfer, deadline_s)
         with one_error():
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._ask, note, Send(transfer, note.version), deadline_s * (number + 2))
+                question = Send(transfer, note.version, self._gpu)
+                tasks.start_soon(self._ask, note, question, deadline_s * (number + 2))
                 await anyio.to_thread.run_sync(self._fill, note, store, files, abandon_on_cancel=True)
 
     def _fill(self, note: WeightsNote, store: Store, files: Mapping[Path, int]) -> None:
         config = self._config
         try:
-            group = form_group(store, 1, config.interface, config.deadline_s)
-            for bucket in buckets(files.items(), config.bucket_mb * 2**20, write=True):
-                group.recv([bucket], 0, 0).wait(timedelta(seconds=config.deadline_s))
-        except (RuntimeError, StrettoError) as error:
+            backend = store.get(BACKEND).decode()
+            with Transfer(backend, store, 1, config.interface, config.deadline_s) as transfer:
+                for bucket in buckets(files.items(), config.bucket_mb * 2**20, write=True):
+                    transfer.receive(bucket)
+        except (RuntimeError, StrettoError, TimeoutError) as error:
             reason = f"version {note.version} from {note.address} was not received: {error}"
             raise WeightsError(reason, version=note.version) from error
 

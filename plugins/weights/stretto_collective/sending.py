@@ -12,6 +12,7 @@ import msgspec
 from stretto.errors import WeightsError
 from stretto.models.version_files import FolderPublisher
 from stretto_collective.meeting import (
+    BACKEND,
     AskOutline,
     HashStore,
     Put,
@@ -19,8 +20,10 @@ from stretto_collective.meeting import (
     Send,
     Store,
     Take,
+    Transfer,
     buckets,
-    form_group,
+    choose_backend,
+    gpu_for,
 )
 
 if TYPE_CHECKING:
@@ -56,9 +59,9 @@ class CollectivePublisher(FolderPublisher):
                 return b""
             case Take(transfer, key):
                 return await anyio.to_thread.run_sync(self._store(transfer).get, key)
-            case Send(transfer, version):
+            case Send(transfer, version, gpu):
                 if transfer not in self._sent:  # if it is, the files were sent but the answer was lost
-                    await anyio.to_thread.run_sync(self._send, self._store(transfer), version)
+                    await anyio.to_thread.run_sync(self._send, self._store(transfer), version, gpu)
                     self._sent.add(transfer)
                 return b""
 
@@ -70,12 +73,14 @@ class CollectivePublisher(FolderPublisher):
                 self._sent.discard(self._stores.popitem(last=False)[0])
         return self._stores[transfer]
 
-    def _send(self, store: Store, version: int) -> None:
+    def _send(self, store: Store, version: int, gpu: str) -> None:
         stored, config = self.find(version), self._config
         files = zip(stored.files, stored.outline.sizes, strict=True)
         try:
-            group = form_group(store, 0, config.interface, config.deadline_s)
-            for bucket in buckets(files, config.bucket_mb * 2**20, write=False):
-                group.send([bucket], 1, 0).wait(timedelta(seconds=config.deadline_s))
+            backend = choose_backend(config.backend, gpu_for(config.backend), gpu)
+            store.set(BACKEND, backend)
+            with Transfer(backend, store, 0, config.interface, config.deadline_s) as transfer:
+                for bucket in buckets(files, config.bucket_mb * 2**20, write=False):
+                    transfer.send(bucket)
         except RuntimeError as error:  # from torch.distributed, or because a file has just been removed
             raise WeightsError(f"version {version} cannot be sent: {error}", version=version) from error

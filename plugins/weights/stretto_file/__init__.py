@@ -35,7 +35,7 @@ class FileTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unkno
     the run's folder."""
     keep: PositiveInt = 3
     """Number of newest versions to keep; a slower reader skips to the newest."""
-    shard_gb: PositiveFloat = 2.0
+    shard_gb: PositiveFloat = 0.5
     """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
 

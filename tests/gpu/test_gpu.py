@@ -1,0 +1,125 @@
+"""What only a GPU shows (`make test-gpu`): numbers, memory, placement, NCCL. Skipped where there is none.
+
+Not tried: no machine with a GPU was at hand.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import Run, Start
+
+from stretto import Context
+from stretto.algorithm import Loss
+from stretto.launcher import visible_gpus
+from stretto.rl.batch import Batch
+from stretto_torch import TorchTrainingConfig
+from stretto_torch.training import TorchTraining
+
+GPUS = torch.cuda.device_count()
+TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and this machine has {GPUS}")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not GPUS, reason="torch finds no GPU with CUDA"),
+]
+
+TinyModels = Callable[[str], Path]
+CLOSE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Largest difference of a logprob between GPU and CPU, or between engine and trainer."""
+
+
+def engine_of(model: Path, **options: Any) -> TorchTraining:
+    config = TorchTrainingConfig(lr=1e-3, **options)
+    engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
+    engine.load(None)
+    return engine
+
+
+def some_batch() -> Batch:
+    tokens = torch.randint(2, 97, (60,), generator=torch.Generator().manual_seed(0))
+    return Batch([30, 30], {"tokens": tokens, "loss_mask": torch.ones(60, dtype=torch.bool)}, {})
+
+
+def push_up(logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    del batch
+    return -logprobs, {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_on_the_gpu_computes_what_one_on_the_cpu_does(tiny_models: TinyModels, dtype: str) -> None:
+    batch = some_batch()
+    cpu = engine_of(tiny_models("qwen2"), device="cpu")
+    gpu = engine_of(tiny_models("qwen2"), device="cuda", gpus=1, dtype=dtype)
+    for _ in range(3):
+        found, expected = (engine.forward(batch, temperature=1.0).cpu() for engine in (gpu, cpu))
+        torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=0)
+        for engine in (gpu, cpu):
+            engine.train(batch, Loss(push_up, "token"), temperature=1.0)
+
+
+def test_a_checkpoint_moves_between_gpu_and_cpu(tiny_models: TinyModels, tmp_path: Path) -> None:
+    gpu = engine_of(tiny_models("qwen2"), device="cuda", gpus=1)
+    gpu.train(some_batch(), Loss(push_up, "token"), temperature=1.0)
+    gpu.save(tmp_path)
+    cpu = engine_of(tiny_models("qwen2"), device="cpu")
+    cpu.load(tmp_path)
+    saved = dict(gpu.weights())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in cpu.weights())
+
+
+def test_an_engine_keeps_to_its_share_of_the_gpu(tiny_models: TinyModels) -> None:
+    try:
+        engine_of(tiny_models("qwen2"), device="cuda", gpus=1, share=0.1)
+        total = torch.cuda.get_device_properties(0).total_memory
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.empty(total // 5, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def assert_trained(run: Run, dtype: str) -> None:
+    """It trained to the end on GPUs, and engine and trainer agree about the tokens of each version."""
+    assert run.end(300) == 0, run.text()
+    assert run.assert_balanced()["version"] == 4
+    run.assert_audit_is_clean()
+    measured = [line["mismatch_max"] for line in run.metrics() if "mismatch_max" in line]
+    assert measured
+    assert max(measured) < CLOSE[dtype]
+
+
+def options(model: Path, dtype: str, share: float, training: str = "use: torch") -> list[str]:
+    return [
+        f"model={model}",
+        f"training={{{training}, device: cuda, gpus: 1, share: {share}, dtype: {dtype}}}",
+        f"inference={{use: torch, device: cuda, gpus: 1, share: {share}, dtype: {dtype}, slots: 16}}",
+        *("sampling.max_tokens=16", "queue.max_staleness=0", "steps=4"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trainer_and_engine_share_a_gpu(
+    start: Start, tiny_models: TinyModels, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` takes gloo there, because NCCL refuses two processes on one GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_gpus(os.environ)[0])
+    chosen = options(tiny_models("qwen2"), dtype, 0.45)
+    assert_trained(start(*chosen, "weights={use: collective, backend: auto}"), dtype)
+
+
+@TWO_GPUS
+def test_weights_travel_by_nccl(start: Start, tiny_models: TinyModels) -> None:
+    """`nccl` refuses two processes on one GPU, so this also shows that each got its own."""
+    chosen = options(tiny_models("qwen2"), "float32", 1.0)
+    assert_trained(start(*chosen, "weights={use: collective, backend: nccl}"), "float32")
+
+
+@TWO_GPUS
+def test_two_ranks_train_over_nccl(start: Start, tiny_models: TinyModels) -> None:
+    chosen = options(tiny_models("llama"), "float32", 0.45, "use: fsdp2, processes: 2")
+    assert_trained(start(*chosen), "float32")
