@@ -55,7 +55,10 @@ async def test_only_trainers_see_the_claim(tmp_path: Path) -> None:
 
 async def test_a_pod_that_is_lost_is_no_good_end(tmp_path: Path) -> None:
     """Not even if the worker leaves in good order when its pod is preempted."""
-    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print('ready', flush=True); time.sleep(60)"
+    code = (
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
+        "print('ready', flush=True); time.sleep(60)"
+    )
     [handle] = await launcher().launch([job(tmp_path, "rollout-0", code)])
     with anyio.fail_after(60):
         while "ready" not in handle.tail(1):

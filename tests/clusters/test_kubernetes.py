@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_kubernetes import NODES, ROOT, FakeKubernetes
 from tests.conftest import write_run_file
 
+from fake_kubernetes import NODES, ROOT, FakeKubernetes
 from stretto.bus.server import free_port
 from stretto.cli.audit import audit_run
 from stretto_kubernetes import KERNEL
@@ -99,7 +100,16 @@ class KubernetesRun:
 
 
 def test_the_launcher_in_a_pod(cluster: FakeKubernetes, tmp_path: Path) -> None:
-    inside = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    inside = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=60",
+        "--durations=20",
+    ]
     take = tmp_path / "take"
     name, namespace = "inside", "research"
     labels = {"stretto/run": name, "stretto/role": KERNEL}
@@ -140,7 +150,7 @@ def test_the_launcher_in_a_pod(cluster: FakeKubernetes, tmp_path: Path) -> None:
         assert pod is not None
         return pod["status"]["containerStatuses"][0]["state"].get("terminated")
 
-    ended = until(state, within_s=120, otherwise=lambda: cluster.output(name))
+    ended = until(state, within_s=300, otherwise=lambda: cluster.output(name))
     assert ended["exitCode"] == 0, cluster.output(name)[-6000:]
 
 
@@ -174,12 +184,11 @@ def test_the_quickstart_with_lost_pods(cluster: FakeKubernetes, tmp_path: Path) 
     [lost] = run.pods("rollout")
     cluster.lose(lost)
     until(lambda: run.pods("rollout") not in ([], [lost]), otherwise=run.text)
-    engine = run.pods("inference")[0]
-    cluster.preempt(engine)
-    summary = run.assert_completed(8)
-    assert summary["restarts"] == 2
     nodes = {pod["spec"]["nodeName"] for pod in cluster.pods(run=run.job, role="inference")}
     assert nodes == set(NODES)
+    cluster.preempt(run.pods("inference")[0])
+    summary = run.assert_completed(8)
+    assert summary["restarts"] == 2
     logs = {path.name: path.read_text() for path in (run.folder / "logs").iterdir()}
     assert "rollout-0 was lost" in logs["rollout-0.out"]
     assert "DeletionByTaintManager" in logs["rollout-0.out"]
@@ -215,7 +224,7 @@ def test_a_preempted_kernel_writes_a_checkpoint_and_goes_on(cluster: FakeKuberne
 def test_a_run_that_was_stopped_does_not_start_again(cluster: FakeKubernetes, tmp_path: Path) -> None:
     run = KubernetesRun(cluster, tmp_path, write_run_file(tmp_path), "steps=400")
     run.until_step(5)
-    cluster.kill(run.pods(KERNEL)[0], __import__("signal").SIGTERM)
+    cluster.kill(run.pods(KERNEL)[0], signal.SIGTERM)
     assert run.end() == "Failed"
     assert json.loads((run.folder / "summary.json").read_text())["status"] == "interrupted"
     assert len(run.pods(KERNEL)) == 1

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import urllib3.exceptions
@@ -25,6 +26,7 @@ _ADVICE = {
     401: "log in to the cluster again",
     403: "the account may not do that (`kubectl auth can-i`); ask for the right, or give "
     "launcher.service_account, an account that has it",
+    409: "the run was submitted before; `kubectl delete job` removes a Job that has ended",
 }
 
 
@@ -62,7 +64,7 @@ class Cluster:
             return cls.here(namespace)
         settings = client.Configuration()
         try:
-            config.load_kube_config(context=context, client_configuration=settings)
+            config.load_kube_config(_kubeconfig(), context, client_configuration=settings)
         except config.ConfigException as error:
             raise LaunchError(
                 f"no cluster: {error}; set KUBECONFIG, or name a context in launcher.context"
@@ -242,7 +244,9 @@ def context_namespace(context: str | None) -> str:
     if not _has_kubeconfig():
         return "default"
     try:
-        contexts, current = cast("tuple[list[Manifest], Manifest]", config.list_kube_config_contexts())
+        contexts, current = cast(
+            "tuple[list[Manifest], Manifest]", config.list_kube_config_contexts(_kubeconfig())
+        )
     except config.ConfigException as error:
         raise LaunchError(f"the kubeconfig cannot be read: {error}") from error
     chosen = next((each for each in contexts if each["name"] == context), None) if context else current
@@ -255,9 +259,13 @@ def context_namespace(context: str | None) -> str:
 # ------------------------------------------------------------------------------------------ private
 
 
+def _kubeconfig() -> str:
+    """Return the path of the kubeconfig, or several with a colon between them."""
+    return os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+
+
 def _has_kubeconfig() -> bool:
-    path = os.environ.get("KUBECONFIG") or config.KUBE_CONFIG_DEFAULT_LOCATION
-    return any(os.path.exists(os.path.expanduser(each)) for each in path.split(os.pathsep))  # noqa: PTH110, PTH111
+    return any(Path(each).exists() for each in _kubeconfig().split(os.pathsep))
 
 
 @contextmanager
@@ -277,9 +285,10 @@ def _refusal(what: str, error: client.ApiException) -> LaunchError:
         said = str(json.loads(error.body or "")["message"])
     except (ValueError, TypeError, KeyError):
         said = str(error.body or error.reason or "")
+    if status in (404, 410):
+        return Gone(f"{what}: Kubernetes does not have it (status {status}): {said.strip()}")
     advice = f"; {_ADVICE[status]}" if status in _ADVICE else ""
-    kind = Gone if status in (404, 410) else LaunchError
-    return kind(f"{what}: Kubernetes refuses with status {status}: {said.strip()}{advice}")
+    return LaunchError(f"{what}: Kubernetes refuses with status {status}: {said.strip()}{advice}")
 
 
 def _read(answer: Any) -> Manifest:
