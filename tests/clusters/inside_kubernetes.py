@@ -17,6 +17,9 @@ from stretto.testing import LauncherConformance
 from stretto_kubernetes import KubernetesConfig
 from stretto_kubernetes.pods import KubernetesLauncher
 
+# A launcher has no end of its own: the garbage collector closes the connections of former tests.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 CONFIG = KubernetesConfig(image="stretto", claim="runs", mount=os.environ["MOUNT"], python=sys.executable)
 
 
@@ -28,11 +31,11 @@ class TestKubernetes(LauncherConformance):
     run = {"out": f"{os.environ['MOUNT']}/run", "weights": "bus"}
 
 
-def job(folder: Path, worker: str, code: str) -> Job:
+def job(folder: Path, worker: str, code: str = "", *, command: tuple[str, ...] = ()) -> Job:
     return Job(
         worker=worker,
         role=worker.partition("-")[0],  # pyright: ignore[reportArgumentType]
-        command=(sys.executable, "-c", code),
+        command=command or (sys.executable, "-c", code),
         env={},
         resources=Resources(),
         log=str(folder / f"{worker}.log"),
@@ -69,17 +72,15 @@ async def test_a_pod_that_is_lost_is_no_good_end(tmp_path: Path) -> None:
 
 
 async def test_a_pod_that_does_not_start_says_why(tmp_path: Path) -> None:
-    lost = job(tmp_path, "rollout-0", "")
-    lost = Job(**{name: getattr(lost, name) for name in lost.__struct_fields__} | {"command": ("/no/such",)})
+    lost = job(tmp_path, "rollout-0", command=("/no/such",))
     with pytest.raises(LaunchError, match=r"rollout-0 cannot be started in pod .*: StartError: .*/no/such"):
         await launcher().launch([lost])
 
 
 async def test_bootstraps_are_files_that_only_the_worker_reads(tmp_path: Path) -> None:
     (tmp_path / "rollout-0.json").write_text(json.dumps({"secret": 1}))
-    worker = job(tmp_path, "rollout-0", "")
     command = (sys.executable, "-m", "stretto.workers", str(tmp_path / "rollout-0.json"))
-    worker = Job(**{name: getattr(worker, name) for name in worker.__struct_fields__} | {"command": command})
+    worker = job(tmp_path, "rollout-0", command=command)
     [handle] = await launcher().launch([worker])
     with anyio.fail_after(60):
         assert await handle.wait() != 0  # the file is no bootstrap

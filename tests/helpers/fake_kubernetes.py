@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import ssl
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +26,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Coroutine, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -192,6 +194,7 @@ class FakeKubernetes:
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_default_executor(ThreadPoolExecutor(256))  # each pod takes two threads
         self._write_files()
         app = web.Application(client_max_size=8 * 2**20)
         app.router.add_get("/version", self._version_info)
@@ -392,14 +395,17 @@ class FakeKubernetes:
             int(request.query["resourceVersion"]),
             time.monotonic() + float(request.query["timeoutSeconds"]),
         )
-        while time.monotonic() < end and not self._stopped.is_set():
-            happened = self._happened
-            for number, change, content in self._events[:]:
-                if number > version:
-                    version = number
-                    if selected(content):
-                        await response.write(json.dumps({"type": change, "object": content}).encode() + b"\n")
-            await _within(happened.wait(), min(0.5, end - time.monotonic()))
+        with suppress(ConnectionError):
+            while time.monotonic() < end and not self._stopped.is_set():
+                happened = self._happened
+                for number, change, content in self._events[:]:
+                    if number > version:
+                        version = number
+                        if selected(content):
+                            await response.write(
+                                json.dumps({"type": change, "object": content}).encode() + b"\n"
+                            )
+                await _within(happened.wait(), min(0.5, end - time.monotonic()))
         return response
 
     # ----------------------------------------------------------------------------------- controllers
@@ -507,35 +513,34 @@ class FakeKubernetes:
         for each in main.get("env", ()):
             path = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             env[each["name"]] = fields[path.rpartition(".")[2]] if path else each.get("value", "")
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            *main["command"],
-            *main.get("args", ()),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+        process = subprocess.Popen(
+            [*command, *main["command"], *main.get("args", ())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=env,
             pass_fds=(writing,),
             start_new_session=True,
-            limit=2**24,
         )
         os.close(writing)
         with os.fdopen(reading) as info:
             container.pid = json.loads(await asyncio.to_thread(info.read))["child-pid"]
         self._set_state(pod, {"running": {"startedAt": _now()}}, "Running")
-        assert process.stdout is not None
-        collecting = self._loop.create_task(self._collect(process.stdout, container))
-        status = await process.wait()
+        collecting = self._loop.create_task(asyncio.to_thread(self._collect, process, container))
+        status = await asyncio.to_thread(process.wait)
         container.kill()  # what the main process has left running ends with the container
         await collecting
         return 256 + status if status < 0 else status
 
-    async def _collect(self, stdout: asyncio.StreamReader, container: _Container) -> None:
-        while line := await stdout.readline():
-            seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-            when = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
-            container.lines.append((when, line))
-            container.tell()
+    def _collect(self, process: subprocess.Popen[bytes], container: _Container) -> None:
+        """Read what a container writes, in a thread, until the last of its processes has ended."""
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+                when = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
+                container.lines.append((when, line))
+                self._loop.call_soon_threadsafe(container.tell)
 
     def _mounts(self, pod: Object, folder: Path) -> list[str]:
         """Return bubblewrap's options for what the pod sees."""

@@ -206,7 +206,7 @@ class Cluster:
         # `stream` changes the client that it gets, so it gets one of its own.
         core = client.CoreV1Api(client.ApiClient(self._client.configuration))
         with _errors(f"{command[0]!r} cannot run in pod {pod}"):
-            stream.stream(
+            socket: Any = stream.stream(
                 core.connect_get_namespaced_pod_exec,
                 pod,
                 self.namespace,
@@ -214,8 +214,13 @@ class Cluster:
                 container=WORKER,
                 stdout=True,
                 stderr=True,
+                _preload_content=False,
                 _request_timeout=_ANSWER_S,
             )
+            try:
+                socket.run_forever(timeout=_ANSWER_S)
+            finally:
+                socket.sock.close()  # its own `close` does nothing once the server has closed
 
 
 def model_of(manifest: Manifest) -> Any:
