@@ -9,8 +9,7 @@
 # make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a stand-in for Kubernetes, a NATS
-#                   cluster whose servers are
-#                   killed, runs whose workers come and go, and replays; twenty minutes
+#                   cluster whose servers are killed, runs whose workers come and go, and replays; twenty minutes
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
 #
 # PYTHON=python3.12       another interpreter than the first that is new enough

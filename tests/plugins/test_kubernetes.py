@@ -21,12 +21,12 @@ from stretto.errors import ConfigError, LaunchError
 from stretto.launcher import Job, Resources, Submission
 from stretto_kubernetes import KubernetesConfig, PodTemplate
 from stretto_kubernetes.cluster import Cluster, context_namespace, model_of
-from stretto_kubernetes.manifests import Kernel, job_name, objects_of, secret_of, worker_pod
+from stretto_kubernetes.manifests import KernelPod, job_name, objects_of, secret_of, worker_pod
 from stretto_kubernetes.pods import KubernetesLauncher
 from stretto_kubernetes.watching import PodView
 
 CONFIG = KubernetesConfig(image="registry/stretto:1", claim="runs")
-KERNEL = Kernel("first-1a2b3c", "research", "first-1a2b3c-x", "uid-of-the-kernel")
+KERNEL = KernelPod("first-1a2b3c", "research", "first-1a2b3c-x", "uid-of-the-kernel")
 OVERRIDES = (
     "launcher.use=kubernetes",
     "launcher.image=registry/stretto:1",
@@ -177,7 +177,7 @@ def test_templates_are_merged_from_the_general_to_the_special() -> None:
     assert len(pod["spec"]["tolerations"]) == 2
     container = pod["spec"]["containers"][0]
     assert container["workingDir"] == "/app"
-    assert next(each["name"] for each in container["env"]) == "OMP_NUM_THREADS"
+    assert {"name": "OMP_NUM_THREADS", "value": "2"} in container["env"]
     assert {"name": "A", "value": "1"} in container["env"]
     assert pod["metadata"]["labels"].items() >= {"team": "rl", "stretto/role": "trainer"}.items()
 

@@ -19,7 +19,7 @@ from stretto_kubernetes import ALL, KERNEL, KubernetesConfig
 
 __all__ = [
     "WORKER",
-    "Kernel",
+    "KernelPod",
     "Manifest",
     "bootstrap_of",
     "job_name",
@@ -44,6 +44,8 @@ _SECRETS = "/run/stretto"
 _RUN_FILE = "run.yaml"
 _BOOTSTRAP = "bootstrap.json"
 _OWNER_ONLY = 0o400
+_UNBUFFERED = {"name": "PYTHONUNBUFFERED", "value": "1"}
+"""What a process writes is in its pod's output at once, and stdout and stderr are in order."""
 _MAX_RUN_FILE = 2**20
 _MISTAKE, _INTERRUPTED = 2, 130
 """Exit statuses of `stretto run` with which the run must not start again by itself."""
@@ -59,7 +61,7 @@ _RULES: list[Manifest] = [
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelPod:
     """The pod that this kernel runs in."""
 
     job: str
@@ -70,7 +72,7 @@ class Kernel:
     """Id of the pod: the workers' pods belong to it, and are deleted with it."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Kernel | None:
+    def of(cls, environment: Mapping[str, str]) -> KernelPod | None:
         """Return the kernel's pod that a process with this environment runs in; None if it runs in none."""
         if "STRETTO_JOB" not in environment:
             return None
@@ -157,13 +159,13 @@ def objects_of(config: KubernetesConfig, name: str, namespace: str, submission: 
     return objects
 
 
-def worker_pod(config: KubernetesConfig, kernel: Kernel, job: Job) -> Manifest:
+def worker_pod(config: KubernetesConfig, kernel: KernelPod, job: Job) -> Manifest:
     """Return the pod of a worker. Its name is new in each call. Its credentials are in the Secret of the same
     name."""
     name = f"{kernel.job}-{_name(job.worker)}-{secrets.token_hex(3)}"
     group = _group(job)
     command = list(_with_python(config, job.command))
-    env = [{"name": key, "value": value} for key, value in job.env.items()]
+    env = [_UNBUFFERED, *({"name": key, "value": value} for key, value in job.env.items())]
     if not job.resources.gpus:  # an image may ask for all GPUs of its node
         env.append({"name": "CUDA_VISIBLE_DEVICES", "value": ""})
     container: Manifest = {
@@ -268,6 +270,7 @@ def _kernel_pod(config: KubernetesConfig, job: str, submission: Submission) -> M
         "image": config.image,
         "command": ["/bin/sh", "-c", line],
         "env": [
+            _UNBUFFERED,
             {"name": "STRETTO_JOB", "value": job},
             *({"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()),
         ],

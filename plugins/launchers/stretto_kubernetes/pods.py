@@ -21,7 +21,7 @@ from stretto.launcher import Job, Submission, last_lines
 from stretto_kubernetes import KubernetesConfig
 from stretto_kubernetes.cluster import Cluster, Gone, context_namespace, model_of
 from stretto_kubernetes.manifests import (
-    Kernel,
+    KernelPod,
     Manifest,
     bootstrap_of,
     job_name,
@@ -140,7 +140,7 @@ class KubernetesLauncher:
     def __init__(self, config: KubernetesConfig, context: Context) -> None:
         self._config = config
         self._name = context.name
-        self._kernel = Kernel.of(os.environ)
+        self._kernel = KernelPod.of(os.environ)
         self._cluster: Cluster | None = None
         self._watch: PodWatch | None = None
         self._former: dict[str, str] = {}
@@ -164,7 +164,7 @@ class KubernetesLauncher:
                 "launcher",
                 f"{', '.join(shared)}: `share` is below 1, and a pod gets whole GPUs only; leave `share` out",
             )
-        kernel = self._kernel or Kernel("check", "default", "check", "check")
+        kernel = self._kernel or KernelPod("check", "default", "check", "check")
         try:
             submission = Submission(begin=(), resume=(), folder="", jobs=tuple(jobs))
             for manifest in objects_of(self._config, self._name, kernel.namespace, submission):
@@ -240,7 +240,7 @@ class KubernetesLauncher:
     def _namespace(self) -> str:
         return self._config.namespace or context_namespace(self._config.context)
 
-    async def _ready(self, kernel: Kernel) -> tuple[Cluster, PodWatch]:
+    async def _ready(self, kernel: KernelPod) -> tuple[Cluster, PodWatch]:
         """Return the cluster and the watch of this kernel's pods. The first call deletes the pods that a
         former kernel of the run has left: this kernel starts its own workers, which need the room."""
         if self._cluster is None or self._watch is None:
@@ -249,7 +249,7 @@ class KubernetesLauncher:
             self._watch = PodWatch(self._cluster, workers_of(kernel.job))
         return self._cluster, self._watch
 
-    def _create(self, cluster: Cluster, kernel: Kernel, job: Job) -> Manifest:
+    def _create(self, cluster: Cluster, kernel: KernelPod, job: Job) -> Manifest:
         """Create the pod of a worker, then the Secret for which its start waits, and return the pod."""
         former = self._former.pop(job.worker, None)
         if former is not None:
@@ -280,7 +280,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def _delete_former(cluster: Cluster, kernel: Kernel) -> None:
+def _delete_former(cluster: Cluster, kernel: KernelPod) -> None:
     pods, _ = cluster.pods(workers_of(kernel.job))
     for pod in pods:
         owners: Any = pod["metadata"].get("ownerReferences", ())
