@@ -9,8 +9,9 @@
 # make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make test-gpu    what only GPUs can show; skipped without CUDA
-# make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a NATS cluster whose servers are
-#                   killed, runs whose workers come and go, and replays; twenty minutes
+# make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a Ray of two nodes, a stand-in for
+#                   Kubernetes, a NATS cluster whose servers are killed, runs whose workers come and go, and
+#                   replays; half an hour
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
 #
 # PYTHON=python3.12       another interpreter than the first that is new enough

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plan import context_of, placement, run_folder, workers
 from stretto.cli.acceptance import accepted
 from stretto.cli.checks import blank_job
 from stretto.errors import ConfigError
-from stretto.launcher import Launcher, Submission, SubmittingLauncher
+from stretto.launcher import Launcher, RemoteLauncher, Submission, SubmittingLauncher
 
 __all__ = ["submitted_resume", "submitted_run"]
 
@@ -31,7 +33,10 @@ def submitted_run(composed: Composed, file: Path, overrides: Sequence[str], *, d
     folder = run_folder(composed.config)
     begin = (*_STRETTO, "run", str(file.absolute()), *overrides, f"out={folder}")
     resume = (*_STRETTO, "resume", str(folder))
-    return _submitted(composed, folder, begin, resume, dry_run=dry_run, resumed=False)
+    submission = Submission(
+        begin=begin, resume=resume, folder=str(folder), jobs=(), run_file=str(file.absolute())
+    )
+    return _submitted(composed, submission, dry_run=dry_run, resumed=False)
 
 
 def submitted_resume(folder: Path, arguments: Sequence[str], *, dry_run: bool) -> bool:
@@ -48,23 +53,22 @@ def submitted_resume(folder: Path, arguments: Sequence[str], *, dry_run: bool) -
         return False  # `stretto resume` says what is wrong
     resume = (*_STRETTO, "resume", str(folder), *arguments)
     composed = compose(folder / "config.yaml")
-    return _submitted(composed, folder, resume, resume, dry_run=dry_run, resumed=True)
+    submission = Submission(begin=resume, resume=resume, folder=str(folder), jobs=())
+    return _submitted(composed, submission, dry_run=dry_run, resumed=True)
 
 
-def _submitted(
-    composed: Composed,
-    folder: Path,
-    begin: tuple[str, ...],
-    resume: tuple[str, ...],
-    *,
-    dry_run: bool,
-    resumed: bool,
-) -> bool:
+def _submitted(composed: Composed, submission: Submission, *, dry_run: bool, resumed: bool) -> bool:
+    """Submit a run.
+
+    Args:
+        submission: of the run, without its workers.
+    """
     launcher: Launcher = composed.make("launcher", context_of(composed.config))
     text = None
     if isinstance(launcher, SubmittingLauncher):
         jobs = tuple(blank_job(worker) for worker in workers(composed.config, placement(composed)))
-        text = launcher.submission(Submission(begin=begin, resume=resume, folder=str(folder), jobs=jobs))
+        submission = msgspec.structs.replace(submission, jobs=jobs)
+        text = launcher.submission(submission)
     if text is None or not isinstance(launcher, SubmittingLauncher):
         if dry_run:
             name = composed.config.launcher.use
@@ -76,7 +80,12 @@ def _submitted(
         print(text, end="")
         return True
     accepted(composed, starting=False, resumed=resumed)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(submission.folder)
+    if isinstance(launcher, RemoteLauncher):
+        follow = launcher.follow(submission)
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        follow = f"stretto watch {folder}"
     print(f"{launcher.submit(text)}; the run's folder is {folder}")
-    print(f"to follow the run once it has begun: stretto watch {folder}")
+    print(f"to follow the run once it has begun: {follow}")
     return True

@@ -35,7 +35,7 @@ from stretto.kernel.scheduler import Scheduler, SchedulerSettings
 from stretto.kernel.status import StatusBoard
 from stretto.kernel.trackers import Trackers
 from stretto.kernel.worker_numbers import WorkerNumbers
-from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher
+from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher, ServiceLauncher
 from stretto.weights import WeightsTransport
 
 __all__ = ["RunSetup"]
@@ -143,7 +143,11 @@ class RunSetup:
         bus = self.config.bus
         if bus.url or bus.listen or not isinstance(self.launcher, ClusterLauncher):
             return bus
-        return msgspec.structs.replace(bus, listen=url_host(self.launcher.address))
+        host = url_host(self.launcher.address)
+        if isinstance(self.launcher, ServiceLauncher):
+            every = f"0.0.0.0:{self.launcher.port}"
+            return msgspec.structs.replace(bus, listen=every, address=bus.address or host)
+        return msgspec.structs.replace(bus, listen=host)
 
     @property
     def layout(self) -> str:
