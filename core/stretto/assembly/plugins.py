@@ -58,7 +58,7 @@ _PLANNED: dict[Kind, tuple[str, ...]] = {
     "workflow": (),
     "reward": ("code",),
     "dataset": (),
-    "launcher": ("ray", "kubernetes"),
+    "launcher": ("kubernetes",),
     "weights": (),
     "tracker": (),
 }
