@@ -8,7 +8,7 @@
 # make test-all    both, in one go
 # make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
-# make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a NATS cluster whose servers are
+# make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a Ray cluster of three, a NATS cluster whose servers are
 #                   killed, runs whose workers come and go, and replays; twenty minutes
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
 #
@@ -59,6 +59,7 @@ test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLL
 	$(BIN)/python -m pytest -q -m integration --timeout=900 $(ARGS)
 
 test-clusters: $(VENV)/installed
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest -q -m cluster $(ARGS)
 
 coverage: $(VENV)/installed

@@ -8,10 +8,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import ray
 
 __all__ = ["WorkerActor"]
 
@@ -58,6 +57,7 @@ class WorkerActor:
         Raises:
             OSError: if it cannot be started.
         """
+        ray: Any = import_module("ray")
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids()["GPU"]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RAY)}

@@ -11,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from signal import SIGKILL
 from typing import Any, BinaryIO
 
 import msgspec
 
 from stretto.errors import LaunchError, one_error
+from stretto_ray.actor import WorkerActor
 from stretto_ray.messages import (
     Answer,
     Cancel,
@@ -35,6 +38,7 @@ from stretto_ray.messages import (
     Signal,
     Start,
     Started,
+    Unconnected,
 )
 from stretto_ray.placement import Group, groups_of
 
@@ -47,6 +51,7 @@ _CPUS = 10_000
 error."""
 _STORE = 100 * 2**20
 """Bytes of its object store, which the launcher hardly uses."""
+_ANSWER_S = 10.0
 _RETRY_S = 0.5
 _KILLED_S = 10.0
 _LOST = 1
@@ -95,15 +100,11 @@ class _Client:
     """Starts workers on the cluster that this process is connected to."""
 
     def __init__(self, greeting: Greeting, events: int) -> None:
-        import ray
-
-        from stretto_ray.actor import WorkerActor
-
-        self._ray = ray
+        self._ray: Any = import_module("ray")
         self._folder = greeting.folder
         self._events = events
         # `read` waits in the actor while it gets signals.
-        self._actors = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=8)(WorkerActor)
+        self._actors = self._ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=8)(WorkerActor)
         self._reservations: list[_Reservation] = []
         self._processes: dict[int, _Process] = {}
         self._launches: dict[int, asyncio.Task[None]] = {}
@@ -114,7 +115,7 @@ class _Client:
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), file)
         while line := await requests.readline():
-            request = msgspec.json.decode(line, type=Request)
+            request: Request = msgspec.json.decode(line, type=Request)
             match request:
                 case Describe():
                     self._emit(Answer(id=request.id, nodes=await asyncio.to_thread(self._nodes)))
@@ -228,15 +229,14 @@ class _Client:
 
     def _actor(self, start: Start, reservation: _Reservation, bundle: int) -> Any:
         """Return a new actor in a bundle."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        strategies: Any = import_module("ray.util.scheduling_strategies")
         resources = dict(start.resources)
         return self._actors.options(
             num_cpus=resources.pop("CPU"),
             num_gpus=resources.pop("GPU", 0),
             memory=resources.pop("memory", None),
             resources=resources,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reservation.handle, bundle),
+            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(reservation.handle, bundle),
         ).remote()
 
     async def _start(self, process: _Process) -> None:
@@ -321,7 +321,7 @@ def main() -> int:
         _connect(greeting)
         client = _Client(greeting, events)
     except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and the kernel's process reports it
-        os.write(events, msgspec.json.encode(Failed(id=None, error=str(error) or repr(error))) + b"\n")
+        os.write(events, msgspec.json.encode(Unconnected(error=str(error) or repr(error))) + b"\n")
         return 1
     asyncio.run(client.serve(requests))
     return 0
@@ -332,8 +332,11 @@ def _connect(greeting: Greeting) -> None:
     if greeting.address is None:
         # Its ports are open to other machines, so it asks for a login that only its own processes have.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    import ray
-
+    elif greeting.address != "auto":
+        # Ray tries for minutes without a word.
+        host, _, port = greeting.address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    ray: Any = import_module("ray")
     own: dict[str, Any] = {"num_cpus": _CPUS, "object_store_memory": _STORE, "include_dashboard": False}
     ray.init(
         address=greeting.address or "local",

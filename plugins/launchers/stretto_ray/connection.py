@@ -17,7 +17,7 @@ from typing import IO, Any
 import msgspec
 
 from stretto.errors import LaunchError
-from stretto_ray.messages import Answer, Ended, Event, Failed, Greeting, Output, Request, Started
+from stretto_ray.messages import Answer, Ended, Event, Failed, Greeting, Output, Request, Started, Unconnected
 
 __all__ = ["Connection"]
 
@@ -44,7 +44,7 @@ class Connection:
         self._listeners: dict[int, Listener] = {}
         self._fault = ""
         """Why the client has ended; empty while it runs."""
-        self._errors: IO[bytes] = log.open("a+b") if log else tempfile.TemporaryFile()
+        self._errors: IO[bytes] = log.open("a+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._begin = self._errors.seek(0, os.SEEK_END)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stretto_ray.client"],
@@ -113,11 +113,11 @@ class Connection:
         error = ""
         with events:
             for line in events:
-                event = msgspec.json.decode(line, type=Event)
+                event: Event = msgspec.json.decode(line, type=Event)
                 match event:
                     case Answer():
                         self._answers.pop(event.id).set_result(event)
-                    case Failed(id=None):
+                    case Unconnected():
                         error = event.error
                     case Failed():
                         failure = LaunchError(event.error, worker=event.worker)

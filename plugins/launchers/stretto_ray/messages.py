@@ -23,6 +23,7 @@ __all__ = [
     "Signal",
     "Start",
     "Started",
+    "Unconnected",
 ]
 
 
@@ -108,11 +109,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request has failed; without an id, the client has, and it ends."""
+    """A request has failed."""
 
-    id: int | None
+    id: int
     error: str
     worker: str = ""
+
+
+class Unconnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The client cannot connect to the cluster, and ends."""
+
+    error: str
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -140,4 +147,4 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request = Launch | Cancel | Describe | Signal | Kill
-Event = Answer | Failed | Started | Output | Ended
+Event = Answer | Failed | Unconnected | Started | Output | Ended

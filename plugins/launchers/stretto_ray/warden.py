@@ -31,6 +31,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray blocks SIGINT in its processes
     try:
         worker = subprocess.Popen(
             sys.argv[1:], stdin=_text_file(), stdout=_OUTPUT, stderr=_OUTPUT, start_new_session=True
