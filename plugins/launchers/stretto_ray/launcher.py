@@ -176,6 +176,12 @@ class RayLauncher:
             raise
         return handles
 
+    def close(self) -> None:
+        """End the connection to the cluster, and with it all workers. This also happens at the end of the
+        process, or when nothing refers to the launcher any more."""
+        if self._connected is not None:
+            self._connected.close()
+
     def _start(self, job: Job, run: int, *, with_text: bool) -> Start:
         command, text = job.command, b""
         if command[1:3] == ("-m", "stretto.workers"):
