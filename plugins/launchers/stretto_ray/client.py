@@ -166,10 +166,14 @@ class _Client:
         except TimeoutError:
             missing = [each.start.worker for each in processes if each.following is None]
             missing = missing or [each.worker for each in launch.starts]
-            lack = await asyncio.to_thread(self._lack)
+            unused = await asyncio.to_thread(self._unused)
             await self._undo(processes)
-            words = f"{', '.join(missing)} did not start within {launch.within_s:g} s (launcher.start_s)"
-            self._emit(Failed(id=launch.id, error=f"{words}; {lack}", worker=missing[0]))
+            error = LaunchError(
+                f"{', '.join(missing)} did not start within {launch.within_s:g} s (launcher.start_s); unused in "
+                f"the Ray cluster: {unused}",
+                worker=missing[0],
+            )
+            self._emit(Failed(id=launch.id, error=str(error), worker=error.worker))
         else:
             self._emit(Answer(id=launch.id))
         finally:
@@ -304,11 +308,10 @@ class _Client:
     def _name_of(self, node: str) -> str:
         return next((each["NodeName"] for each in self._ray.nodes() if each["NodeID"] == node), node)
 
-    def _lack(self) -> str:
+    def _unused(self) -> str:
         """Return what the cluster has left, for an error."""
         unused = self._ray.available_resources()
-        left = [f"{name} {unused.get(name, 0):g}" for name in ("CPU", "GPU")]
-        return f"unused in the Ray cluster: {', '.join(left)}"
+        return ", ".join(f"{name} {unused.get(name, 0):g}" for name in ("CPU", "GPU"))
 
 
 def main() -> int:
