@@ -69,7 +69,8 @@ class _Reservation:
     def own_bundle(self, start: Start) -> int | None:
         """Return the bundle that was made for a worker, unless another worker uses it."""
         for number, bundle in enumerate(self.group.bundles):
-            if start.worker in bundle.workers and (start.unit or self._is_unused(number)):
+            mine = start.worker in bundle.workers and bundle.each == start.resources
+            if mine and (start.unit or self._is_unused(number)):
                 return number
         return None
 
@@ -169,8 +170,8 @@ class _Client:
             unused = await asyncio.to_thread(self._unused)
             await self._undo(processes)
             error = LaunchError(
-                f"{', '.join(missing)} did not start within {launch.within_s:g} s (launcher.start_s); unused in "
-                f"the Ray cluster: {unused}",
+                f"{', '.join(missing)} did not start within {launch.within_s:g} s (launcher.start_s); unused "
+                f"in the Ray cluster: {unused}",
                 worker=missing[0],
             )
             self._emit(Failed(id=launch.id, error=str(error), worker=error.worker))

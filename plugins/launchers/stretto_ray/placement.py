@@ -24,6 +24,8 @@ class Bundle:
 
     workers: tuple[str, ...]
     resources: Mapping[str, float]
+    each: Mapping[str, float]
+    """The resources of each of the workers."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def groups_of(starts: Iterable[Start]) -> list[Group]:
 
 
 def _bundle(members: Sequence[Start]) -> Bundle:
-    return Bundle(tuple(each.worker for each in members), _sum(each.resources for each in members))
+    return Bundle(
+        tuple(each.worker for each in members), _sum(each.resources for each in members), members[0].resources
+    )
 
 
 def _sum(resources: Iterable[Mapping[str, float]]) -> dict[str, float]:
