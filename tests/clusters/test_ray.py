@@ -233,6 +233,7 @@ async def test_a_worker_without_room_is_an_error(nodes: Nodes, tmp_path: Path) -
     assert error.value.worker == "trainer-critic-0"
     more = await launcher.launch([job(tmp_path, "inference-0", gpus=2)])  # the failed launch keeps nothing
     await stop([*handles, *more])
+    launcher.close()
 
 
 async def test_ranks_are_packed_and_units_share_a_node(launcher: RayLauncher, tmp_path: Path) -> None:
