@@ -9,7 +9,7 @@
 # make test-chaos  kills in all configurations, and the same bits with kills as without; half an hour
 # make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
 # make test-gpu    what only GPUs can show; skipped without CUDA
-# make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a Ray of two nodes, a stand-in for
+# make test-clusters   a real Slurm of two nodes on this machine (Debian, and root), a Ray of three, a stand-in for
 #                   Kubernetes, a NATS cluster whose servers are killed, runs whose workers come and go, and
 #                   replays; half an hour
 # make bench        the benchmarks of docs/benchmarks.md, one after the other
@@ -64,6 +64,7 @@ test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)
 
 test-clusters: $(VENV)/installed
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest -q -m cluster $(ARGS)
 
 coverage: $(VENV)/installed

@@ -240,11 +240,7 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ('reward={use: function, function: "r.py:f\\n"}', ["reward.function: expected `file.py:function`"]),
         ("name='a b'", ["override name: expected letters, digits, `-` and `_`", "found 'a b'"]),
         ("algorithm.use=gpro", ["no algorithm 'gpro'", "did you mean 'grpo'?", "installed: cispo, dapo, d"]),
-        ("launcher=rya", ["did you mean 'ray'? (not in this version)", "installed: kubernetes, local"]),
-        (
-            "launcher.use=ray",
-            ["this version of stretto does not have it yet", "installed: kubernetes, local"],
-        ),
+        ("launcher=kubernete", ["did you mean 'kubernetes'?", "installed: kubernetes, local, ray, slurm"]),
         ("algorithm.correction.use=tis", ["algorithm.correction.use", "token_tis", "found 'tis'"]),
         ("dataset.path=nowhere.jsonl", ["dataset.path", "no such file or folder: 'nowhere.jsonl'"]),
         ("training=[1]", ["overrides training=[1] do not fit"]),

@@ -170,14 +170,9 @@ def test_a_missing_extra_is_named_with_what_to_install() -> None:
     assert plugins.missing_extra(component) == "'x' needs 'no_such_lib': pip install 'acme[x]'"
 
 
-def test_unknown_names_are_answered_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(PluginError, match=r"no inference 'sglan'; did you mean 'sglang'\?"):
         Plugins().get("inference", "sglan")
-    monkeypatch.setitem(plugins._PLANNED, "launcher", ("nomad",))  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(
-        PluginError, match=r"no launcher 'noma'; did you mean 'nomad'\? \(not in this version\)"
-    ):
-        Plugins().get("launcher", "noma")
     with pytest.raises(PluginError, match=r"no reward 'zzz'; installed: code, exact, format, function"):
         Plugins().get("reward", "zzz")
 

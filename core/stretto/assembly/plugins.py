@@ -50,19 +50,6 @@ BASES: dict[Kind, type[msgspec.Struct]] = {
     "tracker": TrackerConfig,
 }
 
-# stretto's own plugins of later versions: messages suggest these names, and say that they do not exist yet.
-_PLANNED: dict[Kind, tuple[str, ...]] = {
-    "algorithm": (),
-    "training": (),
-    "inference": (),
-    "workflow": (),
-    "reward": ("code",),
-    "dataset": (),
-    "launcher": ("ray",),
-    "weights": (),
-    "tracker": (),
-}
-
 
 @dataclass(frozen=True)
 class Listing:
@@ -291,14 +278,8 @@ class Plugins:
 
     def _unknown(self, kind: Kind, name: str) -> str:
         installed = self.names(kind)
-        planned = _PLANNED[kind]
-        hint = f"installed: {', '.join(installed) or 'none'}"
-        if name in planned:
-            return f"no {kind} {name!r}: this version of stretto does not have it yet; {hint}"
-        guess = nearest(name, [*installed, *planned])
-        if any(f"{word!r}?" in guess for word in planned if word not in installed):
-            guess += " (not in this version)"
-        return f"no {kind} {name!r}{guess or ';'} {hint}"
+        guess = nearest(name, installed)
+        return f"no {kind} {name!r}{guess or ';'} installed: {', '.join(installed) or 'none'}"
 
 
 def missing_extra(component: Component[Any]) -> str:

@@ -1,0 +1,119 @@
+"""The Ray resources of workers, and the placement groups that reserve them. Needs no Ray."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.launcher import Job
+from stretto_ray import RayConfig
+from stretto_ray.messages import ClusterNode, Start
+
+__all__ = ["Bundle", "Group", "group_of", "groups_of", "resources_of", "shortage", "strategy_of"]
+
+_NAMES = {"CPU": "CPUs (`threads`)", "GPU": "GPUs (`gpus`)", "memory": "GiB of memory (`memory_gb`)"}
+_UNITS = {"memory": 2.0**30}
+_CLOSE = 1e-6
+"""Ray counts in steps of 0.0001."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Resources that one node gives to one worker, or to the workers of one unit."""
+
+    workers: tuple[str, ...]
+    resources: Mapping[str, float]
+    each: Mapping[str, float]
+    """The resources of each of the workers."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A placement group: bundles that Ray places together."""
+
+    name: str
+    strategy: str
+    bundles: tuple[Bundle, ...]
+
+
+def group_of(job: Job) -> str:
+    """Return the key of the placement group of a job: its role, or for a rank, its worker group with the role
+    in front, such as `trainer-critic`."""
+    return job.worker.rpartition("-")[0] if job.role == "trainer" else job.role
+
+
+def strategy_of(group: str) -> str:
+    """Return Ray's strategy: few nodes for the ranks of a worker group, many for workers of another role."""
+    return "PACK" if group.startswith("trainer") else "SPREAD"
+
+
+def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
+    """Return the Ray resources that a worker reserves. The CPUs and the memory of a cluster that the launcher
+    starts on this machine do not limit the workers, so there is no memory among them."""
+    needs = job.resources
+    found: dict[str, float] = {"CPU": needs.threads}
+    if needs.gpus:
+        found["GPU"] = needs.gpus * needs.share
+    if config.address is None:
+        return found
+    if needs.memory_gb:
+        found["memory"] = needs.memory_gb * _UNITS["memory"]
+    section = group_of(job).removeprefix("trainer-").replace("trainer", "training")
+    return found | dict(config.resources.get(section, config.resources.get(job.role, {})))
+
+
+def groups_of(starts: Iterable[Start]) -> list[Group]:
+    """Return the placement groups for workers: one for each worker group and role, in the order of the
+    workers. A bundle never spans nodes, so the ranks of a unit share one."""
+    groups: dict[str, dict[str, list[Start]]] = {}
+    for start in starts:
+        groups.setdefault(start.group, {}).setdefault(start.unit or f"alone {start.worker}", []).append(start)
+    return [
+        Group(name, strategy_of(name), tuple(_bundle(members) for members in units.values()))
+        for name, units in groups.items()
+    ]
+
+
+def _bundle(members: Sequence[Start]) -> Bundle:
+    return Bundle(
+        tuple(each.worker for each in members), _sum(each.resources for each in members), members[0].resources
+    )
+
+
+def _sum(resources: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total = Counter[str]()
+    for each in resources:
+        total.update(each)  # pyright: ignore[reportArgumentType] - a Counter adds fractions, too
+    return dict(total)
+
+
+def shortage(groups: Sequence[Group], nodes: Sequence[ClusterNode]) -> str:
+    """Return why a cluster, with nothing else on it, has no room for placement groups; empty if it may have.
+
+    The names of the keys that say what a worker needs are in the text.
+    """
+    bundles = [bundle for group in groups for bundle in group.bundles]
+    have = ", ".join(f"{node.name}: {_text(node.resources, bundles)}" for node in nodes) or "no nodes"
+    for bundle in bundles:
+        if not any(_fits(bundle.resources, node.resources) for node in nodes):
+            together = " together" if len(bundle.workers) > 1 else ""
+            return (
+                f"{', '.join(bundle.workers)} needs {_text(bundle.resources, [bundle])}{together} on one "
+                f"node; the Ray cluster has {have}"
+            )
+    needed, total = _sum(each.resources for each in bundles), _sum(node.resources for node in nodes)
+    if not _fits(needed, total):
+        return f"the workers need {_text(needed, bundles)}; the Ray cluster has {have}"
+    return ""
+
+
+def _fits(needed: Mapping[str, float], given: Mapping[str, float]) -> bool:
+    return all(amount <= given.get(name, 0) + _CLOSE for name, amount in needed.items())
+
+
+def _text(resources: Mapping[str, float], bundles: Iterable[Bundle]) -> str:
+    """Return the amounts of the resources that bundles need."""
+    names = dict.fromkeys(name for bundle in bundles for name in bundle.resources)
+    amounts = ((name, resources.get(name, 0) / _UNITS.get(name, 1)) for name in names)
+    return " and ".join(f"{amount:g} {_NAMES.get(name, name)}" for name, amount in amounts)

@@ -1,0 +1,341 @@
+"""Runs on a real Ray cluster: three nodes on this machine (`make test-clusters`)."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+from tests.conftest import Run, Start
+
+from stretto import Context
+from stretto.component import Problem
+from stretto.errors import LaunchError
+from stretto.launcher import ROLES, Job, Resources, Role
+from stretto.testing import LauncherConformance
+from stretto_ray import RayConfig
+
+pytest.importorskip("ray", reason="needs `pip install 'stretto[ray]'`")
+from stretto_ray.launcher import RayHandle, RayLauncher
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parent.parent.parent
+RAY = str(Path(sys.executable).with_name("ray"))
+PYTHONS = sum(1 << (number - 1) for number in (signal.SIGPIPE, signal.SIGXFSZ))
+"""The signals that Python itself ignores."""
+STATE = "import os; print(open('/proc/self/status').read()); print(dict(os.environ))"
+
+
+class Nodes:
+    """The nodes of a Ray cluster, each a `ray start` and its children."""
+
+    def __init__(self, folder: Path, hidden: Path) -> None:
+        self._folder = folder
+        self._hidden = hidden
+        """What node3 does not see: there, a private mount hides it."""
+        with socket.create_server(("", 0)) as probe:
+            self._port = probe.getsockname()[1]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))
+            self.ip = probe.getsockname()[0]
+        self.address = f"{self.ip}:{self._port}"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        """Start a node, and wait until the cluster has it."""
+        number = int(name.removeprefix("node"))
+        shared = {"shared": 100, "seat": 1, **({"first": 100} if number == 1 else {})}
+        resources = shared if number < 3 else {"hidden": 100}
+        head = ["--head", f"--port={self._port}", "--include-dashboard=false"]
+        where = head if number == 1 else [f"--address={self.address}"]
+        options = [
+            *("--num-cpus=8", f"--num-gpus={2 if number < 3 else 0}", f"--node-name={name}"),
+            *("--disable-usage-stats", "--object-store-memory=100000000"),
+            *("--block", f"--resources={json.dumps(resources)}", f"--node-ip-address={self.ip}"),
+        ]
+        command = [RAY, "start", *where, *options]
+        if number == 3:
+            hide = f'mount -t tmpfs none {self._hidden} && exec "$@"'
+            command = ["unshare", "--mount", "bash", "-c", hide, "bash", *command]
+        with (self._folder / f"{name}.out").open("ab") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+            )
+        self._processes[name] = process
+        until(
+            lambda: process.poll() is not None or name in self.living(),
+            otherwise=(self._folder / f"{name}.out").read_text,
+        )
+        assert process.poll() is None, (self._folder / f"{name}.out").read_text()
+
+    def living(self) -> set[str]:
+        """The names of the nodes that Ray takes for alive."""
+        code = (
+            f"import ray; ray.init({self.address!r}, configure_logging=False)\n"
+            "print('living', *(node['NodeName'] for node in ray.nodes() if node['Alive']))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        found = re.search(r"^living (.*)$", done.stdout, re.MULTILINE)
+        return set(found[1].split()) if found else set()
+
+    def kill(self, name: str) -> None:
+        """Kill everything that Ray has started on a node, at once."""
+        process = self._processes.pop(name)
+        parent = psutil.Process(process.pid)
+        for each in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+
+    def stop(self) -> None:
+        for name in sorted(self._processes, reverse=True):
+            self.kill(name)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """`node1`, the head, and `node2` with two GPUs each, and `node3`, which does not see the tests' files."""
+    nodes = Nodes(tmp_path_factory.mktemp("ray"), tmp_path_factory.getbasetemp())
+    try:
+        for number in (1, 2, 3):
+            nodes.start(f"node{number}")
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+def until(condition: Callable[[], Any], within_s: float = 120, otherwise: Callable[[], str] = str) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.2)
+    return found
+
+
+def places(run: Run) -> dict[str, list[tuple[str, int]]]:
+    """The nodes on which each worker has run, and its process ids, in order."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for log in (run.folder / "logs").glob("*.out"):
+        for worker, node, pid in re.findall(
+            r"^stretto: (\S+) on (\S+), pid (\d+)$", log.read_text(), re.MULTILINE
+        ):
+            found.setdefault(worker, []).append((node, int(pid)))
+    return found
+
+
+def nodes_of(run: Run) -> dict[str, list[str]]:
+    return {worker: [node for node, _ in each] for worker, each in places(run).items()}
+
+
+def on_cluster(nodes: Nodes, **resources: Mapping[str, float]) -> list[str]:
+    """Overrides for a run on the nodes that see its dataset, and on others for roles with resources."""
+    shared: dict[str, Mapping[str, float]] = {role: {"shared": 1} for role in ROLES}
+    section = {"use": "ray", "address": nodes.address, "resources": shared | resources}
+    return [f"launcher={json.dumps(section)}", "weights=bus"]
+
+
+def assert_ended(run: Run, within_s: float = 30) -> None:
+    """No worker of a run is there any more."""
+    pids = {pid for each in places(run).values() for _, pid in each}
+    assert pids
+    until(lambda: not any(map(is_worker, pids)), within_s, lambda: f"left: {[*filter(is_worker, pids)]}")
+
+
+def is_worker(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return "stretto.workers" in psutil.Process(pid).cmdline()
+    return False
+
+
+class TestRay(LauncherConformance):
+    """It keeps the promises of launchers."""
+
+    use = "ray"
+    run = {"weights": "bus"}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def section(cls, nodes: Nodes) -> Mapping[str, Any]:
+        # The jobs write into the tests' folders.
+        return {"use": "ray", "address": nodes.address, "resources": {"rollout": {"shared": 1}}}
+
+
+def job(
+    folder: Path, worker: str, code: str = "import time; time.sleep(600)", unit: str = "", **resources: Any
+) -> Job:
+    role: Role = worker.partition("-")[0]  # pyright: ignore[reportAssignmentType]
+    return Job(
+        worker=worker,
+        role=role,
+        command=(sys.executable, "-c", code),
+        env={},
+        resources=Resources(**resources),
+        log=str(folder / f"{worker}.log"),
+        unit=unit,
+    )
+
+
+@pytest.fixture
+async def launcher(nodes: Nodes) -> AsyncIterator[RayLauncher]:
+    config = RayConfig(address=nodes.address, resources={"rollout": {"shared": 1}}, start_s=60)
+    launcher = RayLauncher(config, Context(run="r", name="n", seed=0))
+    yield launcher
+    launcher.close()
+
+
+async def stop(handles: list[RayHandle]) -> None:
+    async with anyio.create_task_group() as tasks:
+        for handle in handles:
+            tasks.start_soon(handle.stop, 0)
+
+
+async def test_each_process_sees_gpus_of_its_own(launcher: RayLauncher, tmp_path: Path) -> None:
+    code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    jobs = [job(tmp_path, f"inference-{number}", code, gpus=1) for number in range(4)]
+    jobs += [job(tmp_path, "inference-4", code)]
+    handles = await launcher.launch(jobs)
+    assert [await handle.wait() for handle in handles] == [0] * 5
+    seen = sorted((handle.place.split()[0], handle.tail(1)) for handle in handles[:4])
+    assert seen == [(node, gpu) for node in ("node1", "node2") for gpu in "01"]
+    assert handles[4].tail(1) == ""  # no GPU
+
+
+async def test_processes_share_a_gpu(launcher: RayLauncher, tmp_path: Path) -> None:
+    handles = await launcher.launch(
+        [
+            *(job(tmp_path, f"trainer-{rank}", gpus=1, share=0.5) for rank in range(4)),
+            *(job(tmp_path, f"inference-{number}", gpus=1, share=0.5) for number in range(4)),
+        ]
+    )
+    await stop(handles)
+    await stop(await launcher.launch([job(tmp_path, "trainer-0", gpus=2)]))  # nothing stays reserved
+
+
+async def test_a_worker_without_room_is_an_error(nodes: Nodes, tmp_path: Path) -> None:
+    launcher = RayLauncher(RayConfig(address=nodes.address, start_s=5), Context(run="r", name="n", seed=0))
+    handles = await launcher.launch([job(tmp_path, "trainer-0", gpus=2)])
+    with pytest.raises(
+        LaunchError, match=r"trainer-critic-0, .* within 5 s .*unused in the Ray .*GPU 2"
+    ) as error:
+        await launcher.launch([job(tmp_path, f"trainer-critic-{rank}", gpus=2) for rank in range(2)])
+    assert error.value.worker == "trainer-critic-0"
+    more = await launcher.launch([job(tmp_path, "inference-0", gpus=2)])  # the failed launch keeps nothing
+    await stop([*handles, *more])
+    launcher.close()
+
+
+async def test_ranks_are_packed_and_units_share_a_node(launcher: RayLauncher, tmp_path: Path) -> None:
+    ranks = [job(tmp_path, f"trainer-{rank}", gpus=1, unit=f"training {rank // 2}") for rank in range(4)]
+    others = [job(tmp_path, f"{role}-{n}") for role in ("rollout", "verifier") for n in range(2)]
+    critic = [job(tmp_path, f"trainer-critic-{rank}") for rank in range(3)]
+    handles = await launcher.launch([*ranks, *critic, *others])
+    found = {handle.worker: handle.place.split()[0] for handle in handles}
+    await stop(handles)
+    assert found["trainer-0"] == found["trainer-1"] != found["trainer-2"] == found["trainer-3"]
+    assert len({found[f"trainer-critic-{rank}"] for rank in range(3)}) == 1
+    assert {found["rollout-0"], found["rollout-1"]} == {"node1", "node2"}
+    assert found["verifier-0"] != found["verifier-1"]
+
+
+async def test_a_worker_gets_no_login_of_ray_and_its_signals(launcher: RayLauncher, tmp_path: Path) -> None:
+    [handle] = await launcher.launch([job(tmp_path, "rollout-0", STATE, threads=3)])
+    assert await handle.wait() == 0
+    said = handle.tail(200)
+    assert "RAY_" not in said
+    assert "'OMP_NUM_THREADS': '3'" in said
+    signals = dict(re.findall(r"^(Sig(?:Blk|Ign)):\s+(\w+)$", said, re.MULTILINE))
+    assert {name: int(mask, 16) & ~PYTHONS for name, mask in signals.items()} == {"SigBlk": 0, "SigIgn": 0}
+
+
+async def test_check_says_what_the_cluster_lacks(launcher: RayLauncher, tmp_path: Path) -> None:
+    [found] = launcher.check([job(tmp_path, "inference-0", gpus=3)])
+    assert isinstance(found, Problem)
+    assert found.severity == "environment"
+    assert (
+        "inference-0 needs 1 CPUs (`threads`) and 3 GPUs (`gpus`) on one node; the Ray clu" in found.message
+    )
+    assert "node2: 8 CPUs (`threads`) and 2 GPUs (`gpus`)" in found.message
+    nowhere = RayLauncher(RayConfig(address="127.0.0.1:9"), Context(run="r", name="n", seed=0))
+    [found] = nowhere.check([job(tmp_path, "inference-0")])
+    assert found.message.startswith("no connection to the Ray cluster: ")
+
+
+def test_the_quickstart_with_a_trainer_on_each_of_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    command = [
+        *("run", str(ROOT / "examples/quickstart/run.yaml"), f"out={tmp_path}/out", "steps=6"),
+        *("training.use=fsdp2", "training.processes=2", "training.threads=1", "training.shard=false"),
+        *("inference.threads=1", "inference.replicas=2", "evaluation=null", "queue.batch_size=8"),
+        *("samples.keep=none", *on_cluster(nodes, trainer={"seat": 1}, inference={"hidden": 1})),
+    ]
+    run = Run(tmp_path / "out", command)
+    try:
+        run.assert_completed(6, batch_size=8)
+    finally:
+        run.process.kill()
+        run.process.wait()
+    run.assert_audit_is_clean()
+    found = nodes_of(run)
+    assert {*found["trainer-0"], *found["trainer-1"]} == {"node1", "node2"}
+    assert found["inference-0"] == found["inference-1"] == ["node3"]
+    logs = {path.name for path in (run.folder / "logs").iterdir()}
+    assert "trainer-1.jsonl" in logs
+    assert "inference-0.jsonl" not in logs  # it does not see the folder
+    bootstrap = json.loads((run.folder / "bus" / "inference.json").read_text())
+    assert bootstrap["url"].startswith(f"tls://{nodes.ip}:")
+    assert_ended(run)
+
+
+def test_a_lost_node_costs_its_workers_only(nodes: Nodes, start: Start) -> None:
+    run = start(
+        *("steps=250", "inference.replicas=2", "rollout.processes=2"),
+        *on_cluster(nodes, trainer={"first": 1}),
+    )
+    run.until_step(10, 120)
+    lost = {worker for worker, each in nodes_of(run).items() if each == ["node2"]}
+    assert {"inference", "rollout"} <= {worker.partition("-")[0] for worker in lost}
+    pids = [places(run)[worker][0][1] for worker in lost]
+    try:
+        nodes.kill("node2")
+        until(lambda: not any(map(is_worker, pids)), 10)  # also processes in a session of their own
+        assert run.end(300) == 0, run.text()
+    finally:
+        nodes.start("node2")
+    summary = run.assert_balanced()
+    assert (summary["status"], summary["version"], summary["restarts"]) == ("completed", 250, len(lost))
+    run.assert_audit_is_clean()
+    for worker in lost:
+        first, second = nodes_of(run)[worker]
+        assert first == "node2" != second
+        said = (run.folder / "logs" / f"{worker}.out").read_text()
+        assert f"stretto: {worker} is lost with its node node2" in said
+    assert_ended(run)
+
+
+def test_workers_end_with_a_kernel_that_is_killed(nodes: Nodes, start: Start) -> None:
+    run = start("steps=1000", *on_cluster(nodes, trainer={"first": 1}))
+    run.until_step(3, 120)
+    run.process.kill()
+    assert_ended(run)
+    again = start("steps=20", resume=run)
+    assert again.end(180) == 0, again.text()
+    again.assert_audit_is_clean()
+
+
+def test_a_run_on_a_cluster_of_its_own(start: Start) -> None:
+    run = start("steps=6", "launcher=ray", "rollout.processes=2")
+    run.assert_completed(6)
+    assert_ended(run)
+    assert "RAY_" not in (run.folder / "logs" / "rollout-0.out").read_text()
+    assert (run.folder / "logs" / "ray.out").exists()
