@@ -23,24 +23,24 @@ import msgspec
 from stretto.errors import LaunchError, one_error
 from stretto_ray.actor import WorkerActor
 from stretto_ray.messages import (
-    Answer,
     Cancel,
+    ClientAnswer,
     ClusterNode,
     Describe,
     Ended,
     Event,
     Failed,
     Greeting,
-    Kill,
+    KillActor,
     Launch,
-    Output,
     Request,
     Signal,
     Start,
-    Started,
     Unconnected,
+    WorkerOutput,
+    WorkerStarted,
 )
-from stretto_ray.placement import Group, groups_of
+from stretto_ray.placement import RayGroup, groups_of
 
 __all__ = ["main"]
 
@@ -61,7 +61,7 @@ _LOST = 1
 class _Reservation:
     """A placement group that Ray has made."""
 
-    group: Group
+    group: RayGroup
     handle: Any
     running: dict[str, int]
     """Number of the bundle of each worker that starts or runs."""
@@ -97,7 +97,7 @@ class _Process:
     following: asyncio.Task[None] | None = None
 
 
-class _Client:
+class _RayClient:
     """Starts workers on the cluster that this process is connected to."""
 
     def __init__(self, greeting: Greeting, events: int) -> None:
@@ -119,7 +119,7 @@ class _Client:
             request: Request = msgspec.json.decode(line, type=Request)
             match request:
                 case Describe():
-                    self._emit(Answer(id=request.id, nodes=await asyncio.to_thread(self._nodes)))
+                    self._emit(ClientAnswer(id=request.id, nodes=await asyncio.to_thread(self._nodes)))
                 case Launch():
                     self._launches[request.id] = asyncio.create_task(self._answer_launch(request))
                 case Cancel():
@@ -128,7 +128,7 @@ class _Client:
                 case Signal():
                     if process := self._processes.get(request.run):
                         process.actor.signal.remote(request.number)  # a lost actor is seen by `_follow`
-                case Kill():
+                case KillActor():
                     if process := self._processes.get(request.run):
                         self._ray.kill(process.actor)
 
@@ -176,7 +176,7 @@ class _Client:
             )
             self._emit(Failed(id=launch.id, error=str(error), worker=error.worker))
         else:
-            self._emit(Answer(id=launch.id))
+            self._emit(ClientAnswer(id=launch.id))
         finally:
             del self._launches[launch.id]
 
@@ -259,7 +259,7 @@ class _Client:
             cause = error.cause if isinstance(error, self._ray.exceptions.RayTaskError) else error
             raise LaunchError(f"{start.worker} cannot be started: {cause}", worker=start.worker) from error
         self._processes[start.run] = process
-        self._emit(Started(run=start.run, node=self._name_of(process.node), pid=pid))
+        self._emit(WorkerStarted(run=start.run, node=self._name_of(process.node), pid=pid))
         process.following = asyncio.create_task(self._follow(process))
 
     async def _undo(self, processes: list[_Process]) -> None:
@@ -289,7 +289,7 @@ class _Client:
                 )
                 break
             if data:
-                self._emit(Output(run=run, data=data))
+                self._emit(WorkerOutput(run=run, data=data))
                 offset += len(data)
             elif status is not None:
                 ended = Ended(run=run, status=status)
@@ -323,7 +323,7 @@ def main() -> int:
     os.dup2(2, 1)  # Ray prints
     try:
         _connect(greeting)
-        client = _Client(greeting, events)
+        client = _RayClient(greeting, events)
     except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and the kernel's process reports it
         os.write(events, msgspec.json.encode(Unconnected(error=str(error) or repr(error))) + b"\n")
         return 1

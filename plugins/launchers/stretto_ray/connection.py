@@ -17,7 +17,17 @@ from typing import IO, Any
 import msgspec
 
 from stretto.errors import LaunchError
-from stretto_ray.messages import Answer, Ended, Event, Failed, Greeting, Output, Request, Started, Unconnected
+from stretto_ray.messages import (
+    ClientAnswer,
+    Ended,
+    Event,
+    Failed,
+    Greeting,
+    Request,
+    Unconnected,
+    WorkerOutput,
+    WorkerStarted,
+)
 
 __all__ = ["Connection"]
 
@@ -26,7 +36,7 @@ _CLOSE_S = 30.0
 _REMARK = 2000
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
 
-Listener = Callable[[Started | Output | Ended], None]
+Listener = Callable[[WorkerStarted | WorkerOutput | Ended], None]
 
 
 class Connection:
@@ -40,7 +50,7 @@ class Connection:
         """
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._answers: dict[int, Future[Answer]] = {}
+        self._answers: dict[int, Future[ClientAnswer]] = {}
         self._listeners: dict[int, Listener] = {}
         self._fault = ""
         """Why the client has ended; empty while it runs."""
@@ -72,9 +82,9 @@ class Connection:
         """Return a new number, for a request or the start of a worker."""
         return next(self._numbers)
 
-    def ask(self, id: int, request: Request) -> Future[Answer]:
+    def ask(self, id: int, request: Request) -> Future[ClientAnswer]:
         """Send a request. Its answer, or the LaunchError with which it fails, is in the future."""
-        answer: Future[Answer] = Future()
+        answer: Future[ClientAnswer] = Future()
         with self._lock:
             if self._fault:
                 answer.set_exception(LaunchError(self._fault))
@@ -115,7 +125,7 @@ class Connection:
             for line in events:
                 event: Event = msgspec.json.decode(line, type=Event)
                 match event:
-                    case Answer():
+                    case ClientAnswer():
                         self._answers.pop(event.id).set_result(event)
                     case Unconnected():
                         error = event.error
@@ -126,7 +136,7 @@ class Connection:
                         with self._lock:
                             listener = self._listeners.pop(event.run)
                         listener(event)
-                    case Started() | Output():
+                    case WorkerStarted() | WorkerOutput():
                         self._listeners[event.run](event)
         self._end(error)
 

@@ -19,18 +19,18 @@ from stretto.nodes import Node, place
 from stretto_ray import RayConfig
 from stretto_ray.connection import Connection
 from stretto_ray.messages import (
-    Answer,
     Cancel,
+    ClientAnswer,
     ClusterNode,
     Describe,
     Ended,
     Greeting,
-    Kill,
+    KillActor,
     Launch,
-    Output,
     Signal,
     Start,
-    Started,
+    WorkerOutput,
+    WorkerStarted,
 )
 from stretto_ray.placement import group_of, groups_of, resources_of, shortage
 
@@ -77,7 +77,7 @@ class RayHandle:
         self._signal(signal.SIGKILL)
         if await self._ends_within(_KILLED_S):
             return
-        self._connection.tell(Kill(run=self._run))  # its node does not answer
+        self._connection.tell(KillActor(run=self._run))  # its node does not answer
         if not await self._ends_within(_KILLED_S):
             self._end(_LOST)
 
@@ -98,13 +98,13 @@ class RayHandle:
         if not self._status.done():
             self._connection.tell(Signal(run=self._run, number=number))
 
-    def _take(self, event: Started | Output | Ended) -> None:
+    def _take(self, event: WorkerStarted | WorkerOutput | Ended) -> None:
         """Take in an event. Called in the connection's thread."""
         match event:
-            case Started():
+            case WorkerStarted():
                 self._place = f"{event.node} pid {event.pid}"
                 self._write(f"stretto: {self.worker} on {event.node}, pid {event.pid}\n".encode())
-            case Output():
+            case WorkerOutput():
                 self._write(event.data)
             case Ended():
                 if event.remark:
@@ -206,7 +206,7 @@ class RayLauncher:
         """
         connection = self._connect()
         id = connection.number()
-        answer: Future[Answer] = connection.ask(id, Describe(id=id))
+        answer: Future[ClientAnswer] = connection.ask(id, Describe(id=id))
         try:
             return answer.result(_CONNECT_S).nodes
         except TimeoutError as error:

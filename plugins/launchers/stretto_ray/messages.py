@@ -8,22 +8,22 @@ from typing import Any
 import msgspec
 
 __all__ = [
-    "Answer",
     "Cancel",
+    "ClientAnswer",
     "ClusterNode",
     "Describe",
     "Ended",
     "Event",
     "Failed",
     "Greeting",
-    "Kill",
+    "KillActor",
     "Launch",
-    "Output",
     "Request",
     "Signal",
     "Start",
-    "Started",
     "Unconnected",
+    "WorkerOutput",
+    "WorkerStarted",
 ]
 
 
@@ -84,7 +84,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class KillActor(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the actor of a worker, which does not answer."""
 
     run: int
@@ -101,7 +101,7 @@ class ClusterNode(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the node has, used or not."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ClientAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request has succeeded."""
 
     id: int
@@ -122,7 +122,7 @@ class Unconnected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WorkerStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A worker runs."""
 
     run: int
@@ -130,7 +130,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pid: int
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A part of a worker's output."""
 
     run: int
@@ -146,5 +146,5 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How it was lost; empty if the status is its own."""
 
 
-Request = Launch | Cancel | Describe | Signal | Kill
-Event = Answer | Failed | Unconnected | Started | Output | Ended
+Request = Launch | Cancel | Describe | Signal | KillActor
+Event = ClientAnswer | Failed | Unconnected | WorkerStarted | WorkerOutput | Ended

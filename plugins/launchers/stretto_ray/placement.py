@@ -10,7 +10,7 @@ from stretto.launcher import Job
 from stretto_ray import RayConfig
 from stretto_ray.messages import ClusterNode, Start
 
-__all__ = ["Bundle", "Group", "group_of", "groups_of", "resources_of", "shortage", "strategy_of"]
+__all__ = ["RayBundle", "RayGroup", "group_of", "groups_of", "resources_of", "shortage", "strategy_of"]
 
 _NAMES = {"CPU": "CPUs (`threads`)", "GPU": "GPUs (`gpus`)", "memory": "GiB of memory (`memory_gb`)"}
 _UNITS = {"memory": 2.0**30}
@@ -19,7 +19,7 @@ _CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
-class Bundle:
+class RayBundle:
     """Resources that one node gives to one worker, or to the workers of one unit."""
 
     workers: tuple[str, ...]
@@ -29,12 +29,12 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Group:
+class RayGroup:
     """A placement group: bundles that Ray places together."""
 
     name: str
     strategy: str
-    bundles: tuple[Bundle, ...]
+    bundles: tuple[RayBundle, ...]
 
 
 def group_of(job: Job) -> str:
@@ -63,20 +63,20 @@ def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
     return found | dict(config.resources.get(section, config.resources.get(job.role, {})))
 
 
-def groups_of(starts: Iterable[Start]) -> list[Group]:
+def groups_of(starts: Iterable[Start]) -> list[RayGroup]:
     """Return the placement groups for workers: one for each worker group and role, in the order of the
     workers. A bundle never spans nodes, so the ranks of a unit share one."""
     groups: dict[str, dict[str, list[Start]]] = {}
     for start in starts:
         groups.setdefault(start.group, {}).setdefault(start.unit or f"alone {start.worker}", []).append(start)
     return [
-        Group(name, strategy_of(name), tuple(_bundle(members) for members in units.values()))
+        RayGroup(name, strategy_of(name), tuple(_bundle(members) for members in units.values()))
         for name, units in groups.items()
     ]
 
 
-def _bundle(members: Sequence[Start]) -> Bundle:
-    return Bundle(
+def _bundle(members: Sequence[Start]) -> RayBundle:
+    return RayBundle(
         tuple(each.worker for each in members), _sum(each.resources for each in members), members[0].resources
     )
 
@@ -88,7 +88,7 @@ def _sum(resources: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-def shortage(groups: Sequence[Group], nodes: Sequence[ClusterNode]) -> str:
+def shortage(groups: Sequence[RayGroup], nodes: Sequence[ClusterNode]) -> str:
     """Return why a cluster, with nothing else on it, has no room for placement groups; empty if it may have.
 
     The names of the keys that say what a worker needs are in the text.
@@ -112,7 +112,7 @@ def _fits(needed: Mapping[str, float], given: Mapping[str, float]) -> bool:
     return all(amount <= given.get(name, 0) + _CLOSE for name, amount in needed.items())
 
 
-def _text(resources: Mapping[str, float], bundles: Iterable[Bundle]) -> str:
+def _text(resources: Mapping[str, float], bundles: Iterable[RayBundle]) -> str:
     """Return the amounts of the resources that bundles need."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle.resources)
     amounts = ((name, resources.get(name, 0) / _UNITS.get(name, 1)) for name in names)
