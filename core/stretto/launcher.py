@@ -38,6 +38,7 @@ __all__ = [
     "process_environment",
     "thread_variables",
     "visible_gpus",
+    "worker_group",
 ]
 
 Role = Literal["trainer", "inference", "rollout", "verifier"]
@@ -92,6 +93,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
     """Jobs with the same unit must run on one machine: the ranks of a tensor parallel group. Empty: the job
     may run anywhere."""
+
+    @property
+    def group(self) -> str:
+        """The worker group of a trainer, `training` or a key of `groups` in the run file. Else the role."""
+        return worker_group(self.worker)
 
 
 class Handle(Protocol):
@@ -257,6 +263,12 @@ class ServiceLauncher(ClusterLauncher, Protocol):
     def port(self) -> int:
         """Port of the service, and of the bundled nats-server on the kernel's machine."""
         ...
+
+
+def worker_group(worker: str) -> str:
+    """Return `Job.group` of a worker's id, such as `critic` of `trainer-critic-0`."""
+    prefix = worker.rpartition("-")[0]
+    return "training" if prefix == "trainer" else prefix.removeprefix("trainer-")
 
 
 def last_lines(log: str, lines: int) -> str:

@@ -16,6 +16,7 @@ from stretto.assembly.dataflow import Graph
 from stretto.config import RunConfig
 from stretto.engine import TrainingConfig
 from stretto.errors import ConfigError, offer
+from stretto.launcher import worker_group
 
 __all__ = [
     "DEFAULT_GROUP",
@@ -142,8 +143,7 @@ def sections(config: RunConfig) -> dict[str, TrainingConfig]:
 
 def group_of_worker(worker: str) -> tuple[str, int]:
     """Return the name of a trainer's worker group, and the trainer's rank in it."""
-    prefix, _, rank = worker.rpartition("-")
-    return prefix.removeprefix("trainer").removeprefix("-") or DEFAULT_GROUP, int(rank)
+    return worker_group(worker), int(worker.rpartition("-")[2])
 
 
 def model_folder(checkpoint: Path, model: str, graph: Graph) -> Path:

@@ -163,7 +163,6 @@ def worker_pod(config: KubernetesConfig, kernel: KernelPod, job: Job) -> Manifes
     """Return the pod of a worker. Its name is new in each call. Its credentials are in the Secret of the same
     name."""
     name = f"{kernel.job}-{_name(job.worker)}-{secrets.token_hex(3)}"
-    group = _group(job)
     command = list(_with_python(config, job.command))
     env = [_UNBUFFERED, *({"name": key, "value": value} for key, value in job.env.items())]
     if not job.resources.gpus:  # an image may ask for all GPUs of its node
@@ -177,7 +176,7 @@ def worker_pod(config: KubernetesConfig, kernel: KernelPod, job: Job) -> Manifes
     }
     spec = _spec(config, container)
     spec["automountServiceAccountToken"] = False  # workers ask Kubernetes for nothing
-    spec["affinity"] = _affinity(kernel.job, job, group)
+    spec["affinity"] = _affinity(kernel.job, job)
     if bootstrap_of(job) is not None:
         command[-1] = f"{_SECRETS}/{_BOOTSTRAP}"
         secret = {"secretName": name, "defaultMode": _OWNER_ONLY}
@@ -189,7 +188,7 @@ def worker_pod(config: KubernetesConfig, kernel: KernelPod, job: Job) -> Manifes
         **_labels(kernel.job),
         _ROLE_LABEL: job.role,
         _WORKER_LABEL: _label(job.worker),
-        _GROUP_LABEL: _label(group),
+        _GROUP_LABEL: _label(job.group),
         **({_UNIT_LABEL: _label(job.unit)} if job.unit else {}),
     }
     owner = {"apiVersion": "v1", "kind": "Pod", "name": kernel.pod, "uid": kernel.uid}
@@ -204,7 +203,7 @@ def worker_pod(config: KubernetesConfig, kernel: KernelPod, job: Job) -> Manifes
         },
         "spec": spec,
     }
-    return _overlaid(pod, config, (ALL, job.role, group))
+    return _overlaid(pod, config, (ALL, job.role, job.group))
 
 
 def secret_of(pod: Manifest, uid: str, bootstrap: str) -> Manifest:
@@ -329,7 +328,7 @@ def _resources(resources: Resources) -> Manifest:
     return {"requests": quantities, "limits": dict(quantities)}
 
 
-def _affinity(run: str, job: Job, group: str) -> Manifest:
+def _affinity(run: str, job: Job) -> Manifest:
     """Return the rules for a worker's node: ranks of one unit need one node, the ranks of a worker group
     prefer it, and all others of a group prefer different nodes."""
 
@@ -337,7 +336,7 @@ def _affinity(run: str, job: Job, group: str) -> Manifest:
         selector = {"matchLabels": {_RUN_LABEL: run, label: _label(value)}}
         return {"labelSelector": selector, "topologyKey": _HOST}
 
-    preferred = [{"weight": _WEIGHT, "podAffinityTerm": near(_GROUP_LABEL, group)}]
+    preferred = [{"weight": _WEIGHT, "podAffinityTerm": near(_GROUP_LABEL, job.group)}]
     if job.role != "trainer":
         return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
     rules: Manifest = {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
@@ -381,13 +380,6 @@ def _merged(base: Any, over: Any) -> Any:
 
 def _labels(run: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "stretto", _RUN_LABEL: run}
-
-
-def _group(job: Job) -> str:
-    """Return the name of a trainer's worker group, and the role of any other worker."""
-    if job.role != "trainer":
-        return job.role
-    return job.worker.rpartition("-")[0].removeprefix("trainer").removeprefix("-") or "training"
 
 
 def _name(text: str) -> str:

@@ -59,8 +59,7 @@ def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
         return found
     if needs.memory_gb:
         found["memory"] = needs.memory_gb * _UNITS["memory"]
-    section = group_of(job).removeprefix("trainer-").replace("trainer", "training")
-    return found | dict(config.resources.get(section, config.resources.get(job.role, {})))
+    return found | dict(config.resources.get(job.group, config.resources.get(job.role, {})))
 
 
 def groups_of(starts: Iterable[Start]) -> list[RayGroup]:

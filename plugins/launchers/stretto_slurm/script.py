@@ -46,9 +46,7 @@ fi
 
 def part_of(config: SlurmConfig, job: Job) -> int:
     """Return the number of the part of the job in which a worker runs: 0 for the part of the kernel."""
-    prefix = job.worker.rpartition("-")[0]
-    group = prefix.removeprefix("trainer-") if prefix != "trainer" else "training"
-    for wanted in (group, job.role):
+    for wanted in (job.group, job.role):
         for number, part in enumerate(config.parts.values(), 1):
             if wanted in part.workers:
                 return number
