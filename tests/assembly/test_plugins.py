@@ -70,9 +70,13 @@ def entry(name: str, module: str, kind: str, distribution: str = "acme") -> Entr
     return point
 
 
+WITHOUT_RAY = "'ray' needs 'ray': pip install 'stretto[ray]'"
+"""The one library that the tests do not need: `make test-clusters` installs it."""
+
+
 def test_every_built_in_component_loads_by_the_public_route() -> None:
     lines = Plugins().listing()
-    assert [line for line in lines if line.error] == []
+    assert [line for line in lines if line.error and line.error != WITHOUT_RAY] == []
     assert {line.kind for line in lines} == set(KINDS)
     assert all(line.summary and line.distribution == "stretto" for line in lines)
 
@@ -126,7 +130,7 @@ def test_a_broken_plugin_says_why_and_leaves_the_others(installed: list[EntryPoi
         installed[:] = [entry("brevity", module, "reward")]
         with pytest.raises(PluginError, match=re.escape(reason)):
             Plugins().get("reward", "brevity")
-        [line] = [line for line in Plugins().listing() if line.error]
+        [line] = [line for line in Plugins().listing() if line.error and line.name != "ray"]
         assert (line.name, line.distribution, line.version) == ("brevity", "acme", "1.2")
         assert reason in line.error
 
