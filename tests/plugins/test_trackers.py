@@ -225,10 +225,19 @@ def mlflow_curves(kernel: Kernel) -> Curves:
     return curve("train/reward"), curve("evaluation/accuracy")
 
 
-def trackio_curves(kernel: Kernel) -> Curves:
-    from trackio.sqlite_storage import SQLiteStorage
+def trackio_rows(kernel: Kernel) -> list[dict[str, Any]]:
+    """Read by another process: trackio takes `TRACKIO_DIR` when it is imported."""
+    code = (
+        "import json, sys; from trackio.sqlite_storage import SQLiteStorage;"
+        "print(json.dumps(SQLiteStorage.get_logs('stretto', sys.argv[1])))"
+    )
+    name = (kernel.own / "id").read_text()
+    done = subprocess.run([sys.executable, "-c", code, name], stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout)
 
-    rows = SQLiteStorage.get_logs("stretto", (kernel.own / "id").read_text())
+
+def trackio_curves(kernel: Kernel) -> Curves:
+    rows = trackio_rows(kernel)
     return (
         [(row["step"], row["reward"]) for row in rows if "reward" in row],
         [(row["step"], row["evaluation/accuracy"]) for row in rows if "evaluation/samples" in row],
@@ -300,10 +309,8 @@ def mlflow_samples(kernel: Kernel) -> Texts:
 
 
 def trackio_samples(kernel: Kernel) -> Texts:
-    from trackio.sqlite_storage import SQLiteStorage
-
     found: Texts = []
-    for row in SQLiteStorage.get_logs("stretto", (kernel.own / "id").read_text()):
+    for row in trackio_rows(kernel):
         for name in ("samples/train", "samples/evaluation"):
             if name in row:
                 rows = row[name]["_value"]
