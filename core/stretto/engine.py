@@ -31,6 +31,7 @@ __all__ = [
     "AdjustableEngine",
     "CanaryConfig",
     "Chunk",
+    "Digest",
     "Emit",
     "Finish",
     "GenerateRequest",
@@ -41,6 +42,7 @@ __all__ = [
     "SwapReport",
     "TrainingConfig",
     "TrainingEngine",
+    "VisionEngine",
 ]
 
 
@@ -117,6 +119,10 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     """The fixed text that trainer and engine score at every weight swap; null for none."""
 
 
+Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+"""A SHA-256 in hexadecimal digits."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One prompt and the samples to generate for it. A message with the same id is the same request again."""
 
@@ -138,6 +144,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     the client has no tokens."""
     deadline_s: float = 3600.0
     """Seconds after which the engine ends the unfinished samples with `error`."""
+    images: tuple[Digest, ...] = ()
+    """SHA-256 of the file of each image, in the order of their places in the prompt. The prompt has the
+    tokens that the model's processor makes of each."""
 
 
 Finish = Literal["", "stop", "length", "abort", "error"]
@@ -262,7 +271,17 @@ class InferenceEngine(Protocol):
         ...
 
 
-# -------------------------------------------------------------------------------------- training
+class VisionEngine(InferenceEngine, Protocol):
+    """An inference engine whose component says `reads_images`."""
+
+    def generate(self, request: GenerateRequest, images: Sequence[bytes] = ()) -> None:
+        """See `InferenceEngine`.
+
+        Args:
+            images: the files of `request.images`. The engine decodes them with `stretto.models.images.decode`
+                or as that does, and gives the model what its processor makes of them.
+        """
+        ...
 
 
 @runtime_checkable
@@ -272,6 +291,9 @@ class AdjustableEngine(InferenceEngine, Protocol):
     def use_threads(self, threads: int) -> None:
         """Compute with this many threads from now on. Returns at once."""
         ...
+
+
+# -------------------------------------------------------------------------------------- training
 
 
 class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):

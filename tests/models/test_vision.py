@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -13,151 +15,27 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+import vision_models as vision_models_module
 from stretto import Context
 from stretto.algorithm import Loss
 from stretto.assembly.compose import compose_mapping
 from stretto.cli.checks import problems
 from stretto.errors import ConfigError, EngineError
-from stretto.models.vision import Vision, images_of
+from stretto.models.images import images_of
+from stretto.models.vision import Vision
 from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
 from stretto_hf import HFConfig, HFDataset
-from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
-from stretto_torch.model import load_model
+from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
+from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
 Models = Callable[[str], Path]
 Start = Callable[..., Any]
-
-ARCHITECTURES = ["llava", "qwen2_5_vl"]
-_PLACE = {"llava": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
-_IMAGE = {"llava": "<image>", "qwen2_5_vl": "<|image_pad|>"}
-_TEXTS = 97
-"""Ids below are characters, those from here on stand for images."""
-
-
-@pytest.fixture(scope="session")
-def vision_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """`vision_models("llava")`: folder of a random vision-language model with tokenizer and processor."""
-    made: dict[str, Path] = {}
-
-    def folder(architecture: str) -> Path:
-        if architecture not in made:
-            made[architecture] = tmp_path_factory.mktemp(architecture)
-            _make_model(architecture, made[architecture])
-        return made[architecture]
-
-    return folder
-
-
-def _make_model(architecture: str, folder: Path) -> None:
-    """About 0.03 M parameters; an image is four tokens, or for Qwen as many as its size makes."""
-    from transformers import AutoConfig
-
-    vocabulary = _save_tokenizer(architecture, folder)
-    text = {
-        "vocab_size": len(vocabulary),
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "initializer_range": 0.08,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 256,
-    }
-    sees = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.3}
-    if architecture == "llava":
-        options: dict[str, Any] = {
-            "text_config": {"model_type": "qwen2", **text},
-            "vision_config": {
-                "model_type": "clip_vision_model",
-                **sees,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 16,
-                "patch_size": 8,
-            },
-            "vision_feature_layer": -1,
-        }
-    else:
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        options = {
-            "text_config": {**text, "rope_parameters": rope},
-            "vision_config": {
-                **sees,
-                "depth": 2,
-                "num_heads": 2,
-                "out_hidden_size": 32,
-                "patch_size": 4,
-                "window_size": 16,
-                "fullatt_block_indexes": [1],
-            },
-            "vision_start_token_id": vocabulary["<|vision_start|>"],
-        }
-    torch.manual_seed(7)
-    config = AutoConfig.for_model(architecture, image_token_id=vocabulary[_IMAGE[architecture]], **options)
-    AutoModelForImageTextToText.from_config(config).float().save_pretrained(folder)
-
-
-def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
-    """Printable ASCII and what stands for images, a chat template, and the processor; the vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        CLIPImageProcessorPil,
-        LlavaProcessor,
-        PreTrainedTokenizerFast,
-        Qwen2VLImageProcessorPil,
-    )
-
-    characters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
-    special = [_IMAGE[architecture]]
-    if architecture != "llava":
-        special += ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-    vocabulary = {token: id for id, token in enumerate(["<pad>", "<|im_end|>", *characters, *special])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        unk_token="<pad>",
-        additional_special_tokens=special,
-    )
-    fast.chat_template = (
-        "{% for turn in messages %}{{ turn.role }}:{% for part in turn.content %}"
-        "{% if part.type == 'image' %}" + _PLACE[architecture] + "{% else %}{{ part.text }}{% endif %}"
-        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    fast.save_pretrained(folder)
-    if architecture == "llava":
-        square = {"height": 16, "width": 16}
-        LlavaProcessor(
-            image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square),
-            tokenizer=fast,
-            patch_size=8,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-            chat_template=fast.chat_template,
-        ).save_pretrained(folder)
-    else:
-        sizes = {"shortest_edge": 64, "longest_edge": 1024}
-        Qwen2VLImageProcessorPil(patch_size=4, size=sizes).save_pretrained(folder)
-    return vocabulary
-
-
-def picture(seed: int, width: int = 20, height: int = 14) -> Image.Image:
-    """Noise."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 def sequence_of(vision: Vision, seed: int, *sizes: tuple[int, int]) -> Batch:
@@ -166,7 +44,7 @@ def sequence_of(vision: Vision, seed: int, *sizes: tuple[int, int]) -> Batch:
     content = "<image>and " * len(sizes) + "how many?"
     images = [picture(seed, *size) for size in sizes]
     seen = vision.see([{"role": "user", "content": content}], images)
-    answer = torch.randint(2, _TEXTS, (9,), generator=generator)
+    answer = torch.randint(2, TEXTS, (9,), generator=generator)
     tokens = torch.cat([torch.from_numpy(seen.ids).long(), answer])
     return Batch(
         [len(tokens)],
@@ -212,9 +90,11 @@ def test_images_come_from_paths_bytes_and_pillow(tmp_path: Path) -> None:
         image,
         image.convert("RGBA"),
     ]
-    for found in [*images_of({"images": forms}), *images_of({"image": forms[0]})]:
-        assert found.mode == "RGB"
-        assert found.tobytes() == image.tobytes()
+    found = [*images_of({"images": forms}), *images_of({"image": forms[0]})]
+    for each in found:
+        assert each.pixels.mode == "RGB"
+        assert each.pixels.tobytes() == image.tobytes()
+    assert {each.digest for each in found[:3]} == {hashlib.sha256(held).hexdigest()}
     assert images_of({"prompt": "x", "images": []}) == []
 
 
@@ -243,7 +123,7 @@ def test_a_prompt_has_as_many_image_tokens_as_the_model_features(
     parts = [{"type": "text", "text": "see "}, {"type": "image"}]
     messages = vision.see([{"role": "user", "content": parts}], [image])
     marked = vision.see([{"role": "user", "content": "see <image>"}], [image])
-    text = vision.see(f"see {_PLACE[architecture]}", [image])
+    text = vision.see(f"see {PLACE[architecture]}", [image])
     assert messages.ids.tolist() == marked.ids.tolist()
     assert [int((seen.ids == vision.image_token).sum()) for seen in (messages, text)] == [tokens] * 2
     np.testing.assert_array_equal(messages.media["pixel_values"], text.media["pixel_values"])
@@ -251,7 +131,7 @@ def test_a_prompt_has_as_many_image_tokens_as_the_model_features(
     assert vision.see("see", []).media == {}
     for wrong in (0, 2):
         with pytest.raises(ConfigError, match=f"does not go with its {wrong} images"):
-            vision.see(f"see {_PLACE[architecture]}", [image] * wrong)
+            vision.see(f"see {PLACE[architecture]}", [image] * wrong)
 
 
 def test_media_stay_with_their_sequences() -> None:
@@ -359,8 +239,6 @@ def test_what_cannot_be_is_one_clear_error(vision_models: Models, tiny_models: M
     context = Context(run="r", name="n", seed=1, model=str(folder), head="value")
     with pytest.raises(EngineError, match="a value head on one is not supported"):
         TorchTraining(TorchTrainingConfig(use="torch"), context).load(None)
-    with pytest.raises(EngineError, match="is a vision-language model; the torch engine samples from text"):
-        load_model(str(folder), TorchInferenceConfig(use="torch"))
     with pytest.raises(EngineError, match=r"the batch carries images, and model .* reads none"):
         engine_of(tiny_models("qwen2")).forward(sequence_of(Vision(str(folder)), 0, (9, 9)), temperature=1.0)
 
@@ -388,7 +266,11 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
 @pytest.mark.slow
 def test_a_rank_without_images_goes_along(vision_models: Models, tmp_path: Path) -> None:
     model = vision_models("llava")
-    ranks = [subprocess.Popen([sys.executable, __file__, model, tmp_path, str(rank)]) for rank in range(2)]
+    path = {**os.environ, "PYTHONPATH": str(Path(vision_models_module.__file__).parent)}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, model, tmp_path, str(rank)], env=path)
+        for rank in range(2)
+    ]
     engine = engine_of(model)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     engine.train(batch_of(Vision(str(model))), Loss(plain_loss, "token"), temperature=1.0)
@@ -417,7 +299,7 @@ def test_hf_gives_images_as_files_and_digests_what_is_in_them(tmp_path: Path) ->
         dataset = HFDataset(config, Context(run="r", name="n", seed=1))
         prints.append(dataset.fingerprint)
         [image] = images_of(dataset[0])
-        assert image.tobytes() == picture(0).tobytes()
+        assert image.pixels.tobytes() == picture(0).tobytes()
         assert dataset[0]["prompt"] == [{"role": "user", "content": "<image>how many?"}]
     assert prints[0] == prints[1]
 
@@ -475,7 +357,7 @@ def test_a_whole_run_of_grpo(start: Start, vision_models: Models, rows: Path, tm
         f"dataset.path={rows}",
         "training=torch",
         "training.lr=0.01",
-        f"inference.vocab_size={_TEXTS}",
+        f"inference.vocab_size={TEXTS}",
         "inference.mean_tokens=6",
         "algorithm.group_size=2",
         "queue.batch_size=3",
@@ -497,6 +379,28 @@ def test_a_whole_run_of_grpo(start: Start, vision_models: Models, rows: Path, tm
     assert trained.keys() == first.keys()
     assert any(not torch.equal(trained[name], first[name]) for name in trained)
     assert run.summary()["ledger"]["failed"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_samples_from_images(start: Start, vision_models: Models, rows: Path, tmp_path: Path) -> None:
+    """Logprobs of engine and trainer agree, and each image goes to the engine once."""
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, completion, **columns): return len(completion) % 3\n"
+    )
+    run = start(
+        f"model={vision_models('qwen2_5_vl')}",
+        f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
+        f"dataset.path={rows}",
+        "training=torch",
+        "inference={use: torch, slots: 8, context_length: 256}",
+        "sampling.max_tokens=4",
+        "queue.max_failures=40",  # a random model also samples the token of images, which fails the ticket
+        "algorithm.group_size=2",
+        "queue.batch_size=3",
+        "steps=3",
+    )
+    run.assert_completed(3, batch_size=3)
+    assert run.metrics()[0]["mismatch_max"] < 1e-4
 
 
 @pytest.mark.slow
@@ -522,7 +426,8 @@ def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows:
         "from stretto.children.first_row import fault_of_first_row\n"
         f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r})\n"
         f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
-        "assert (ticket_runner._encode_with_images(vision, row) == vision.image_token).sum() > 1\n"
+        "ids, images = ticket_runner._encode_with_images(vision, row)\n"
+        "assert (ids == vision.image_token).sum() > len(images) == 1\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -533,7 +438,6 @@ def test_check_refuses_what_cannot_work(vision_models: Models, tiny_models: Mode
     tensor = {"use": "fsdp2", "processes": 2, "tensor_parallel": 2}
     errors = errors_of(run_of(folder, rows, inference={"use": "torch"}, training=tensor))
     assert any("reads images and cannot be split" in each for each in errors)
-    assert any("'torch' reads text only" in each for each in errors)
     [error] = errors_of(run_of(folder, rows, training={"use": "pipeline"}, queue={"batch_size": 4}))
     assert error.startswith("training.use: 'pipeline' cannot split")
     [error] = errors_of(run_of(tiny_models("qwen2"), rows))

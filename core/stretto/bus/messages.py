@@ -15,7 +15,8 @@ import msgspec
 
 from stretto.array import Array
 from stretto.bus.lock import KernelLock
-from stretto.engine import Finish, GenerateRequest, Load, SwapReport
+from stretto.component import NonNegativeInt
+from stretto.engine import Digest, Finish, GenerateRequest, Load, SwapReport
 from stretto.environment import Feedback
 from stretto.errors import BusError
 from stretto.launcher import ROLES, Role
@@ -30,6 +31,7 @@ __all__ = [
     "AbortTicket",
     "Answers",
     "AskColumn",
+    "AskImage",
     "AskLoad",
     "AskMeetingPlace",
     "AskPublished",
@@ -55,6 +57,7 @@ __all__ = [
     "GroupDone",
     "GroupFailed",
     "Heartbeat",
+    "ImagePart",
     "Join",
     "JournalBatch",
     "JournalChange",
@@ -628,7 +631,7 @@ class Answers(Message, frozen=True):
 # -------------------------------------------------------------------------------------- inference
 
 
-class Generate(Message, frozen=True, tag="Generate/2"):
+class Generate(Message, frozen=True, tag="Generate/3"):
     """Rollout worker to an inference worker: answer this request, or continue it from `have`."""
 
     request: GenerateRequest
@@ -640,6 +643,24 @@ class Generate(Message, frozen=True, tag="Generate/2"):
     of training."""
     traceparent: Traceparent = ""
     """Context of the request's span."""
+    sender: WorkerId | None = None
+    """The rollout worker. Only requests with images name it: it has their files."""
+
+
+class AskImage(Message, frozen=True):
+    """Inference worker to a rollout worker, answered by `ImagePart`: send the file of an image."""
+
+    digest: Digest
+    offset: NonNegativeInt
+    """Index of the first byte to send."""
+
+
+class ImagePart(Message, frozen=True):
+    """As much of an image's file as fits into a message."""
+
+    size: NonNegativeInt
+    """Bytes of the whole file."""
+    data: bytes
 
 
 class ChunkHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -1110,7 +1131,7 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
         **dict.fromkeys(("swap", "load", "drain"), ("kernel",)),
         **dict.fromkeys(("generate", "confirm", "abort"), ("rollout",)),
     },
-    "rollout": dict.fromkeys(("routes", "drain"), ("kernel",)),
+    "rollout": {**dict.fromkeys(("routes", "drain"), ("kernel",)), "image": ("inference",)},
     "verifier": {
         "drain": ("kernel",),
         **dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),

@@ -42,8 +42,9 @@ from stretto.errors import BusError, ConfigError, StrettoError, place_of
 from stretto.kernel.setup import curriculum_of
 from stretto.launcher import Job, Launcher
 from stretto.models.files import known_config
+from stretto.models.images import IMAGE_COLUMNS, has_images
 from stretto.models.tokenizer import Tokenizer, fault_of, load_tokenizer
-from stretto.models.vision import IMAGE_COLUMNS, has_images, is_vision_language
+from stretto.models.vision import is_vision_language
 from stretto.remote_folder import missing_file_system
 from stretto.tools import ToolsConfig
 from stretto.training.config import ModelTrainingConfig

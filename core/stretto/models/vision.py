@@ -1,19 +1,16 @@
-"""Rows with images, and the inputs that a vision-language model needs for them.
+"""The processor of a vision-language model: what the model reads of a prompt with images.
 
-A row has its images in the column `images`, a list, or in `image`, a single one. An image is a path,
-`{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. The
-model's own processor decides how many tokens of the prompt represent each image, and which arrays the model
-reads beside the ids. It always uses its Pillow and NumPy backend, so that every process gets the same result
-for an image.
+The model's own processor decides how many tokens of the prompt represent each image, and which arrays the
+model reads beside the ids. It always uses its Pillow and NumPy backend, so that every process gets the same
+result for an image.
 
-Pixels are not sent between workers: rollout workers make the ids, and trainers the arrays, each from the
-dataset.
+The arrays are never sent between workers: rollout workers make the ids, engines and trainers the arrays.
+Trainers have the images from the dataset, engines their files from the rollout worker that asks them.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,8 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.errors import ConfigError, column_error
+from stretto.errors import ConfigError
 from stretto.models.files import fetch_config
+from stretto.models.images import OpenImage, decode, images_of
 from stretto.models.tokenizer import Message, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -33,18 +31,13 @@ if TYPE_CHECKING:
     from stretto.dataset import Row
 
 __all__ = [
-    "IMAGE_COLUMNS",
     "PROCESSOR_FILES",
     "RowTokenizer",
     "Vision",
     "VisionPrompt",
-    "has_images",
-    "images_of",
     "is_vision_language",
     "keep_torch_out",
 ]
-
-IMAGE_COLUMNS = ("images", "image")
 
 PROCESSOR_FILES = (
     "processor_config.json",
@@ -65,64 +58,6 @@ _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_tok
 def is_vision_language(config: Mapping[str, Any]) -> bool:
     """Whether this `config.json` belongs to a model that reads images."""
     return "vision_config" in config
-
-
-# ------------------------------------------------------------------------------------------ images
-
-
-def has_images(row: Mapping[str, Any]) -> bool:
-    """Whether a row has an image column that is not empty."""
-    return any(row.get(column) for column in IMAGE_COLUMNS)
-
-
-def images_of(row: Mapping[str, Any]) -> list[Image]:
-    """Return the images of a row, in RGB and rotated according to their EXIF data.
-
-    Raises:
-        ConfigError: if both columns hold images, if a column holds something else, if an image cannot be
-            read, or if Pillow is not installed.
-    """
-    columns = [column for column in IMAGE_COLUMNS if row.get(column)]
-    if len(columns) > 1:
-        raise column_error(row, columns[0], "and the column 'image' both hold images; expected one of them")
-    if not columns:
-        return []
-    [column] = columns
-    value = row[column]
-    if column == "image":
-        return [_open_image(row, column, value)]
-    if not isinstance(value, list | tuple):
-        raise column_error(row, column, f"expected a list of images, found {_describe(value)}")
-    return [_open_image(row, column, item) for item in cast("Sequence[Any]", value)]
-
-
-def _open_image(row: Mapping[str, Any], column: str, value: Any) -> Image:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise ConfigError("rows with images need Pillow: pip install 'stretto[vision]'") from error
-    if isinstance(value, Image.Image):
-        return ImageOps.exif_transpose(value).convert("RGB")
-    source: Any = value
-    if isinstance(value, Mapping):  # the form of `datasets`; it has bytes, or only a path
-        mapping = cast("Mapping[str, Any]", value)
-        source = io.BytesIO(mapping["bytes"]) if mapping.get("bytes") else mapping.get("path")
-    if not isinstance(source, str | io.BytesIO):
-        raise column_error(
-            row, column, f"expected a path, or {{'bytes': …, 'path': …}}, found {_describe(value)}"
-        )
-    try:
-        with Image.open(source) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        label = repr(source) if isinstance(source, str) else "what its bytes hold"
-        if isinstance(error, FileNotFoundError):
-            raise column_error(row, column, f"no such file: {label}") from error
-        raise column_error(row, column, f"{label} is no image that can be read: {error}") from error
-
-
-def _describe(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:60]!r}"
 
 
 # --------------------------------------------------------------------------------------- processors
@@ -184,9 +119,31 @@ class Vision:
         """Return the smallest prompt with an image, which is black."""
         from PIL import Image
 
+        return self.see(self._place, [Image.new("RGB", (32, 32))])
+
+    def media_of(self, files: Sequence[bytes], tokens: int) -> Mapping[str, NDArray[Any]]:
+        """Return the arrays that the model reads for images given as files; see `VisionPrompt`.
+
+        Args:
+            tokens: the number of image tokens in the prompt.
+
+        Raises:
+            ConfigError: if an image cannot be read, or the images have another number of tokens.
+        """
+        seen = self.see(self._place * len(files), [decode(file) for file in files])
+        found = np.count_nonzero(seen.ids == self.image_token)
+        if found != tokens:
+            raise ConfigError(
+                f"a prompt has {tokens} image tokens (id {self.image_token}), and its {len(files)} images "
+                f"have {found}"
+            )
+        return seen.media
+
+    @property
+    def _place(self) -> str:
+        """The text that the processor replaces by the tokens of an image."""
         # In some processors one token of the text represents the whole image; in the ids, other tokens do.
-        place = getattr(self._processor, "boi_token", None) or self._processor.image_token
-        return self.see(place, [Image.new("RGB", (32, 32))])
+        return getattr(self._processor, "boi_token", None) or self._processor.image_token
 
     def of(self, row: Row) -> RowTokenizer:
         """Return the tokenizer for the texts of one row.
@@ -202,7 +159,7 @@ class Vision:
         Raises:
             ConfigError: as `images_of` and `see`.
         """
-        images = images_of(row)
+        images = [image.pixels for image in images_of(row)]
         return self.see(row["prompt"], images).media if images else {}
 
     def see(self, prompt: str | Sequence[Message], images: Sequence[Image]) -> VisionPrompt:
@@ -239,13 +196,14 @@ class Vision:
 class RowTokenizer:
     """A `stretto.models.tokenizer.Tokenizer` for one row. It puts the row's images into its prompts."""
 
-    def __init__(self, vision: Vision, images: Sequence[Image]) -> None:
+    def __init__(self, vision: Vision, images: Sequence[OpenImage]) -> None:
         self._vision = vision
-        self._images = images
+        self.images = images
+        """The row's images."""
 
     def encode_prompt(self, prompt: str | Sequence[Message]) -> NDArray[np.int32]:
         """See `Vision.see`."""
-        return self._vision.see(prompt, self._images).ids
+        return self._vision.see(prompt, [image.pixels for image in self.images]).ids
 
     def encode_answer(self, answer: str | Sequence[Message]) -> NDArray[np.int32]:
         """Return the same as for a row without images."""

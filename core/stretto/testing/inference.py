@@ -343,12 +343,13 @@ class ServedEngine:
 
     # -------------------------------------------------------------------------- what a worker does
 
-    def ask(self, *requests: GenerateRequest) -> None:
-        """Send requests to the engine."""
+    def ask(self, *requests: GenerateRequest, images: Sequence[bytes] = ()) -> None:
+        """Send requests to the engine, with the files of their images if they have any."""
+        more = {"images": images} if images else {}
         for request in requests:
             have = request.have or (0,) * len(request.seeds)
             self._open_keys |= {(request.id, i): None for i in range(len(request.seeds)) if have[i] >= 0}
-        self._portal.call(lambda: [self.engine.generate(request) for request in requests])
+        self._portal.call(lambda: [self.engine.generate(request, **more) for request in requests])
 
     def abort(self, request: str) -> None:
         """Abort a request."""

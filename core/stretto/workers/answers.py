@@ -11,8 +11,8 @@ import numpy as np
 from stretto.bus.messages import Answers, Ticket
 from stretto.dataset import Row
 from stretto.engine import Finish
+from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.tokenizer import Tokenizer
-from stretto.models.vision import IMAGE_COLUMNS
 from stretto.workflow import Trajectory, sample_numbers
 
 __all__ = ["KeptAnswer", "answers_of"]

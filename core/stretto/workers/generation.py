@@ -336,7 +336,13 @@ class Generations:
             min_version=generation.floor.version,
         )
         subject = self._context.names.worker("inference", engine, "generate")
-        message = Generate(request, self._bus.inbox, generation.exact_version, generation.span.traceparent)
+        message = Generate(
+            request,
+            self._bus.inbox,
+            generation.exact_version,
+            generation.span.traceparent,
+            self._context.worker if request.images else None,
+        )
         await self._bus.publish(subject, message)
 
     async def _release(self, engine: str, generation: _Generation, name: str) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import anyio
 import msgspec
@@ -48,16 +48,28 @@ from stretto.bus.messages import (
     Swap,
     SwapDone,
 )
-from stretto.engine import AdjustableEngine, Chunk, InferenceEngine, SwapReport
+from stretto.engine import (
+    AdjustableEngine,
+    Chunk,
+    GenerateRequest,
+    InferenceEngine,
+    SwapReport,
+    VisionEngine,
+)
 from stretto.errors import BusError, EngineError, WeightsError
 from stretto.models.digest import differing_names, digest_of
 from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, merge_adapter_files
 from stretto.models.version_files import RunFolders
+from stretto.serving.intake import final_chunks
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate
 from stretto.workers.context import WorkerContext
+from stretto.workers.images import ImageFetcher
 from stretto.workers.shared_rows import engine_kl
 from stretto.workers.weights_wire import BusWire
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
 
 __all__ = ["InferenceWorker"]
 
@@ -120,6 +132,8 @@ class InferenceWorker:
         self._engine: InferenceEngine | None = None
         self._threads = context.composed.config.inference.threads
         self._subscriber: Subscriber | None = None
+        self._tasks: TaskGroup
+        self._images = ImageFetcher(context)
         self._requests: dict[str, _Request] = {}
         self._outgoing: dict[str, list[Chunk]] = {}
         self._pending = anyio.Event()
@@ -144,6 +158,7 @@ class InferenceWorker:
         self._merged_root = RunFolders(context.component_context, None).own("whole")
         try:
             async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
                 await engine.start(self._emit, tasks)
                 tasks.start_soon(self._send)
                 tasks.start_soon(self._forget)
@@ -193,6 +208,9 @@ class InferenceWorker:
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
             span = tracing.span("generate", message.traceparent, request=request.id, samples=count)
             self._requests[request.id] = _Request(message.inbox, count, no_chunks, time.monotonic(), span)
+            if request.images:
+                self._tasks.start_soon(self._generate_with_images, request, message.sender)
+                return
             assert self._engine is not None
             self._engine.generate(request)
             return
@@ -203,6 +221,18 @@ class InferenceWorker:
                 continue
             missing = [part for chunk in chunks if (part := _from(chunk, have)) is not None]
             self._queue(known.inbox, missing)
+
+    async def _generate_with_images(self, request: GenerateRequest, sender: str | None) -> None:
+        """Pass a request to the engine once its images are here. Give it up if they do not come."""
+        engine, known = self._engine, self._requests.get(request.id)
+        try:
+            images = await self._images.get(sender or "", request.images)
+        except BusError as error:
+            log.warning("images do not come", request=request.id, error=str(error))
+            self._emit(final_chunks(request, "abort"))
+            return
+        if known is not None and self._requests.get(request.id) is known:  # not aborted in the meantime
+            cast("VisionEngine", engine).generate(request, images)
 
     def _confirm(self, message: Confirm) -> None:
         for request in message.requests:

@@ -21,10 +21,12 @@ from stretto.bus.messages import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
+from stretto.models.images import IMAGE_COLUMNS, OpenImage
 from stretto.models.tokenizer import Message, Tokenizer
-from stretto.models.vision import IMAGE_COLUMNS, Vision
+from stretto.models.vision import Vision
 from stretto.tools import ToolAnswer
 from stretto.workers.generation import Generations, VersionFloor
+from stretto.workers.images import ImageShelf
 from stretto.workers.verifier_client import VerifierClient
 from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, texts_and_columns
 
@@ -41,6 +43,7 @@ class SessionServices:
     tokenizer: Tokenizer
     vision: Vision | None
     """The processor of a model that reads images; None for a text model."""
+    shelf: ImageShelf
     on_oldest_version: Callable[[Ticket, int], None]
     """Called when the version of a ticket's oldest token is known."""
 
@@ -90,6 +93,8 @@ class RolloutSession:
         self._floor = VersionFloor(
             ticket.min_version, lambda version: services.on_oldest_version(ticket, version)
         )
+        self.images: Sequence[OpenImage] = ()
+        """The images of the ticket's row."""
         self._turns: Counter[str] = Counter()
         """Number of requests made in each conversation."""
         self._conversations = 0
@@ -132,6 +137,7 @@ class RolloutSession:
             sampling=sampling or self.sampling,
             min_version=self._floor.version,
             deadline_s=services.config.workflow.timeout_s,
+            images=self._images_in(prompt_ids),
         )
         with self._clocks.generate:
             samples = await services.generations.run(
@@ -219,6 +225,13 @@ class RolloutSession:
         ticket = self._ticket
         number = ticket.id if ticket.purpose == "train" else ticket.row
         return f"{self._services.config.seed}/{ticket.purpose}/{number}"
+
+    def _images_in(self, prompt_ids: NDArray[np.int32]) -> tuple[str, ...]:
+        """Return the digests of the row's images if a prompt has them."""
+        vision = self._services.vision
+        if vision is None or not self.images or not (prompt_ids == vision.image_token).any():
+            return ()
+        return tuple(image.digest for image in self.images)
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
         """Return the row that is sent to verifiers. For a model that reads images, it has no images."""

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from stretto.bus.messages import KeptText, Ticket, TicketRecord
 from stretto.dataset import Row
+from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.tokenizer import Tokenizer
-from stretto.models.vision import IMAGE_COLUMNS
 from stretto.workflow import Trajectory
 
 __all__ = ["TicketNotes", "record_of"]

@@ -26,6 +26,7 @@ from stretto.bus.messages import (
 )
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
+from stretto.models.images import OpenImage
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
 from stretto.models.vision import Vision
 from stretto.records.kept_sample import digest_of, kept_samples
@@ -127,7 +128,8 @@ class TicketRunner:
 
     async def _roll_out(self, attempt: _RunningTicket) -> None:
         prompt = await self._prompt(attempt)
-        attempt.trajectories = await attempt.variant.workflow.run(prompt, attempt.session)
+        with self._services.shelf.hold(attempt.session.images):
+            attempt.trajectories = await attempt.variant.workflow.run(prompt, attempt.session)
         if not attempt.trajectories:
             raise EngineError("the workflow returned no trajectory")
         if self._services.vision is not None:
@@ -147,21 +149,24 @@ class TicketRunner:
         characters = characters_of(row["prompt"])
         if characters > self._services.tokenizer.most_characters(limit):
             raise _Unfit(f"prompt longer than {too_long}")
-        ids = await self._encode(row, characters)
+        ids = await self._encode(attempt, characters)
         if limit is not None and len(ids) > limit:
             raise _Unfit(f"prompt longer than {too_long}")
         if len(ids) == 0:
             raise _Unfit("prompt without a token")
         return Prompt(row, ids)
 
-    async def _encode(self, row: Row, characters: int) -> NDArray[np.int32]:
-        """Return the ids of a row's prompt, whose text has this many characters. Reading images is slow, so a
-        thread does it, one row at a time."""
-        vision = self._services.vision
+    async def _encode(self, attempt: _RunningTicket, characters: int) -> NDArray[np.int32]:
+        """Return the ids of the prompt of a ticket's row, whose text has this many characters. Reading images
+        is slow, so a thread does it, one row at a time."""
+        vision, row = self._services.vision, attempt.row
         if vision is None:
             tokenizer = self._services.tokenizer
             return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"]), characters)
-        return await anyio.to_thread.run_sync(_encode_with_images, vision, row, limiter=self._image_thread)
+        ids, attempt.session.images = await anyio.to_thread.run_sync(
+            _encode_with_images, vision, row, limiter=self._image_thread
+        )
+        return ids
 
     async def _store(self, attempt: _RunningTicket) -> list[Member]:
         """Write the trajectories to the log in a few messages. For an evaluation, write only the answers that
@@ -293,8 +298,9 @@ class _Unfit(Exception):
     """The row's prompt is too long or empty, so the ticket is filtered."""
 
 
-def _encode_with_images(vision: Vision, row: Row) -> NDArray[np.int32]:
-    return vision.of(row).encode_prompt(row["prompt"])
+def _encode_with_images(vision: Vision, row: Row) -> tuple[NDArray[np.int32], Sequence[OpenImage]]:
+    tokenizer = vision.of(row)
+    return tokenizer.encode_prompt(row["prompt"]), tokenizer.images
 
 
 def _check_image_tokens(image_token: int, ids: NDArray[np.int32], trajectories: Sequence[Trajectory]) -> None:

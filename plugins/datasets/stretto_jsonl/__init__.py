@@ -14,8 +14,8 @@ import msgspec
 from stretto import Component, Context, LocalPath, hookimpl
 from stretto.dataset import Row
 from stretto.errors import ConfigError
+from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.prompts import ColumnsConfig
-from stretto.models.vision import IMAGE_COLUMNS
 
 __all__ = ["JsonLines", "JsonLinesConfig"]
 

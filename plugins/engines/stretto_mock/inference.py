@@ -65,8 +65,9 @@ class MockInference:
     async def stop(self) -> None:
         """Do nothing: the engine holds no resources."""
 
-    def generate(self, request: GenerateRequest) -> None:
-        """Draw all answers at once."""
+    def generate(self, request: GenerateRequest, images: Sequence[bytes] = ()) -> None:
+        """Draw all answers at once, whatever the images show."""
+        del images
         try:
             samples = self._intake.accept(request)
         except RequestError as error:

@@ -103,6 +103,7 @@ def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
         config=TorchInferenceConfig,
         summary="samples in process with PyTorch: continuous batching, exact versions, bit-reproducible",
         check=_check_inference,
+        reads_images=True,
         requires={"torch": "stretto[torch]", "safetensors": "stretto[torch]"},
         imports=lambda config, run: (*modelling_imports(run.model), "stretto_torch.inference"),
     )

@@ -20,6 +20,7 @@ from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
 from stretto.serving.intake import Intake, final_chunks
 from stretto.serving.stop_strings import StopStrings
+from stretto_torch.images import ImageReader, PromptImages
 from stretto_torch.model import LoadedModel
 from stretto_torch.slot_sample import SlotSample
 from stretto_torch.slots import NO_TOKENS, SampleEnding, SlotOutput, Slots
@@ -74,7 +75,7 @@ class Batcher:
 
     # ------------------------------------------------------------------------ calls that change the work
 
-    def take(self, request: GenerateRequest, arrived: float) -> None:
+    def take(self, request: GenerateRequest, arrived: float, images: PromptImages | None = None) -> None:
         """Take a request. A request whose id is already running is ignored.
 
         Args:
@@ -96,7 +97,7 @@ class Batcher:
             self._end_all(samples, "error", str(error))
             return
         for sample in samples:
-            sample.stops = stops
+            sample.stops, sample.images = stops, images
             if finish := _finish_on_arrival(sample):
                 self._end(sample, finish)
 
@@ -132,6 +133,11 @@ class Batcher:
     def targets(self) -> Targets:
         """The model's tensors that a swap overwrites."""
         return self._model.decoder.targets
+
+    @property
+    def reader(self) -> ImageReader | None:
+        """What reads the images of prompts; None for a model of text."""
+        return self._model.reader
 
     @property
     def busy(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from stretto_torch.images import PromptImages
 from stretto_torch.kv import SlotCache
 from stretto_torch.shapes import TokenSpan
 from stretto_torch.swap import Targets
@@ -53,7 +54,16 @@ class Decoder(Protocol):
         """Padding tokens in one prefill up to which padding costs less than a second prefill."""
         ...
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        rows: Tensor,
+        begins: Tensor | None = None,
+        *,
+        shifts: Tensor | None = None,
+        images: PromptImages | None = None,
+    ) -> Tensor:
         """Compute texts, or the part of each text after the tokens in its slot, and store keys and values.
 
         Args:
@@ -61,19 +71,24 @@ class Decoder(Protocol):
             lengths: (N,) int64, number of tokens to compute, each >= 1.
             rows: (N,) int64, the slot of each text.
             begins: (N,) int64, number of tokens that each slot holds already; None if all are empty.
+            shifts: (N,) int64, see `PromptImages.shift`; only with `begins`, and None for models of text.
+            images: of the one text that is computed from its beginning; None for a text without images.
 
         Returns:
             (N, V) float32 logits after the last token of each text.
         """
         ...
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan], shifts: Tensor | None = None
+    ) -> Tensor:
         """Compute one more token of rows 0..R-1, and store its keys and values.
 
         Args:
             tokens: (R,) int64.
             positions: (R,) int64; row r attends to its positions 0..positions[r].
             spans: the rows in order, from 0 on; rows after the last span are padding.
+            shifts: (R,) int64, see `PromptImages.shift`; None if no row has images.
 
         Returns:
             (R, V) float32 logits after each token; padding rows hold arbitrary values.

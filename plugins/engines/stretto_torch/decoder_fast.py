@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stretto_torch.attention import Attend, Heads, Prompts, SlotAttention, over_prefixes, over_prompts
 from stretto_torch.decoder import logprobs_of
+from stretto_torch.images import PromptImages
 from stretto_torch.kv import LayerShape, SlotCache
 from stretto_torch.linear import Linear
 from stretto_torch.norm import Norm
@@ -77,8 +78,18 @@ class FastDecoder:
         self._positions = torch.arange(length, device=device)
         self._rotations = _rotations(model.model.rotary_emb, self._positions)
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
-        """See `Decoder`."""
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        rows: Tensor,
+        begins: Tensor | None = None,
+        *,
+        shifts: Tensor | None = None,
+        images: PromptImages | None = None,
+    ) -> Tensor:
+        """See `Decoder`. No model that it runs reads images."""
+        del shifts, images
         count, columns = tokens.shape
         positions = self._positions[:columns].expand(count, columns)
         # Only attention computes padding. But if each text alone would have these columns, everything does:
@@ -97,8 +108,11 @@ class FastDecoder:
         # Padded like the rows of a step: a product with fewer rows gives different bits.
         return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
-        """See `Decoder`."""
+    def decode(
+        self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan], shifts: Tensor | None = None
+    ) -> Tensor:
+        """See `Decoder`. No model that it runs reads images."""
+        del shifts
         return self._logits(self._forward(tokens, positions, self._attention.at(positions, spans)))
 
     def score(self, tokens: Tensor) -> Tensor:

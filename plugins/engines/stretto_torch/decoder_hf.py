@@ -1,4 +1,4 @@
-"""A decoder that runs any causal language model of transformers, through its own forward.
+"""A decoder that runs any causal or vision-language model of transformers, through its own forward.
 
 The model gets a cache object that writes each row's keys and values at the row's own position in its slot,
 and an attention mask that hides the rest of the slot. N: prompts, P: columns, R: rows, T: positions attended
@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from stretto.errors import EngineError
 from stretto_torch.decoder import logprobs_of
+from stretto_torch.images import ImageReader, PromptImages
 from stretto_torch.kv import LayerShape, SlotCache
 from stretto_torch.shapes import TokenSpan, padded_rows
 from stretto_torch.swap import Target, Targets, tied_names
@@ -31,6 +32,7 @@ class HFDecoder:
         rows: number of rows of the largest step.
         length: largest number of tokens of a slot.
         tokens: number of tokens of all slots together.
+        reader: makes the images of prompts; None for a model of text.
 
     Raises:
         EngineError: if the model keeps other state than keys and values.
@@ -39,8 +41,11 @@ class HFDecoder:
     one_size_class = True
     cheap_padding = 64
 
-    def __init__(self, model: Any, rows: int, length: int, tokens: int) -> None:
+    def __init__(
+        self, model: Any, rows: int, length: int, tokens: int, reader: ImageReader | None = None
+    ) -> None:
         self._model = model
+        self._reader = reader
         config = model.config.get_text_config()
         self.name = f"transformers {config.model_type}"
         self.vocabulary: int = config.vocab_size
@@ -50,29 +55,49 @@ class HFDecoder:
         self.cache = SlotCache(layer_shapes(model), rows, tokens, model.device, model.dtype)
         self._masks = _Masks(config, length, model.device, model.dtype)
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        rows: Tensor,
+        begins: Tensor | None = None,
+        *,
+        shifts: Tensor | None = None,
+        images: PromptImages | None = None,
+    ) -> Tensor:
         """See `Decoder`. For whole texts the model makes its own causal masks, as in its plain forward."""
         # Padding stays at the last position: learned embeddings may have no position after it.
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         positions = torch.minimum(columns, (lengths - 1).unsqueeze(1))
         real = (columns < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
-        cache, mask = _PromptCache(self.cache, rows, positions, real), None
+        cache, mask, more = _PromptCache(self.cache, rows, positions, real), None, {}
+        if images is not None:
+            assert self._reader is not None, "images come from a reader"
+            more = {**images.media, **self._reader.marks(tokens)}
+            if images.positions is not None:
+                known = min(images.positions.shape[2], positions.shape[1])
+                positions = (positions + images.shift).repeat(3, 1, 1)
+                positions[..., :known] = images.positions[..., :known]
         if begins is not None:
             positions = positions + begins.unsqueeze(1)
             cache = _PrefixCache(self.cache, rows, positions, real)
             mask = self._masks.at(positions, cache.length)
+            positions = positions if shifts is None else positions + shifts.unsqueeze(1)
         last, column = torch.unique(lengths - 1, return_inverse=True)
         # Padded like the rows of a step: a product with fewer rows gives different bits.
         enough = -(-padded_rows(1) // len(tokens))
         last = F.pad(last, (0, max(0, enough - len(last))))
-        logits = self._run(tokens, positions, cache, mask, last)
+        logits = self._run(tokens, positions, cache, mask, last, **more)
         return logits[torch.arange(len(tokens), device=tokens.device), column].float()
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan], shifts: Tensor | None = None
+    ) -> Tensor:
         """See `Decoder`."""
         length = max(span.length for span in spans)
         cache = _StepCache(self.cache, positions, length)
         mask = self._masks.at(positions.unsqueeze(1), length)
+        positions = positions if shifts is None else positions + shifts
         return self._run(tokens.unsqueeze(1), positions.unsqueeze(1), cache, mask, 1)[:, 0].float()
 
     def score(self, tokens: Tensor) -> Tensor:
@@ -80,7 +105,9 @@ class HFDecoder:
         logits = self._model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float()
         return logprobs_of(logits[:-1], tokens[1:])
 
-    def _run(self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Any, keep: Any) -> Tensor:
+    def _run(
+        self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Any, keep: Any, **more: Tensor
+    ) -> Tensor:
         return self._model(
             input_ids=tokens,
             position_ids=positions,
@@ -88,6 +115,7 @@ class HFDecoder:
             attention_mask=mask,
             use_cache=True,
             logits_to_keep=keep,
+            **more,
         ).logits
 
 

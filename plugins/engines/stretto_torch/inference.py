@@ -26,13 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.engine import Chunk, Emit, GenerateRequest, Load, SwapReport
-from stretto.errors import EngineError
+from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
+from stretto.errors import EngineError, RequestError
 from stretto.models.digest import digest_of
 from stretto.serving.intake import final_chunks
 from stretto.serving.stop_strings import stop_tokenizer
 from stretto_torch.batcher import Batcher
 from stretto_torch.determinism import stable_shapes
+from stretto_torch.images import PromptImages
 from stretto_torch.model import load_model
 from stretto_torch.swap import hashes_of
 
@@ -52,6 +53,7 @@ _EMIT_EVERY_S = 0.02
 class _GenerateCommand:
     request: GenerateRequest
     arrived: float
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,9 @@ class TorchInferenceEngine:
         self._batcher: Batcher | None = None
         self._ended = asyncio.Event()
         self._failure: EngineError | None = None
+        self._reading: dict[str, GenerateRequest] = {}
+        """Requests whose images are being read."""
+        self._reads = anyio.CapacityLimiter(1)
         self._samples_posted = 0
         self._swaps_called = 0
         # Used by the compute thread only (`_samples_taken` is read by both).
@@ -121,20 +126,27 @@ class TorchInferenceEngine:
         """See `InferenceEngine`."""
         self._loop = asyncio.get_running_loop()
         self._emit = emit
+        self._tasks = tasks
         self._thread.start()
         self._batcher = await asyncio.wrap_future(self._loaded)
         tasks.start_soon(self._watch, name="torch inference engine")
 
-    def generate(self, request: GenerateRequest) -> None:
-        """See `InferenceEngine`."""
+    def generate(self, request: GenerateRequest, images: Sequence[bytes] = ()) -> None:
+        """See `VisionEngine`."""
         if self._failure is not None:
             asyncio.get_running_loop().call_soon(self._deliver, final_chunks(request, "abort"))
             return
         self._samples_posted += len(request.seeds)
-        self._commands.put(_GenerateCommand(request, monotonic()))
+        if images:
+            self._reading[request.id] = request
+            self._tasks.start_soon(self._read, request, images, monotonic())
+        else:
+            self._commands.put(_GenerateCommand(request, monotonic()))
 
     def abort(self, request: str) -> None:
         """See `InferenceEngine`."""
+        if reading := self._reading.pop(request, None):
+            self._drop(reading, "abort")
         self._commands.put(_AbortCommand(request))
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
@@ -202,6 +214,32 @@ class TorchInferenceEngine:
                 await anyio.to_thread.run_sync(self._thread.join)
         self._reject_commands(EngineError("the torch inference engine was stopped"))
         self._ended.set()
+
+    async def _read(self, request: GenerateRequest, files: Sequence[bytes], arrived: float) -> None:
+        """Read the images of a request, and pass it to the compute thread."""
+        assert self._batcher is not None
+        reader, prompt, images = self._batcher.reader, request.prompt_ids.numpy().astype(np.int32), None
+        finish: Finish = "abort"
+        error = ""
+        try:
+            if reader is None:
+                raise RequestError("the request has images, and the model reads none")
+            images = await anyio.to_thread.run_sync(
+                reader.read, prompt, request.images, files, limiter=self._reads
+            )
+        except RequestError as refusal:
+            finish, error = "error", str(refusal)
+        if self._reading.pop(request.id, None) is None:
+            return  # aborted in the meantime
+        if images is None or self._ended.is_set():
+            self._drop(request, finish, error)
+        else:
+            self._commands.put(_GenerateCommand(request, arrived, images))
+
+    def _drop(self, request: GenerateRequest, finish: Finish, error: str = "") -> None:
+        """End a request that the compute thread has not seen."""
+        self._samples_posted -= len(request.seeds)
+        self._deliver(final_chunks(request, finish, error))
 
     async def _watch(self) -> None:
         """Return when the engine is stopped; raise as soon as it breaks."""
@@ -289,8 +327,8 @@ class TorchInferenceEngine:
         while True:
             for command in self._take_commands(batcher):
                 match command:
-                    case _GenerateCommand(request, arrived):
-                        batcher.take(request, arrived)
+                    case _GenerateCommand(request, arrived, images):
+                        batcher.take(request, arrived, images)
                         self._samples_taken += len(request.seeds)
                     case _AbortCommand(request):
                         batcher.abort(request)

@@ -10,18 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
-from stretto.errors import EngineError
+from stretto.errors import ConfigError, EngineError
 from stretto.models.finite import not_finite
 from stretto.training.model import reads_images
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
 from stretto_torch.decoder_hf import HFDecoder, layer_shapes
+from stretto_torch.images import ImageReader
 from stretto_torch.linear import prefers_onednn
 from stretto_torch.shapes import Shapes, TokenSpan, padded_length, padded_rows
 
@@ -45,6 +47,8 @@ class LoadedModel:
     shapes: Shapes
     eos: tuple[int, ...]
     """Tokens that end an answer."""
+    reader: ImageReader | None = None
+    """What reads the images of prompts; None for a model of text."""
 
 
 def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
@@ -56,16 +60,19 @@ def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
     device, dtype = _device(config), getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()  # logs are files
     try:
-        if reads_images(AutoConfig.from_pretrained(folder)):
-            raise EngineError(
-                f"{folder!r} is a vision-language model; the torch engine samples from text alone"
-            )
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        sees = reads_images(AutoConfig.from_pretrained(folder))
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        reader = ImageReader(folder, model) if sees else None
+    except ConfigError as error:
+        raise EngineError(str(error)) from error
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
     model.to(device).eval().requires_grad_(False)
     shapes = Shapes(config.slots, _context(model.config, config.context_length))
-    return LoadedModel(_choose(model, shapes, config), shapes, _eos(model))
+    if reader is None:
+        return LoadedModel(_choose(model, shapes, config), shapes, _eos(model))
+    return LoadedModel(_seeing(model, shapes, config, reader), shapes, _eos(model), reader)
 
 
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
@@ -84,7 +91,20 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
         fault = str(reason)
     log.info("transformers runs the model, not the hand-written decoder", why=fault)
     decoder = HFDecoder(model, rows, length, _cache_tokens(model, shapes, config, padded_rows(1)))
-    deviation = difference(decoder, model)
+    _refuse_unless_same(decoder, model, difference(decoder, model))
+    return decoder
+
+
+def _seeing(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: ImageReader) -> Decoder:
+    """Return the decoder of a vision-language model."""
+    tokens = _cache_tokens(model, shapes, config, padded_rows(1))
+    decoder = HFDecoder(model, shapes.most_rows, shapes.length, tokens, reader)
+    _refuse_unless_same(decoder, model, difference(decoder, model))
+    _refuse_unless_same(decoder, model, difference_with_image(decoder, model, reader))
+    return decoder
+
+
+def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
     if not deviation <= _ROUNDING[model.dtype]:  # also refuses NaN
         for name, tensor in model.state_dict().items():
             if fault := not_finite(name, tensor):
@@ -93,7 +113,6 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
             f"{decoder.name} does not compute over slots what it computes over a whole text (logits differ"
             f" by {deviation:.1e} of their deviation); the torch engine cannot serve it"
         )
-    return decoder
 
 
 def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows: int) -> int:
@@ -138,6 +157,33 @@ def difference(decoder: Decoder, model: Any) -> float:
     logits.append(decoder.prefill(tails, positions - begins, rows, begins))
     expected.append(full_logits[rows, positions - 1])
     return _relative(torch.stack(logits), torch.stack(expected))
+
+
+def difference_with_image(decoder: Decoder, model: Any, reader: ImageReader) -> float:
+    """Return the difference between a decoder's logits and the model's own for a prompt with an image,
+    further tokens, and a text that continues after the image in its slot."""
+    steps, blank = 4, reader.vision.blank()
+    text = (
+        torch.arange(11, 16 + steps).mul(7919).remainder(min(decoder.vocabulary, reader.vision.image_token))
+    )
+    ids = torch.cat([torch.from_numpy(blank.ids).long(), text]).to(model.device)[None]
+    prompt = ids.shape[1] - steps
+    images = reader.images(ids[0, :prompt].cpu().numpy().astype(np.int32), blank.media, ["blank"])
+    full_logits = model(input_ids=ids, **images.media, **reader.marks(ids)).logits.float()[0]
+
+    lengths, row = torch.tensor([prompt], device=model.device), torch.tensor([0], device=model.device)
+    shifts = torch.tensor([images.shift], device=model.device)
+    capacity = padded_length(ids.shape[1])
+    decoder.cache.place_evenly(capacity, 1)
+    logits = [decoder.prefill(ids[:, :prompt], lengths, row, images=images)]
+    for step in range(steps):
+        at = lengths + step
+        logits.append(decoder.decode(ids[0, at], at, [TokenSpan(0, 1, capacity)], shifts))
+    begins = lengths - 2
+    tail = ids[:, prompt - 2 :]
+    logits.append(decoder.prefill(tail, torch.full_like(lengths, tail.shape[1]), row, begins, shifts=shifts))
+    expected = torch.stack([*full_logits[prompt - 1 :], full_logits[-1]])
+    return _relative(torch.cat(logits), expected)
 
 
 def _relative(logits: Tensor, expected: Tensor) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from stretto.serving.intake import OpenSample
 from stretto.serving.stop_strings import StopStrings
+from stretto_torch.images import PromptImages
 
 
 @dataclass(eq=False)
@@ -15,6 +16,7 @@ class SlotSample(OpenSample):
 
     stops: StopStrings | None = None
     """The detector of the request's stop strings, if it has any."""
+    images: PromptImages | None = None
     row: int = -1
     """Row among the running samples; -1 while the sample is not running."""
     pure: bool = True

@@ -106,6 +106,7 @@ class Slots:
         self._logprobs = np.zeros((lanes, shapes.length), np.float32)
         self._versions = np.zeros((lanes, shapes.length), np.int32)
         # By lane.
+        self._shift = np.zeros(lanes, np.int64)  # `PromptImages.shift`
         self._limit = np.zeros(lanes, np.int64)  # position after the last one that the sample may fill
         self._is_end = np.zeros((lanes, decoder.vocabulary), np.bool_)  # the token ends the sample
         self._has_stops = np.zeros(lanes, np.bool_)  # the request has stop strings
@@ -171,6 +172,7 @@ class Slots:
             torch.from_numpy(self._token[:rows]).to(self._device),
             torch.from_numpy(self._position[:rows]).to(self._device),
             self._shapes.spans(self._position[:live], self._class_rows),
+            self._shifts(np.arange(rows)),
         )
         self._position[:live] += 1
         endings = self._append(np.arange(live), logits[:live], version)
@@ -203,8 +205,7 @@ class Slots:
             if self._prefixes is not None:
                 self._prefixes.release(sample)
                 if sample.pure:
-                    text = self._ids[lane, : self._position[sample.row]].copy()
-                    former_texts.append((self._cache.blocks[sample.row], text))
+                    former_texts.append((self._cache.blocks[sample.row], self._text(sample)))
             sample.row = -1
         self._arrange([row for row, sample in enumerate(self.running) if sample.row >= 0], former_texts)
 
@@ -241,6 +242,7 @@ class Slots:
         self._ids[lane, :prompt] = sample.prompt
         self._ids[lane, prompt:length] = sample.begun
         self._limit[lane] = _limit(sample)
+        self._shift[lane] = sample.images.shift if sample.images else 0
         self._is_end[lane] = False
         self._is_end[lane, [*sample.source.ends]] = True
         self._has_stops[lane] = sample.stops is not None
@@ -268,10 +270,12 @@ class Slots:
         if self._prefixes is None:
             return {}
         prefixes: dict[SlotSample, tuple[Block, int]] = {}
-        texts = [self._ids[self._lane[s.row], : self._position[s.row]].copy() for s in samples]
+        texts = [self._text(sample) for sample in samples]
         for sample, text in zip(samples, texts, strict=True):
             if prefix := self._prefixes.find(text):
                 place, length = prefix
+                if sample.images is not None and length < sample.images.end:
+                    continue  # images are computed together
                 prefixes[sample] = (
                     self._cache.blocks[place.row] if isinstance(place, SlotSample) else place,
                     length,
@@ -281,6 +285,19 @@ class Slots:
         self.prefix_hits += len(prefixes)
         self.prefix_tokens += sum(length for _, length in prefixes.values())
         return prefixes
+
+    def _text(self, sample: SlotSample) -> NDArray[np.int32]:
+        """Return the text in a running sample's slot, with other numbers for the tokens of other images."""
+        text = self._ids[self._lane[sample.row], : self._position[sample.row]].copy()
+        if sample.images is not None:
+            text[sample.images.places] = sample.images.salt
+        return text
+
+    def _shifts(self, rows: NDArray[np.int64]) -> Tensor | None:
+        """Return the shifts of these rows; None if no running sample has one."""
+        if not any(sample.images is not None and sample.images.shift for sample in self.running):
+            return None
+        return torch.from_numpy(self._shift[self._lane[rows]]).to(self._device)
 
     def _share_prompts(self, samples: Sequence[SlotSample], logits: dict[SlotSample, Tensor]) -> Tensor:
         """Copy prompts computed for one sample of a request to its others; return (samples, V) logits."""
@@ -307,17 +324,17 @@ class Slots:
         begins = begins or [0] * len(rows)
         lengths = self._position[list(rows)].tolist()
         logits_by_index: dict[int, Tensor] = {}
-        for indices in (
-            [i for i in range(len(rows)) if not begins[i]],
-            [i for i in range(len(rows)) if begins[i]],
-        ):
-            for batch in self._batches(indices, lengths):
-                logits = self._prefill_batch(
-                    np.array([rows[i] for i in batch]),
-                    np.array([begins[i] for i in batch]),
-                    np.array([lengths[i] for i in batch]),
-                )
-                logits_by_index.update(zip(batch, logits, strict=True))
+        with_images = [i for i in range(len(rows)) if self.running[rows[i]].images and not begins[i]]
+        of_text = [i for i in range(len(rows)) if not begins[i] and i not in with_images]
+        continued = [i for i in range(len(rows)) if begins[i]]
+        batches = [*self._batches(of_text, lengths), *self._batches(continued, lengths)]
+        for batch in [*batches, *([i] for i in with_images)]:
+            logits = self._prefill_batch(
+                np.array([rows[i] for i in batch]),
+                np.array([begins[i] for i in batch]),
+                np.array([lengths[i] for i in batch]),
+            )
+            logits_by_index.update(zip(batch, logits, strict=True))
         return [logits_by_index[i] for i in range(len(rows))]
 
     def _prefill_batch(
@@ -331,6 +348,8 @@ class Slots:
             torch.from_numpy(lengths - begins).to(self._device),
             torch.from_numpy(rows).to(self._device),
             torch.from_numpy(begins).to(self._device) if begins.any() else None,
+            shifts=self._shifts(rows) if begins.any() else None,
+            images=None if begins.any() else self.running[rows[0]].images,
         )
 
     def _batches(self, indices: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:

@@ -1,0 +1,181 @@
+"""The images of a row: their files, and their pixels.
+
+A row has its images in the column `images`, a list, or in `image`, a single one. An image is a path,
+`{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image.
+
+Every process decodes an image with `decode`, so all of them have the same pixels. An image that could be read
+in several ways is refused: one with several frames, and one in colours other than grey and RGB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from stretto.errors import ConfigError, column_error
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "IMAGE_COLUMNS",
+    "MAX_FILE_BYTES",
+    "ImageError",
+    "OpenImage",
+    "decode",
+    "has_images",
+    "images_of",
+]
+
+IMAGE_COLUMNS = ("images", "image")
+
+MAX_FILE_BYTES = 2**25
+"""Largest size of an image's file, 32 MiB."""
+MAX_PIXELS = 2**25
+"""Largest number of pixels of an image: 96 MiB once it is decoded."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
+"""Pillow's names of the colours that become RGB in one way."""
+
+
+class ImageError(ConfigError):
+    """An image cannot be read."""
+
+
+@dataclass(frozen=True)
+class OpenImage:
+    """An image of a row."""
+
+    file: bytes
+    pixels: Image
+    """In RGB, and rotated according to the file's EXIF data."""
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file, in hexadecimal digits: the name under which processes ask for the image."""
+        return hashlib.sha256(self.file).hexdigest()
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Whether a row has an image column that is not empty."""
+    return any(row.get(column) for column in IMAGE_COLUMNS)
+
+
+def images_of(row: Mapping[str, Any]) -> list[OpenImage]:
+    """Read the images of a row. A decoded Pillow image gets a PNG file.
+
+    Raises:
+        ConfigError: if both columns hold images, if a column holds something else, or if an image is missing,
+            too large, or cannot be read.
+    """
+    images: list[OpenImage] = []
+    for column, value in _values(row):
+        file = _file_of(row, column, value)
+        try:
+            images.append(OpenImage(file, decode(file)))
+        except ImageError as error:
+            raise column_error(
+                row, column, f"{_label(value)} is no image that can be read: {error}"
+            ) from error
+    return images
+
+
+def decode(data: bytes) -> Image:
+    """Return the image of a file, in RGB and rotated according to its EXIF data. Nothing is decoded before
+    the size is known.
+
+    Raises:
+        ImageError: if it cannot be read in one way, has too many pixels, or if Pillow is not installed.
+    """
+    module, ops = _pillow()
+    try:
+        with module.open(io.BytesIO(data), formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ImageError(f"it has {width} × {height} pixels; expected at most {MAX_PIXELS:,}")
+            if image.format != "JPEG" and getattr(image, "n_frames", 1) > 1:
+                raise ImageError(f"it has {image.n_frames} frames; expected one")
+            if image.mode not in _MODES:
+                raise ImageError(f"its colours are {image.mode}; expected grey or RGB, so convert it")
+            return ops.exif_transpose(image).convert("RGB")
+    except ImageError:
+        raise
+    # Pillow's readers of damaged files raise many kinds of errors.
+    except Exception as error:
+        raise ImageError(str(error) or type(error).__name__) from error
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ConfigError("rows with images need Pillow: pip install 'stretto[vision]'") from error
+    return Image, ImageOps
+
+
+def _values(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the column and the value of each image of a row."""
+    columns = [column for column in IMAGE_COLUMNS if row.get(column)]
+    if len(columns) > 1:
+        raise column_error(row, columns[0], "and the column 'image' both hold images; expected one of them")
+    if not columns:
+        return []
+    [column] = columns
+    value = row[column]
+    if column == "image":
+        return [(column, value)]
+    if not isinstance(value, list | tuple):
+        raise column_error(row, column, f"expected a list of images, found {_describe(value)}")
+    return [(column, item) for item in cast("Sequence[Any]", value)]
+
+
+def _file_of(row: Mapping[str, Any], column: str, value: Any) -> bytes:
+    module, ops = _pillow()
+    if isinstance(value, module.Image):
+        file = io.BytesIO()
+        ops.exif_transpose(value).convert("RGB").save(file, "PNG")
+        return file.getvalue()
+    if isinstance(value, Mapping):  # the form of `datasets`; it has bytes, or only a path
+        mapping = cast("Mapping[str, Any]", value)
+        value = mapping.get("bytes") or mapping.get("path")
+    if isinstance(value, str):
+        return _read(row, column, value)
+    if not isinstance(value, bytes):
+        raise column_error(
+            row, column, f"expected a path, or {{'bytes': …, 'path': …}}, found {_describe(value)}"
+        )
+    if len(value) > MAX_FILE_BYTES:
+        raise column_error(row, column, f"an image has {len(value)} bytes; expected at most {MAX_FILE_BYTES}")
+    return value
+
+
+def _read(row: Mapping[str, Any], column: str, path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_FILE_BYTES:
+                raise column_error(
+                    row, column, f"{path!r} has {size} bytes; expected at most {MAX_FILE_BYTES}"
+                )
+            return file.read(MAX_FILE_BYTES)
+    except FileNotFoundError as error:
+        raise column_error(row, column, f"no such file: {path!r}") from error
+    except (OSError, ValueError) as error:
+        raise column_error(row, column, f"{path!r} cannot be read: {error}") from error
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        value = None if mapping.get("bytes") else mapping.get("path")
+    return repr(value) if isinstance(value, str) else "what its bytes hold"
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:60]!r}"

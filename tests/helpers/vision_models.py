@@ -1,0 +1,122 @@
+"""Tiny random vision-language models, with tokenizer and processor, and pictures for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+ARCHITECTURES = ["llava", "qwen2_5_vl"]
+PLACE = {"llava": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+_IMAGE = {"llava": "<image>", "qwen2_5_vl": "<|image_pad|>"}
+TEXTS = 97
+"""Ids below are characters, those from here on stand for images."""
+
+
+def make_vision_model(architecture: str, folder: Path) -> None:
+    """About 0.03 M parameters; an image is four tokens, or for Qwen as many as its size makes."""
+    from transformers import AutoConfig
+
+    vocabulary = _save_tokenizer(architecture, folder)
+    text = {
+        "vocab_size": len(vocabulary),
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "initializer_range": 0.08,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+    }
+    sees = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.3}
+    if architecture == "llava":
+        options: dict[str, Any] = {
+            "text_config": {"model_type": "qwen2", **text},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                **sees,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 8,
+            },
+            "vision_feature_layer": -1,
+        }
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        options = {
+            "text_config": {**text, "rope_parameters": rope},
+            "vision_config": {
+                **sees,
+                "depth": 2,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "patch_size": 4,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            "vision_start_token_id": vocabulary["<|vision_start|>"],
+        }
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(architecture, image_token_id=vocabulary[_IMAGE[architecture]], **options)
+    AutoModelForImageTextToText.from_config(config).float().save_pretrained(folder)
+
+
+def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
+    """Printable ASCII and what stands for images, a chat template, and the processor; the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        CLIPImageProcessorPil,
+        LlavaProcessor,
+        PreTrainedTokenizerFast,
+        Qwen2VLImageProcessorPil,
+    )
+
+    characters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
+    special = [_IMAGE[architecture]]
+    if architecture != "llava":
+        special += ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    vocabulary = {token: id for id, token in enumerate(["<pad>", "<|im_end|>", *characters, *special])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        unk_token="<pad>",
+        additional_special_tokens=special,
+    )
+    fast.chat_template = (
+        "{% for turn in messages %}{{ turn.role }}:{% for part in turn.content %}"
+        "{% if part.type == 'image' %}" + PLACE[architecture] + "{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    if architecture == "llava":
+        square = {"height": 16, "width": 16}
+        LlavaProcessor(
+            image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square),
+            tokenizer=fast,
+            patch_size=8,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=fast.chat_template,
+        ).save_pretrained(folder)
+    else:
+        sizes = {"shortest_edge": 64, "longest_edge": 1024}
+        Qwen2VLImageProcessorPil(patch_size=4, size=sizes).save_pretrained(folder)
+    return vocabulary
+
+
+def picture(seed: int, width: int = 20, height: int = 14) -> Image.Image:
+    """Noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
