@@ -4,6 +4,7 @@ The tree contains every exception of core. The module is in brackets if it is no
 
     StrettoError
     ├── ConfigError          a run file or an override that stretto refuses: `path`, `value`
+    │   └── ImageError       (stretto.models.images) an image that cannot be read, or in several ways
     ├── PluginError          a component that is unknown, ambiguous or broken: `kind`, `name`
     │   └── ContractError    a component that lacks a part of the contract of its kind
     ├── BusError             a failure of communication between processes
