@@ -1,0 +1,120 @@
+"""Images that cannot be read are one clear error for their row, and cost little memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from stretto.errors import ConfigError
+from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, images_of
+from vision_models import picture
+
+Models = Callable[[str], Path]
+Start = Callable[..., Any]
+
+
+def saved(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, format, **options)
+    return stream.getvalue()
+
+
+def huge(width: int = 20_000, height: int = 20_000) -> bytes:
+    """A whole PNG of one bit a pixel, 50 kB in all."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4) + name + data + zlib.crc32(name + data).to_bytes(4)
+
+    head = width.to_bytes(4) + height.to_bytes(4) + bytes([1, 0, 0, 0, 0])
+    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+FRAMES = [picture(seed) for seed in (1, 2)]
+BAD: dict[str, tuple[bytes, str]] = {
+    "damaged": (saved(picture(0))[:-60], "trunc|broken|decod|damaged"),
+    "cut": (saved(picture(0))[:20], "."),
+    "empty": (b"", "cannot identify"),
+    "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot identify"),
+    "huge": (huge(), "400000000 pixels"),
+    "large": (huge(6000, 6000), "6000 × 6000 pixels; expected at most 33,554,432"),
+    "gif": (saved(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "2 frames; expected one"),
+    "apng": (saved(FRAMES[0], "PNG", save_all=True, append_images=FRAMES[1:]), "2 frames; expected one"),
+    "webp": (saved(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "2 frames; expected one"),
+    "cmyk": (saved(picture(0).convert("CMYK"), "JPEG"), "its colours are CMYK; expected grey or RGB"),
+    "deep": (saved(Image.new("I;16", (8, 8))), "its colours are I;16"),
+    "tiff": (saved(picture(0), "TIFF"), "cannot identify"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_image_is_refused_for_a_reason(kind: str) -> None:
+    data, reason = BAD[kind]
+    with pytest.raises(ImageError, match=reason):
+        decode(data)
+    with pytest.raises(ConfigError, match="column 'image' of row 'r7': what its bytes hold is no image that"):
+        images_of({"id": "r7", "image": {"bytes": data or b"x", "path": None}})
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
+def test_other_images_are_read(format: str, mode: str) -> None:
+    if (format, mode) in {("JPEG", "P"), ("JPEG", "RGBA")}:
+        pytest.skip("there is no such file")
+    assert decode(saved(picture(0).convert(mode), format)).mode == "RGB"
+
+
+def test_a_picture_is_turned_as_its_camera_says() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decode(saved(picture(0, 20, 14), "JPEG", exif=exif)).size == (14, 20)
+
+
+def test_a_huge_image_costs_no_memory() -> None:
+    process, data = psutil.Process(), BAD["huge"][0]
+    before = process.memory_info().rss
+    for _ in range(5):
+        with pytest.raises(ImageError):
+            decode(data)
+    assert process.memory_info().rss - before < 2**26
+
+
+def test_a_large_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "large.png").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(ConfigError, match=r"large.png' has 33554433 bytes; expected at most 33554432"):
+        images_of({"image": str(tmp_path / "large.png")})
+
+
+@pytest.mark.slow
+def test_bad_rows_fail_and_nothing_else_is_lost(start: Start, vision_models: Models, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for number, kind in enumerate([*("good",) * 8, *BAD, "missing"]):
+        data = BAD[kind][0] if kind in BAD else saved(picture(number))
+        if kind != "missing":
+            (tmp_path / f"{number}.png").write_bytes(data)
+        rows.append({"id": kind, "prompt": "see <|image_pad|>", "image": f"{number}.png", "answer": "x"})
+    (tmp_path / "seen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = start(
+        f"model={vision_models('qwen2_5_vl')}",
+        f"dataset={{use: jsonl, path: {tmp_path}/seen.jsonl, shuffle: false}}",
+        "training=mock",
+        "inference={use: mock, vocab_size: 90}",
+        "algorithm.group_size=2",
+        "queue.max_failures=100",
+        "steps=6",
+    )
+    summary = run.assert_completed(6)
+    run.assert_audit_is_clean()
+    assert summary["ledger"]["failed"] >= len(BAD) + 1, summary["ledger"]
+    log = (run.folder / "logs" / "rollout-0.jsonl").read_text()
+    assert all(f"of row '{kind}'" in log for kind in [*BAD, "missing"])
+    assert "of row 'good'" not in log
