@@ -283,6 +283,16 @@ class VisionEngine(InferenceEngine, Protocol):
         """
         ...
 
+    async def logprobs(
+        self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
+    ) -> list[NDArray[np.float32]]:
+        """See `InferenceEngine`. Logprobs of image tokens mean nothing.
+
+        Args:
+            images: files of the images that every sequence has, in the order of their places.
+        """
+        ...
+
 
 @runtime_checkable
 class AdjustableEngine(InferenceEngine, Protocol):

@@ -46,7 +46,10 @@ class Canary(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: Array
     """(S, L) int32, L >= 2."""
     logprobs: Array
-    """(S, L - 1) float32, the logprob of every token but the first of each sequence, at temperature 1."""
+    """(S, C) float32, the logprob of the last C tokens of each sequence, at temperature 1; C < L. Without an
+    image, C is L - 1."""
+    image: bytes = b""
+    """For models that read images: the file of the one image that every sequence has before those tokens."""
 
 
 class WeightsNote(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -401,6 +401,8 @@ def test_a_run_samples_from_images(start: Start, vision_models: Models, rows: Pa
     )
     run.assert_completed(3, batch_size=3)
     assert run.metrics()[0]["mismatch_max"] < 1e-4
+    canary = run.summary()["canary"]
+    assert canary["max"] < 1e-3, canary
 
 
 @pytest.mark.slow

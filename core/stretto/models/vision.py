@@ -119,7 +119,11 @@ class Vision:
         """Return the smallest prompt with an image, which is black."""
         from PIL import Image
 
-        return self.see(self._place, [Image.new("RGB", (32, 32))])
+        return self.alone(Image.new("RGB", (32, 32)))
+
+    def alone(self, image: Image) -> VisionPrompt:
+        """Return the smallest prompt with an image."""
+        return self.see(self._place, [image])
 
     def media_of(self, files: Sequence[bytes], tokens: int) -> Mapping[str, NDArray[Any]]:
         """Return the arrays that the model reads for images given as files; see `VisionPrompt`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,9 +10,10 @@ from numpy.typing import NDArray
 
 from stretto.array import Array
 from stretto.config import RunConfig
-from stretto.engine import TrainingEngine
+from stretto.engine import CanaryConfig, TrainingEngine
 from stretto.models.files import fetch_config
-from stretto.models.vision import is_vision_language
+from stretto.models.images import decode
+from stretto.models.vision import Vision, VisionPrompt, is_vision_language
 from stretto.weights import Canary
 
 if TYPE_CHECKING:
@@ -19,17 +21,32 @@ if TYPE_CHECKING:
 
 __all__ = ["Probe", "probe_of"]
 
+_SIDE = 56
+"""Pixels of a side of the canary's image: whole patches for the models of today, so nothing is rescaled."""
+
 
 class Probe:
-    """The canary's text. Its tokens are (S, L) int32."""
+    """The canary's text.
 
-    def __init__(self, tokens: NDArray[np.int32]) -> None:
-        self._tokens = tokens
+    Args:
+        tokens: (S, C) int32, random.
+        image: the file of an image before them; empty for a model of text.
+        seen: what the model's processor makes of the image; None for a model of text.
+    """
+
+    def __init__(
+        self, tokens: NDArray[np.int32], image: bytes = b"", seen: VisionPrompt | None = None
+    ) -> None:
+        self._image, self._seen = image, seen
+        self._compared = tokens.shape[1] - (seen is None)
+        before = [] if seen is None else [np.tile(seen.ids, (len(tokens), 1))]
+        self._tokens = np.concatenate([*before, tokens], axis=1).astype(np.int32)
 
     def score(self, engine: TrainingEngine) -> Canary:
         """Return the text with its logprobs. All ranks of the group call it; only rank 0's result counts."""
         logprobs = engine.forward(self._batch(), temperature=1.0).numpy().reshape(self._tokens.shape)
-        return Canary(Array.of(self._tokens), Array.of(logprobs[:, 1:], np.float32))
+        compared = Array.of(logprobs[:, -self._compared :], np.float32)
+        return Canary(Array.of(self._tokens), compared, self._image)
 
     def _batch(self) -> Batch:
         import torch
@@ -37,7 +54,10 @@ class Probe:
         from stretto.rl.batch import Batch
 
         sequences, length = self._tokens.shape
-        return Batch([length] * sequences, {"tokens": torch.from_numpy(self._tokens.reshape(-1)).long()}, {})
+        tokens = {"tokens": torch.from_numpy(self._tokens.reshape(-1)).long()}
+        seen = {} if self._seen is None else self._seen.media
+        media = {name: torch.from_numpy(array) for name, array in seen.items()}
+        return Batch([length] * sequences, tokens, {}, [media] * sequences)
 
 
 def probe_of(config: RunConfig) -> Probe | str:
@@ -49,9 +69,26 @@ def probe_of(config: RunConfig) -> Probe | str:
     if model is None:
         return "the run has no model"
     about = fetch_config(model)
-    if is_vision_language(about):
-        return f"{model!r} reads images, but the canary is only text"
-    if "vocab_size" not in about:
+    vocabulary = about.get("text_config", about).get("vocab_size", about.get("vocab_size"))
+    if vocabulary is None:
         return f"the config of {model!r} has no vocab_size"
     random = np.random.default_rng(abs(config.seed))
-    return Probe(random.integers(about["vocab_size"], size=(canary.sequences, canary.tokens), dtype=np.int32))
+    if not is_vision_language(about):
+        return Probe(_text(random, vocabulary, canary))
+    vision = Vision(model)
+    image = _picture(random)
+    # Ids from that of images on stand for images, videos and their bounds.
+    return Probe(_text(random, vision.image_token, canary), image, vision.alone(decode(image)))
+
+
+def _text(random: np.random.Generator, vocabulary: int, canary: CanaryConfig) -> NDArray[np.int32]:
+    return random.integers(vocabulary, size=(canary.sequences, canary.tokens), dtype=np.int32)
+
+
+def _picture(random: np.random.Generator) -> bytes:
+    """Return the file of an image of noise."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(random.integers(256, size=(_SIDE, _SIDE, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()

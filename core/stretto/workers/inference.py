@@ -415,14 +415,16 @@ class InferenceWorker:
             return None, canary
         assert self._engine is not None
         expected = canary.logprobs.numpy()
+        more = {"images": [canary.image]} if canary.image else {}
         try:
             with anyio.fail_after(_SCORE_S):
-                logprobs = await self._engine.logprobs(list(canary.tokens.numpy()))
+                logprobs = await self._engine.logprobs(list(canary.tokens.numpy()), **more)
         except EngineError as error:
             return None, str(error)
         except TimeoutError:
             return None, f"the engine did not score the canary within {_SCORE_S:.0f} s"
-        difference = np.abs(np.concatenate(logprobs) - expected.reshape(-1))
+        compared = np.stack(logprobs)[:, -expected.shape[1] :]
+        difference = np.abs(compared - expected)
         difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
         return Drift(float(difference.mean()), float(difference.max())), ""
 

@@ -191,7 +191,9 @@ class Batcher:
             self.figures.busy_s += now - begin
         self._decoding_since = now if self._slots.running else None
 
-    def logprobs(self, sequence: NDArray[np.int32]) -> NDArray[np.float32]:
+    def logprobs(
+        self, sequence: NDArray[np.int32], images: PromptImages | None = None
+    ) -> NDArray[np.float32]:
         """Return the logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,),
         with L >= 2.
 
@@ -207,7 +209,7 @@ class Batcher:
         if not 0 <= sequence.min() <= sequence.max() < vocabulary:
             raise RequestError(f"a text has tokens outside the vocabulary of {vocabulary}")
         tokens = torch.from_numpy(sequence.astype(np.int64)).to(self._model.decoder.cache.device)
-        return self._model.decoder.score(tokens).cpu().numpy()
+        return self._model.decoder.score(tokens, images).cpu().numpy()
 
     def collect(self) -> list[Chunk]:
         """Return all chunks since the last call."""

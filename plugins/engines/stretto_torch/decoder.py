@@ -95,7 +95,7 @@ class Decoder(Protocol):
         """
         ...
 
-    def score(self, tokens: Tensor) -> Tensor:
+    def score(self, tokens: Tensor, images: PromptImages | None = None) -> Tensor:
         """Return logprobs of a text's tokens (L,) int64 after the first: (L - 1,) float32. Uses no slot."""
         ...
 

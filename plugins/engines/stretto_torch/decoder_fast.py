@@ -115,8 +115,9 @@ class FastDecoder:
         del shifts
         return self._logits(self._forward(tokens, positions, self._attention.at(positions, spans)))
 
-    def score(self, tokens: Tensor) -> Tensor:
-        """See `Decoder`."""
+    def score(self, tokens: Tensor, images: PromptImages | None = None) -> Tensor:
+        """See `Decoder`. No model that it runs reads images."""
+        del images
         positions = self._positions[: len(tokens)]
         prompt = Prompts(positions[:1], positions.unsqueeze(0), positions)
         hidden = self._forward(tokens, positions, over_prompts(None, self._heads, prompt))

@@ -70,14 +70,11 @@ class HFDecoder:
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         positions = torch.minimum(columns, (lengths - 1).unsqueeze(1))
         real = (columns < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
-        cache, mask, more = _PromptCache(self.cache, rows, positions, real), None, {}
-        if images is not None:
-            assert self._reader is not None, "images come from a reader"
-            more = {**images.media, **self._reader.marks(tokens)}
-            if images.positions is not None:
-                known = min(images.positions.shape[2], positions.shape[1])
-                positions = (positions + images.shift).repeat(3, 1, 1)
-                positions[..., :known] = images.positions[..., :known]
+        cache, mask = _PromptCache(self.cache, rows, positions, real), None
+        if images is not None and images.positions is not None:
+            known = min(images.positions.shape[2], positions.shape[1])
+            positions = (positions + images.shift).repeat(3, 1, 1)
+            positions[..., :known] = images.positions[..., :known]
         if begins is not None:
             positions = positions + begins.unsqueeze(1)
             cache = _PrefixCache(self.cache, rows, positions, real)
@@ -87,6 +84,7 @@ class HFDecoder:
         # Padded like the rows of a step: a product with fewer rows gives different bits.
         enough = -(-padded_rows(1) // len(tokens))
         last = F.pad(last, (0, max(0, enough - len(last))))
+        more = self._arguments(tokens, images)
         logits = self._run(tokens, positions, cache, mask, last, **more)
         return logits[torch.arange(len(tokens), device=tokens.device), column].float()
 
@@ -100,10 +98,18 @@ class HFDecoder:
         positions = positions if shifts is None else positions + shifts
         return self._run(tokens.unsqueeze(1), positions.unsqueeze(1), cache, mask, 1)[:, 0].float()
 
-    def score(self, tokens: Tensor) -> Tensor:
+    def score(self, tokens: Tensor, images: PromptImages | None = None) -> Tensor:
         """See `Decoder`."""
-        logits = self._model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0].float()
+        ids, more = tokens.unsqueeze(0), self._arguments(tokens.unsqueeze(0), images)
+        logits = self._model(input_ids=ids, use_cache=False, **more).logits[0].float()
         return logprobs_of(logits[:-1], tokens[1:])
+
+    def _arguments(self, tokens: Tensor, images: PromptImages | None) -> dict[str, Tensor]:
+        """Return the arguments of the model for the images of a text; none without images."""
+        if images is None:
+            return {}
+        assert self._reader is not None, "images come from a reader"
+        return {**images.media, **self._reader.marks(tokens)}
 
     def _run(
         self, tokens: Tensor, positions: Tensor, cache: Cache, mask: Any, keep: Any, **more: Tensor

@@ -66,7 +66,7 @@ class ImageReader:
 
         Args:
             prompt: (P,) the tokens, with those of the images.
-            digests: SHA-256 of each file.
+            digests: SHA-256 of each file; none for a text that is in no cache.
             files: the files.
 
         Raises:
@@ -99,6 +99,8 @@ class ImageReader:
     def _media_of(
         self, digests: tuple[str, ...], files: Sequence[bytes], tokens: int
     ) -> Mapping[str, NDArray[Any]]:
+        if not digests:
+            return self.vision.media_of(files, tokens)
         key = (*digests, str(tokens))
         if key not in self._media:
             self._media[key] = self.vision.media_of(files, tokens)

@@ -73,6 +73,8 @@ class _SwapCommand:
 
 @dataclass(frozen=True, slots=True)
 class _ScoreCommand:
+    images: Sequence[PromptImages | None]
+    """Of each sequence."""
     sequences: Sequence[NDArray[np.int32]]
     scores: Future[list[NDArray[np.float32]]] = field(default_factory=Future[list[NDArray[np.float32]]])
 
@@ -170,8 +172,10 @@ class TorchInferenceEngine:
             await asyncio.wait([report])
         return report.result()
 
-    async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """See `InferenceEngine`. All sequences are scored between two decode steps, with the same weights.
+    async def logprobs(
+        self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
+    ) -> list[NDArray[np.float32]]:
+        """See `VisionEngine`. All sequences are scored between two decode steps, with the same weights.
 
         Raises:
             EngineError: if a sequence cannot be scored, no weights are served yet, or the engine broke or was
@@ -179,7 +183,10 @@ class TorchInferenceEngine:
         """
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
-        command = _ScoreCommand(sequences)
+        seen: Sequence[PromptImages | None] = [None] * len(sequences)
+        if images:
+            seen = [await self._see(sequence, images) for sequence in sequences]
+        command = _ScoreCommand(seen, sequences)
         self._commands.put(command)
         return await asyncio.wrap_future(command.scores)
 
@@ -217,16 +224,10 @@ class TorchInferenceEngine:
 
     async def _read(self, request: GenerateRequest, files: Sequence[bytes], arrived: float) -> None:
         """Read the images of a request, and pass it to the compute thread."""
-        assert self._batcher is not None
-        reader, prompt, images = self._batcher.reader, request.prompt_ids.numpy().astype(np.int32), None
         finish: Finish = "abort"
-        error = ""
+        images, error = None, ""
         try:
-            if reader is None:
-                raise RequestError("the request has images, and the model reads none")
-            images = await anyio.to_thread.run_sync(
-                reader.read, prompt, request.images, files, limiter=self._reads
-            )
+            images = await self._see(request.prompt_ids.numpy().astype(np.int32), files, request.images)
         except RequestError as refusal:
             finish, error = "error", str(refusal)
         if self._reading.pop(request.id, None) is None:
@@ -235,6 +236,15 @@ class TorchInferenceEngine:
             self._drop(request, finish, error)
         else:
             self._commands.put(_GenerateCommand(request, arrived, images))
+
+    async def _see(
+        self, text: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str] = ()
+    ) -> PromptImages:
+        """Read the images of a text, in a thread."""
+        reader = self._batcher.reader if self._batcher is not None else None
+        if reader is None:
+            raise RequestError("the request has images, and the model reads none")
+        return await anyio.to_thread.run_sync(reader.read, text, digests, files, limiter=self._reads)
 
     def _drop(self, request: GenerateRequest, finish: Finish, error: str = "") -> None:
         """End a request that the compute thread has not seen."""
@@ -365,7 +375,8 @@ class TorchInferenceEngine:
         if not command.scores.set_running_or_notify_cancel():
             return
         try:
-            command.scores.set_result([batcher.logprobs(sequence) for sequence in command.sequences])
+            texts = zip(command.sequences, command.images, strict=True)
+            command.scores.set_result([batcher.logprobs(sequence, images) for sequence, images in texts])
         except Exception as error:  # noqa: BLE001 - the caller gets the error; serving is not affected
             failure = EngineError(f"the torch inference engine cannot score: {error}")
             failure.__cause__ = error
