@@ -1044,14 +1044,14 @@ class InferenceConformance(ComponentConformance):
         """The error names the tensor, and answers in flight go on."""
         import torch
 
-        name = "model.norm.weight"
         tensors = models[1].reference.tensors()
+        name = own = next(each for each in tensors if each.endswith(".norm.weight"))
         norm = tensors.pop(name)
         if fault == "shape":
             tensors[name] = torch.cat([norm, norm])
         elif fault == "unknown":
             name = "model.normal.weight"
-            tensors |= {"model.norm.weight": norm, name: norm.clone()}
+            tensors |= {own: norm, name: norm.clone()}
         running, later = request(max_tokens=200), request()
         served.ask(running)
         served.until((running.id, 0), tokens=5)

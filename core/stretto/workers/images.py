@@ -68,6 +68,8 @@ class ImageFetcher:
         self._context = context
         self._files: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
+        self.fetched = Counter[str]()
+        """Number of images that came, and of their bytes: `images` and `bytes`."""
         self._locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         """Of each image that is being fetched, so that two requests for it fetch it once."""
 
@@ -114,6 +116,7 @@ class ImageFetcher:
     def _keep(self, digest: str, file: bytes) -> None:
         self._files[digest] = file
         self._bytes += len(file)
+        self.fetched.update(images=1, bytes=len(file))
         while self._bytes > _KEPT_BYTES and len(self._files) > 1:
             _, oldest = self._files.popitem(last=False)
             self._bytes -= len(oldest)

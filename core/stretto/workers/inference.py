@@ -171,6 +171,8 @@ class InferenceWorker:
                 await self._bus.serve(context.subject("load"), AskLoad, self._load)
                 ready()
         finally:
+            if self._images.fetched:
+                log.info("images came", **self._images.fetched)
             with anyio.CancelScope(shield=True):
                 await engine.stop()
             subscriber.close()

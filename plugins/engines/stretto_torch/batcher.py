@@ -62,7 +62,8 @@ class Batcher:
         self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._recompute_on_swap = recompute_on_swap
-        self._slots = Slots(model.decoder, model.shapes, deterministic=deterministic)
+        image_token = model.reader.vision.image_token if model.reader is not None else None
+        self._slots = Slots(model.decoder, model.shapes, image_token, deterministic=deterministic)
         # With many slots, it saves more time to compute several new prompts together than the slots lose
         # while they are empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
@@ -87,6 +88,7 @@ class Batcher:
                     "inference.deterministic: an engine repeats an answer from its seed, and cannot"
                     " continue one that another engine began"
                 )
+            self._check_images(request, images)
             samples = self._intake.accept(request, arrived)
         except RequestError as error:
             self._chunks += final_chunks(request, "error", str(error))
@@ -100,6 +102,14 @@ class Batcher:
             sample.stops, sample.images = stops, images
             if finish := _finish_on_arrival(sample):
                 self._end(sample, finish)
+
+    def _check_images(self, request: GenerateRequest, images: PromptImages | None) -> None:
+        """Raise RequestError if a text has a token of images, and the request no image for it."""
+        if self.reader is None:
+            return
+        texts = [*request.begun, *([request.prompt_ids] if images is None else [])]
+        if any((text.numpy() == self.reader.vision.image_token).any() for text in texts):
+            raise RequestError("a text has tokens of images, and the request has no image for them")
 
     def abort(self, request: str) -> None:
         """End the unfinished samples of a request."""

@@ -73,14 +73,18 @@ class Slots:
     Args:
         decoder: the model.
         shapes: shapes to compute with.
+        image_token: id that stands for images; None for a model of text. An answer with it has no meaning.
         deterministic: make a sample's bits independent of other samples: every prompt is computed whole, with
             others of the same padded length, and a sample that has a slot keeps it.
     """
 
-    def __init__(self, decoder: Decoder, shapes: Shapes, *, deterministic: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, shapes: Shapes, image_token: int | None = None, *, deterministic: bool
+    ) -> None:
         self._decoder = decoder
         self._cache = decoder.cache
         self._shapes = shapes
+        self._image_token = image_token
         self._deterministic = deterministic
         self._size_classes = SizeClasses(shapes, decoder.cache.tokens, one_size_class=decoder.one_size_class)
         self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens)
@@ -378,7 +382,7 @@ class Slots:
         self._ids[lane, position] = tokens
         self._logprobs[lane, position] = logprobs
         self._versions[lane, position] = version
-        stopped = self._is_end[lane, tokens] | ~np.isfinite(logprobs)
+        stopped = self._is_end[lane, tokens] | ~np.isfinite(logprobs) | (tokens == self._image_token)
         for i in self._has_stops[lane].nonzero()[0].tolist():
             sample = self.running[rows[i]]
             assert sample.stops is not None, "its lane has stop strings"
@@ -416,6 +420,9 @@ class Slots:
             self._position[row] -= 1  # the drawn token is not valid
             return self._not_finite(row, version)
         sample = self.running[row]
+        if self._ids[self._lane[row], self._position[row]] == self._image_token:
+            error = f"the model sampled the token of images, {self._image_token}"
+            return SampleEnding(sample, "error", error, NO_TOKENS)
         return SampleEnding(sample, "stop" if stopped else "length", "", self.answer(sample, sample.sent))
 
     def _not_finite(self, row: int, version: int) -> SampleEnding:

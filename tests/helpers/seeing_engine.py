@@ -1,0 +1,180 @@
+"""The engine `seeing`: the torch engine, which sees an image before every prompt. And its models.
+
+The tests of the contract of engines know nothing of images. With this engine they test prompts that have one:
+the engine puts it before each text, and `SeeingReference` does the same.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from anyio.abc import TaskGroup
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from stretto import Component, Context, hookimpl
+from stretto.array import Array
+from stretto.engine import Emit, GenerateRequest
+from stretto.models.images import OpenImage, decode
+from stretto.models.vision import Vision, VisionPrompt
+from stretto.testing.inference import END, POSITIONS, VOCABULARY, Reference, TinyModel, _tiny_tokenizer
+from stretto_torch import TorchInferenceConfig
+from stretto_torch.inference import TorchInferenceEngine
+
+PREFIX = 5
+"""Tokens before each text: one of text, and the four of the image."""
+
+
+@cache
+def picture() -> OpenImage:
+    """The image."""
+    pixels = np.random.default_rng(5).integers(0, 256, (16, 16, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return OpenImage(file.getvalue(), decode(file.getvalue()))
+
+
+def seen_by(folder: Path | str) -> VisionPrompt:
+    """The image as a model's processor sees it, after one token of text."""
+    seen = Vision(str(folder)).see("x<image>", [picture().pixels])
+    assert len(seen.ids) == PREFIX
+    return seen
+
+
+class SeeingEngine(TorchInferenceEngine):
+    """Puts the image before each text."""
+
+    def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
+        super().__init__(msgspec.structs.replace(config, context_length=POSITIONS + PREFIX), context)
+        self._model = context.model
+
+    async def start(self, emit: Emit, tasks: TaskGroup) -> None:
+        await super().start(emit, tasks)
+        self._before = seen_by(self._model or "").ids
+
+    def generate(self, request: GenerateRequest, images: Sequence[bytes] = ()) -> None:
+        text = request.prompt_ids.numpy()
+        prompt = np.concatenate([self._before, text]) if text.size else text
+        seeing = msgspec.structs.replace(
+            request, prompt_ids=Array.of(prompt, np.int32), images=(picture().digest,)
+        )
+        super().generate(seeing, [picture().file])
+
+    async def logprobs(
+        self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
+    ) -> list[NDArray[np.float32]]:
+        texts = [np.concatenate([self._before, sequence]).astype(np.int32) for sequence in sequences]
+        return [each[PREFIX:] for each in await super().logprobs(texts, [picture().file])]
+
+
+@hookimpl
+def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
+    """The component of this file."""
+    yield Component("seeing", SeeingEngine, TorchInferenceConfig, "sees an image before every prompt")
+
+
+class _Seeing:
+    """A model whose texts come after the image."""
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self.model = model
+        seen = seen_by(folder)
+        self._before = torch.from_numpy(seen.ids).long()[None]
+        self._media = {name: torch.from_numpy(array) for name, array in seen.media.items()}
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        return self.model.named_parameters()
+
+    def __call__(self, ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        if past_key_values is None:
+            before = self._before.repeat(len(ids), 1)
+            media = {name: torch.cat([value] * len(ids)) for name, value in self._media.items()}
+            past_key_values = self.model(input_ids=before, **media, use_cache=True).past_key_values
+        return self.model(input_ids=ids, past_key_values=past_key_values, use_cache=use_cache)
+
+
+class SeeingReference(Reference):
+    """The plain forward of a vision-language model after the image."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForImageTextToText
+
+        model: Any = AutoModelForImageTextToText.from_pretrained(folder)
+        self._model = _Seeing(model.float().eval().requires_grad_(False), folder)
+
+
+def make_seeing_model(folder: Path, *, seed: int, layers: int) -> TinyModel:
+    """Write a LLaVA whose text model is as large as that of the other tests. It never samples the token of
+    images: the first number of each hidden state is the same, and counts against that token alone."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
+
+    fast = _tiny_tokenizer()
+    fast.add_tokens(["<image>"], special_tokens=True)
+    token = fast.convert_tokens_to_ids("<image>")
+    assert token == VOCABULARY
+    text = {
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY + 1,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": POSITIONS + PREFIX,
+        "initializer_range": 0.15,
+        "bos_token_id": None,
+        "eos_token_id": END,
+        "pad_token_id": 0,
+    }
+    sees = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config: Any = AutoConfig.for_model(
+        "llava", image_token_id=token, text_config=text, vision_config=sees, vision_feature_layer=-1
+    )
+    generator = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model: Any = AutoModelForImageTextToText.from_config(config).float()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    torch.random.set_rng_state(generator)
+    _never_sample(model, token)
+    model.generation_config.eos_token_id = END
+    model.save_pretrained(folder)
+    square = {"height": 16, "width": 16}
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square),
+        tokenizer=fast,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return TinyModel(folder, SeeingReference(folder))
+
+
+def _never_sample(model: Any, token: int) -> None:
+    inner = model.model.language_model
+    inner.embed_tokens.weight.data[:, 0] = 2.0
+    projector = model.model.multi_modal_projector.linear_2
+    projector.weight.data[0], projector.bias.data[0] = 0.0, 2.0
+    for layer in inner.layers:
+        layer.self_attn.o_proj.weight.data[0] = 0.0
+        layer.mlp.down_proj.weight.data[0] = 0.0
+    inner.norm.weight.data[0] = 1.0
+    model.lm_head.weight.data[:, 0] = 0.0
+    model.lm_head.weight.data[token] = 0.0
+    model.lm_head.weight.data[token, 0] = -1000.0
