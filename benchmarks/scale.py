@@ -30,10 +30,12 @@ import psutil
 HERE = Path(__file__).parent
 SIZES = (10, 100, 1_000, 10_000)
 GROUPS_PER_WORKER_S = 0.015
-LEAST_GROUPS_S = 15.0
-"""Groups per second of all workers together, at least: fewer could not be measured."""
+LEAST_GROUPS_S = 150.0
+"""Groups per second of all workers together, at least: that of fewer would drown in that of heartbeats."""
 STALENESS = 3
 SAMPLES = 8
+SETTLE_S = 1.5
+"""From the end of work until the kernel has taken it in and the workers have written what they counted."""
 START_S = 900.0
 
 
@@ -43,10 +45,12 @@ class Times:
 
     idle_s: float = 20.0
     """Only heartbeats, beacons and routes."""
-    groups_s: float = 60.0
-    step_s: float = 15.0
+    step_s: float = 10.0
     """Time between two steps, about."""
-    reading_s: float = 3.0
+    window_s: float = 5.0
+    """Of a window with groups, and of the window without that follows."""
+    pairs: int = 10
+    """Number of such pairs."""
 
 
 def numbers_of(workers: int) -> dict[str, int]:
@@ -161,16 +165,35 @@ class Run:
         self._log.close()
 
 
-def cost_of_groups(readings: list[Reading], idle_share: float) -> tuple[float, float]:
-    """Return the kernel's seconds for one group, and for one step with its swaps, by least squares over the
-    readings."""
-    kinds = ("groups", "steps", "swaps done")
-    changes = np.array([[each.counts[kind] for kind in kinds] for each in readings], float)
-    counts = np.diff(changes, axis=0)
-    seconds = np.diff([each.kernel_s - idle_share * each.at for each in readings])
-    (group_s, step_s, swap_s), *_ = np.linalg.lstsq(counts, seconds, rcond=None)
-    steps, swaps = counts[:, 1].sum(), counts[:, 2].sum()
-    return float(group_s), float(step_s + swap_s * swaps / steps) if steps else math.nan
+@dataclass
+class Window:
+    """A window with groups, and the window without that followed."""
+
+    seconds: float
+    """Processor seconds of the kernel in the first beyond those in the second."""
+    groups: int
+    steps: int
+
+    @staticmethod
+    def between(before: Reading, middle: Reading, after: Reading) -> Window:
+        """Return the pair of windows that three readings bound."""
+        share = (after.kernel_s - middle.kernel_s) / (after.at - middle.at)
+        seconds = middle.kernel_s - before.kernel_s - share * (middle.at - before.at)
+        groups = middle.counts["groups"] - before.counts["groups"]
+        return Window(seconds, groups, after.counts["steps"] - before.counts["steps"])
+
+
+def costs(windows: list[Window]) -> dict[str, float]:
+    """Return the kernel's cost of a group from the windows without a step, and of a step from the others."""
+    plain = [window.seconds / window.groups for window in windows if not window.steps and window.groups]
+    low, middle, high = np.quantile(plain, (0.25, 0.5, 0.75)) if plain else (math.nan,) * 3
+    steps = [(window.seconds - middle * window.groups) / window.steps for window in windows if window.steps]
+    return {
+        "kernel_us_per_group": 1e6 * middle,
+        "kernel_us_per_group_lower_quartile": 1e6 * low,
+        "kernel_us_per_group_upper_quartile": 1e6 * high,
+        "kernel_ms_per_step": 1e3 * float(np.median(steps)) if steps else math.nan,
+    }
 
 
 def measure(workers: int, times: Times) -> dict[str, float]:
@@ -190,30 +213,33 @@ def measure(workers: int, times: Times) -> dict[str, float]:
             first, _ = run.read(), time.sleep(times.idle_s)
             last = run.read()
             idle = differences(first, last)
-            (run.folder / "go").touch()
+            go = run.folder / "go"
+            go.touch()
             run.until(lambda: run.counts()["steps"] >= 2, "two steps trained")
-            readings = [run.read()]
-            while readings[-1].at - readings[0].at < times.groups_s:
-                time.sleep(times.reading_s)
-                readings.append(run.read())
+            readings, windows = [run.read()], list[Window]()
+            for _ in range(times.pairs):
+                time.sleep(times.window_s)
+                go.unlink()
+                time.sleep(SETTLE_S)
+                middle = run.read()
+                time.sleep(times.window_s)
+                after = run.read()
+                go.touch()
+                windows.append(Window.between(readings[-1], middle, after))
+                readings.append(after)
             busy = differences(readings[0], readings[-1])
-            group_s, step_s = cost_of_groups(readings, idle["kernel_s"])
             memory = {"kernel_mb": run.kernel, "server_mb": run.server()}
             return {
                 "start_s": start_s,
                 "groups_per_s": busy["groups"],
                 "steps": readings[-1].counts["steps"] - readings[0].counts["steps"],
-                "kernel_us_per_group": 1e6 * group_s,
-                "kernel_us_per_group_with_steps": 1e6
-                * (busy["kernel_s"] - idle["kernel_s"])
-                / busy["groups"],
-                "kernel_ms_per_step": 1e3 * step_s,
+                **costs(windows),
                 "kernel_us_per_worker_s": 1e6 * idle["kernel_s"] / workers,
                 "kernel_share": busy["kernel_s"],
                 "server_share": busy["server_s"],
-                "beacon_bytes_per_worker_s": (busy["beacon"] + busy["routes"]) / workers,
-                "idle_beacon_bytes_per_worker_s": (idle["beacon"] + idle["routes"]) / workers,
-                "heartbeat_bytes_per_worker_s": busy["heartbeats"] / workers,
+                "beacon_bytes_per_worker_s": (idle["beacon"] + idle["routes"]) / workers,
+                "busy_beacon_bytes_per_worker_s": (busy["beacon"] + busy["routes"]) / workers,
+                "heartbeat_bytes_per_worker_s": idle["heartbeats"] / workers,
                 "other_bytes_per_group": sum(busy[kind] for kind in ("sent", "log", "acks", "tickets"))
                 / busy["groups"],
                 **{name: process.memory_info().rss / 2**20 for name, process in memory.items()},
@@ -242,7 +268,7 @@ def main() -> None:
         "--quick", action="store_true", help="check the benchmark; the figures are worth nothing"
     )
     arguments = parser.parse_args()
-    times = Times(idle_s=3, groups_s=6, step_s=3, reading_s=1) if arguments.quick else Times()
+    times = Times(idle_s=3, step_s=3, window_s=1, pairs=3) if arguments.quick else Times()
     figures: dict[int, dict[str, float]] = {}
     for workers in arguments.workers:
         figures[workers] = measure(workers, times)

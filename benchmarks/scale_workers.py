@@ -68,9 +68,12 @@ from stretto.weights import WeightsNote
 
 JOINS_PER_S = 30.0
 BEAT_S = 1.0
+RARE_BEAT_S = 6.0
+"""The kernel takes a worker for lost after 15 s."""
 PULL_S = 15.0
 """A pull of a ticket ends after this many seconds."""
 KEEP_ALIVE_S = 10.0
+SPREAD_S = 3.0
 LENGTH = 64
 """Tokens of a trajectory."""
 encode = msgspec.msgpack.Encoder().encode
@@ -244,11 +247,12 @@ class Worker:
         return 0
 
     def beat(self) -> None:
-        """Send a heartbeat, and the next one a second later."""
+        """Send a heartbeat, and the next one a second later. Once groups are measured, they come more rarely:
+        the cost of many would hide that of groups."""
         message = Heartbeat(self.id, self.nonce, ready=True, load=self.load(), tickets=self.tickets)
         self.wire.publish(self.names.kernel(self.role, "heartbeat"), encode(message), kind="heartbeats")
         self.wire.ping()
-        asyncio.get_running_loop().call_later(BEAT_S, self.beat)
+        asyncio.get_running_loop().call_later(RARE_BEAT_S if rare.is_set() else BEAT_S, self.beat)
 
     def _welcomed(self, subject: str, reply: str, payload: bytes) -> None:
         decoder(Welcome)(payload)
@@ -324,10 +328,7 @@ class RolloutWorker(Worker):
     def pull(self) -> None:
         """Ask for a ticket if a slot is free; look again later."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        if not Path(self.orders.go).exists():
-            loop.call_later(1.0, self.pull)
-            return
-        if self.running < self.orders.slots and now - self.pulled_at > PULL_S:
+        if going.is_set() and self.running < self.orders.slots and now - self.pulled_at > PULL_S:
             self.ask()
         loop.call_later(PULL_S / 3, self.pull)
 
@@ -377,6 +378,11 @@ class RolloutWorker(Worker):
             left -= KEEP_ALIVE_S
             if left > 0:
                 self.wire.publish(ack, b"+WPI")
+        while not going.is_set():
+            self.wire.publish(ack, b"+WPI")
+            with anyio.move_on_after(KEEP_ALIVE_S):
+                await going.wait()
+                await asyncio.sleep(random.uniform(0.0, SPREAD_S))  # not all at once
         ids = [f"{ticket.name}/{index}" for index in range(ticket.samples)]
         bundle = TrajectoryBundle(
             ticket.id, ticket.attempt, ticket.row, tuple(trajectory(id, i) for i, id in enumerate(ids))
@@ -444,6 +450,16 @@ async def train(bootstrap: Bootstrap) -> None:
                 await finish.wait()
 
 
+async def watch(file: Path) -> None:
+    """Work while a file is there."""
+    while not finish.is_set():
+        going.set() if file.exists() else going.clear()
+        if going.is_set():
+            rare.set()
+        with anyio.move_on_after(0.1):
+            await finish.wait()
+
+
 async def report(file: Path) -> None:
     """Write the counts every second."""
     while not finish.is_set():
@@ -456,11 +472,16 @@ async def report(file: Path) -> None:
 
 KINDS = {"inference": InferenceWorker, "rollout": RolloutWorker, "verifier": VerifierWorker}
 finish = asyncio.Event()
+going = asyncio.Event()
+"""Whether rollout workers take tickets and finish them."""
+rare = asyncio.Event()
+"""Whether heartbeats come rarely."""
 tasks: set[asyncio.Task[None]] = set()
 
 
 async def main(orders: Orders) -> None:
     tasks.add(asyncio.create_task(report(Path(orders.report))))
+    tasks.add(asyncio.create_task(watch(Path(orders.go))))
     bootstraps = [Bootstrap.read(Path(each)) for each in orders.bootstraps]
     for bootstrap in sorted(bootstraps, key=lambda each: each.role != "trainer"):
         work = (
