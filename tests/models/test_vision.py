@@ -403,6 +403,9 @@ def test_a_run_samples_from_images(start: Start, vision_models: Models, rows: Pa
     assert run.metrics()[0]["mismatch_max"] < 1e-4
     canary = run.summary()["canary"]
     assert canary["max"] < 1e-3, canary
+    log = (run.folder / "logs" / "inference-0.jsonl").read_text()
+    [came] = [line for line in map(json.loads, log.splitlines()) if line["event"] == "images came"]
+    assert came["images"] <= 6, came  # as many as the rows have, however many samples and steps
 
 
 @pytest.mark.slow
