@@ -240,13 +240,13 @@ def resume(
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
     options = {"--trust-plugins": trust_plugins, "--accept-dataset": accept_dataset}
-    arguments = [*(overrides or ()), *(option for option, is_chosen in options.items() if is_chosen)]
-    if submitted_resume(folder, arguments, dry_run=dry_run):
+    chosen = [option for option, is_chosen in options.items() if is_chosen]
+    if submitted_resume(folder, overrides or (), chosen, dry_run=dry_run):
         return
     if detach:
         if not (folder / "config.yaml").exists():
             raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-        _detach(["resume", str(folder), *arguments], folder)
+        _detach(["resume", str(folder), *(overrides or ()), *chosen], folder)
         return
     from stretto.cli.acceptance import accepted
     from stretto.kernel.changes import compose_changes, put_into_force
