@@ -269,7 +269,7 @@ async def test_check_says_what_the_cluster_lacks(launcher: RayLauncher, tmp_path
     assert "node2: 8 CPUs (`threads`) and 2 GPUs (`gpus`)" in found.message
     nowhere = RayLauncher(RayConfig(address="127.0.0.1:9"), Context(run="r", name="n", seed=0))
     [found] = nowhere.check([job(tmp_path, "inference-0")])
-    assert found.message.startswith("no connection to the Ray cluster: ")
+    assert found.message.startswith("no connection to the Ray cluster at 127.0.0.1:9: ")
 
 
 def test_the_quickstart_with_a_trainer_on_each_of_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
