@@ -310,7 +310,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     page, file, out = Section("Ray"), tmp_path / "mine.yaml", tmp_path / "first"
-    head, join, status, run, watch, resume = page.commands
+    head, join, status, run, watch, resume, token, export = page.commands
     address = f"{own_address()}:{port}"
     local = {"launcher.address": address, "out": str(out), "steps": 100, "training.seconds_per_step": 0.3}
     page.write_run_file(write_run_file(tmp_path), file, local)
@@ -320,6 +320,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     # `ray stop` ends every Ray that it sees: these processes have a space of their own.
     script = f"""\
         set -e
+        {token} > /dev/null; {export}
         {lines[0]}; {lines[1]}; {lines[2]}
         {lines[3]} & run=$!
         until [ -e {out}/status.json ]; do kill -0 $run; sleep 0.2; done
@@ -328,7 +329,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
         ray stop
     """
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # paths of sockets are short
-        env = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        env = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}
         env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
         done = subprocess.run(
             ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script],
@@ -340,6 +341,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
             timeout=300,
         )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Token authentication is disabled" not in done.stderr
     assert "to continue it: stretto resume" in done.stdout
     assert "Stopped all" in done.stdout, done.stdout
     summary = json.loads((out / "summary.json").read_text())
