@@ -107,7 +107,7 @@ def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(start: Star
         refused = scale(17)
         assert refused.returncode == 2, refused.stdout
         assert "rows.jsonl" not in refused.stderr
-        assert "training.processes" in refused.stderr, refused.stderr
+        assert "16 sequences for the 17 data-parallel ranks of 'training'" in refused.stderr, refused.stderr
         done = scale(2)
         assert "training: 1 -> 2; the run writes a checkpoint" in done.stdout, done.stderr
         run.until(lambda: "worker ready worker=trainer-1" in stretto("logs", run.folder))
