@@ -8,11 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from stretto.bus.server import lock_run
+from stretto.cli.main import app
 from stretto.cli.status import status_lines
 from stretto.errors import ConfigError
-from stretto.records.status import STATUS, Stall, Status, WorkerStatus
+from stretto.records.status import STATUS, Stall, Status, WorkerStatus, read_status, standstill
 
 
 def write(
@@ -55,7 +57,17 @@ def test_it_says_who_waits_for_whom_and_who_stands_still(tmp_path: Path) -> None
         assert lines[3].endswith("its event loop stands still for 33 s")
         write(tmp_path, pid=1)
         assert "another one is starting" in status_lines(tmp_path)[-1]
+        written = read_status(tmp_path)
+        assert written is not None
+        assert "another one is starting" in standstill(tmp_path, written)  # for `stretto watch` and the page
     assert "no kernel owns the run" in status_lines(tmp_path)[-1]
+
+
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_a_run_that_has_not_begun_has_no_folder(command: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [command, str(tmp_path / "first")])
+    assert isinstance(result.exception, ConfigError)
+    assert "does not exist: the run has not begun" in str(result.exception)
 
 
 def test_a_folder_without_a_status_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 from tests.conftest import write_run_file
 
+from cluster_page import Section, filled
 from fake_kubernetes import NODES, ROOT, FakeKubernetes
 from stretto.bus.server import free_port
 from stretto.cli.audit import audit_run
 from stretto_kubernetes import KERNEL
+from terminals import Terminal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -152,6 +155,56 @@ def test_the_launcher_in_a_pod(cluster: FakeKubernetes, tmp_path: Path) -> None:
 
     ended = until(state, within_s=300, otherwise=lambda: cluster.output(name))
     assert ended["exitCode"] == 0, cluster.output(name)[-6000:]
+
+
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None,
+    reason="needs kubectl: `apt-get install kubernetes-client`, or see k8s.io",
+)
+def test_the_commands_of_the_page(
+    cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # also in the pods
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    page, file, seen = Section("Kubernetes"), tmp_path / "mine.yaml", tmp_path / "mnt" / "first"
+    local = {"launcher.mount": str(tmp_path / "mnt"), "launcher.port": free_port(), "out": str(seen)}
+    page.write_run_file(write_run_file(tmp_path), file, {**local, "steps": 5000})
+    folder = cluster.claims / "runs" / "first"
+    values: dict[str, object] = {"run.yaml": file, "/runs/first": seen}
+    text, begin, logs, watch, stop, delete = page.commands
+
+    def said(command: str) -> str:
+        done = subprocess.run(
+            filled(command, values), capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    objects = said(text)
+    assert objects.startswith("apiVersion: batch/v1\nkind: Job\n")
+    create = ["kubectl", "create", "--dry-run=client", "--validate=false", "--output=name", "--filename=-"]
+    read = subprocess.run(create, input=objects, capture_output=True, text=True, check=False)
+    assert "job.batch/test-" in read.stdout, read.stderr
+    values["quickstart-1a2b3c"] = said(begin).split()[2]
+    job = str(values["quickstart-1a2b3c"])
+    until(lambda: "Running" in [pod["status"]["phase"] for pod in cluster.pods(run=job, role=KERNEL)])
+    with subprocess.Popen(filled(logs, values), stdout=subprocess.PIPE, text=True) as follow:
+        assert follow.stdout is not None
+        first = next((line for line in follow.stdout if " step " in line), "")
+        assert "step=1" in first
+        terminal = Terminal(program=filled(watch, values))
+        try:
+            terminal.until_it_shows("step ")
+            terminal.press("q")
+            assert terminal.end() == 0
+        finally:
+            terminal.close()
+        assert "writes a checkpoint" in said(stop)
+        assert "interrupted at step" in follow.stdout.read()  # and it ends with the pod
+    assert json.loads((folder / "summary.json").read_text())["reason"] == "stretto stop"
+    until(lambda: cluster.job_state(job))
+    assert said(delete) == f'job.batch "{job}" deleted\n'
+    until(lambda: cluster.kinds() == set())
 
 
 def rights(name: str, namespace: str) -> list[dict[str, Any]]:

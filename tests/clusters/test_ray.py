@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,8 +20,9 @@ from typing import Any
 import anyio
 import psutil
 import pytest
-from tests.conftest import Run, Start
+from tests.conftest import Run, Start, write_run_file
 
+from cluster_page import Section, filled
 from stretto import Context
 from stretto.component import Problem
 from stretto.errors import LaunchError
@@ -47,9 +51,7 @@ class Nodes:
         """What node3 does not see: there, a private mount hides it."""
         with socket.create_server(("", 0)) as probe:
             self._port = probe.getsockname()[1]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))
-            self.ip = probe.getsockname()[0]
+        self.ip = own_address()
         self.address = f"{self.ip}:{self._port}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -102,6 +104,13 @@ class Nodes:
     def stop(self) -> None:
         for name in sorted(self._processes, reverse=True):
             self.kill(name)
+
+
+def own_address() -> str:
+    """This machine's address on the route to other networks."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return probe.getsockname()[0]
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +278,7 @@ async def test_check_says_what_the_cluster_lacks(launcher: RayLauncher, tmp_path
     assert "node2: 8 CPUs (`threads`) and 2 GPUs (`gpus`)" in found.message
     nowhere = RayLauncher(RayConfig(address="127.0.0.1:9"), Context(run="r", name="n", seed=0))
     [found] = nowhere.check([job(tmp_path, "inference-0")])
-    assert found.message.startswith("no connection to the Ray cluster: ")
+    assert found.message.startswith("no connection to the Ray cluster at 127.0.0.1:9: ")
 
 
 def test_the_quickstart_with_a_trainer_on_each_of_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
@@ -295,6 +304,48 @@ def test_the_quickstart_with_a_trainer_on_each_of_two_nodes(nodes: Nodes, tmp_pa
     bootstrap = json.loads((run.folder / "bus" / "inference.json").read_text())
     assert bootstrap["url"].startswith(f"tls://{nodes.ip}:")
     assert_ended(run)
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    page, file, out = Section("Ray"), tmp_path / "mine.yaml", tmp_path / "first"
+    head, join, status, run, watch, resume, token, export = page.commands
+    address = f"{own_address()}:{port}"
+    local = {"launcher.address": address, "out": str(out), "steps": 100, "training.seconds_per_step": 0.3}
+    page.write_run_file(write_run_file(tmp_path), file, local)
+    values = {"FIRST:6379": address, "--port=6379": f"--port={port} --num-cpus=8 --num-gpus=0"}
+    values |= {"run.yaml": file, "/shared/runs/first": out}
+    lines = [shlex.join(filled(command, values)) for command in (head, join, status, run, watch, resume)]
+    # `ray stop` ends every Ray that it sees: these processes have a space of their own.
+    script = f"""\
+        set -e
+        {token} > /dev/null; {export}
+        {lines[0]}; {lines[1]}; {lines[2]}
+        {lines[3]} & run=$!
+        until [ -e {out}/status.json ]; do kill -0 $run; sleep 0.2; done
+        {lines[4]} | {{ grep -m 1 "^step [1-9][0-9]* of 100 "; kill -KILL $run; cat; }}
+        {lines[5]}
+        ray stop
+    """
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # paths of sockets are short
+        env = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}
+        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+        done = subprocess.run(
+            ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=env,
+            check=False,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Token authentication is disabled" not in done.stderr
+    assert "to continue it: stretto resume" in done.stdout
+    assert "Stopped all" in done.stdout, done.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["version"]) == ("completed", 100)
 
 
 def test_a_lost_node_costs_its_workers_only(nodes: Nodes, start: Start) -> None:

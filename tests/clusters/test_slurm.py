@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tests.conftest import write_run_file
 
+from cluster_page import Section, filled
 from stretto.cli.audit import audit_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -145,6 +146,38 @@ def test_the_launcher_in_a_job() -> None:
         ["salloc", *resources, *inside], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+
+
+def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    page, file, out = Section("Slurm"), tmp_path / "mine.yaml", tmp_path / "first"
+    local = {"launcher.options": ["--partition=main", *page.keys["launcher"]["options"][1:]], "out": str(out)}
+    local |= {"launcher.prologue": None, "steps": 100, "training.seconds_per_step": 0.3}
+    page.write_run_file(write_run_file(tmp_path), file, local)
+    values: dict[str, object] = {"run.yaml": file, "/shared/runs/first": out}
+    text, begin, queue, watch, cancel, resume = page.commands
+    script = ask(*filled(text, values))
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=stretto-test\n")
+    assert "#SBATCH --partition=main\n#SBATCH --time=12:00:00\n" in script
+
+    job = values["1234"] = ask(*filled(begin, values)).split()[2].rstrip(";")
+    try:
+        until(lambda: f" {job} " in (said := ask(*filled(queue, values))) and " R " in said)
+        until((out / "status.json").exists)
+        with subprocess.Popen(filled(watch, values), stdout=subprocess.PIPE, text=True) as view:
+            assert view.stdout is not None
+            assert next((line for line in view.stdout if re.match(r"step [1-9]\d* of 100 ", line)), "")
+            ask(*filled(cancel, values))
+            # Slurm may kill the kernel before it has written a summary.
+            assert re.search("^interrupted at|to continue it: stretto", view.stdout.read(), re.MULTILINE)
+        until(lambda: not ask("squeue", "--noheader").strip())
+        job = ask(*filled(resume, values)).split()[2].rstrip(";")
+        until(lambda: not ask("squeue", "--noheader").strip(), otherwise=lambda: ask("squeue"))
+        assert json.loads((out / "summary.json").read_text())["status"] == "completed"
+        assert (tmp_path / f"first.slurm-{job}.out").exists()
+    finally:
+        subprocess.run(["scancel", str(job)], check=False)
+        until(lambda: not ask("squeue", "--noheader").strip())
 
 
 def test_the_quickstart_on_two_nodes_with_a_trainer_on_each(submit: Submit, tmp_path: Path) -> None:

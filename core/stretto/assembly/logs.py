@@ -100,4 +100,6 @@ class _Standard(logging.Handler):
     """Passes records of the standard module on to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "asyncio" and "eof_received() has no effect when using ssl" in record.getMessage():
+            return  # the end of each TLS connection of nats-py, which asyncio closes as it should
         structlog.get_logger().log(record.levelno, record.getMessage(), logger=record.name)

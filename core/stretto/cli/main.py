@@ -240,13 +240,13 @@ def resume(
     folder = folder.absolute()
     require_trust(folder, trusted=trust_plugins)
     options = {"--trust-plugins": trust_plugins, "--accept-dataset": accept_dataset}
-    arguments = [*(overrides or ()), *(option for option, is_chosen in options.items() if is_chosen)]
-    if submitted_resume(folder, arguments, dry_run=dry_run):
+    chosen = [option for option, is_chosen in options.items() if is_chosen]
+    if submitted_resume(folder, overrides or (), chosen, dry_run=dry_run):
         return
     if detach:
         if not (folder / "config.yaml").exists():
             raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-        _detach(["resume", str(folder), *arguments], folder)
+        _detach(["resume", str(folder), *(overrides or ()), *chosen], folder)
         return
     from stretto.cli.acceptance import accepted
     from stretto.kernel.changes import compose_changes, put_into_force
@@ -463,6 +463,7 @@ def status(
     from stretto.assembly.logs import log_nothing
     from stretto.cli.status import status_lines, status_lines_over_bus
 
+    _require_begun(source)
     if source.is_file():
         log_nothing()
         typer.echo("\n".join(status_lines_over_bus(source, url, credentials, certificate)))
@@ -501,6 +502,7 @@ def watch(
     """Show the live view of a run that another process owns. `q` ends the view; the run goes on."""
     from stretto.cli.watch import watch_bus, watch_folder
 
+    _require_begun(source)
     if source.is_dir():
         _refuse_viewer_options(url, credentials, certificate)
         raise typer.Exit(watch_folder(source))
@@ -1015,6 +1017,19 @@ def _refuse_viewer_options(url: str | None, credentials: str | None, certificate
     if url is not None or credentials is not None or certificate is not None:
         options = "--url, --credentials and --certificate"
         raise ConfigError(f"{options} go with a viewer file, not with a run's folder")
+
+
+def _require_begun(source: Path) -> None:
+    """Refuse a path that does not exist. A submitted run makes its folder when the cluster starts it.
+
+    Raises:
+        ConfigError: if nothing is there.
+    """
+    if not source.exists():
+        raise ConfigError(
+            f"{source} does not exist: the run has not begun (a submitted run may still be waiting for the "
+            "cluster), or it has another folder"
+        )
 
 
 def _detach(arguments: Sequence[str], folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import anyio
 
-from stretto.assembly.compose import compose
+from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import sections
 from stretto.bus.client import connect
 from stretto.bus.guard import is_locked
@@ -16,6 +16,7 @@ from stretto.bus.joining import operator_bootstrap
 from stretto.bus.messages import Message, RunScaled, RunStopping, ScaleRun, StopRun, Subjects
 from stretto.errors import ConfigError, one_error
 from stretto.kernel.worker_numbers import NUMBER_KEYS
+from stretto.records.run import MIRROR
 
 __all__ = ["numbers_of", "scale_run", "stop_run"]
 
@@ -91,14 +92,39 @@ def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
     groups = {name: number for name, number in numbers.items() if name not in NUMBER_KEYS}
     if not groups:
         return
-    known = sections(compose(folder / "config.yaml").config)
+    elsewhere = (folder / MIRROR).exists()
+    former = compose(folder / "config.yaml", elsewhere=elsewhere)
+    known = sections(former.config)
     for name in groups:
         if name not in known:
             names = ", ".join((*NUMBER_KEYS, *known))
             hint = "; trainers are scaled by their worker group" if name == "trainer" else ""
             raise ConfigError(f"no {name!r} to scale: expected one of {names}{hint}")
     overrides = [f"{name}.processes={number}" for name, number in groups.items()]
-    accepted(compose_changes(folder, overrides), starting=True, resumed=True)
+    changed = compose_changes(folder, overrides)
+    if elsewhere:
+        _refuse_new_faults(former, changed)
+    else:
+        accepted(changed, starting=True, resumed=True)
+
+
+def _refuse_new_faults(former: Composed, changed: Composed) -> None:
+    """Refuse values for what is wrong with them and not with the former ones. This machine may lack the files
+    that both name, and has other resources than the run's.
+
+    Raises:
+        ConfigError: for all such errors, one on each line.
+    """
+    from stretto.cli.checks import problems
+
+    present = set(problems(former, starting=False, resumed=True))
+    faults = [
+        f"{changed.place(problem.path)}: {changed.redact(problem.message)}"
+        for problem in problems(changed, starting=False, resumed=True)
+        if problem.severity == "error" and problem not in present
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def _tell(folder: Path, verb: str, command: Message, answer: type[A]) -> A:

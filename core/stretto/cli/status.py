@@ -14,7 +14,15 @@ from stretto.bus.messages import RunStatus, Subjects
 from stretto.bus.server import VIEWER, Bootstrap
 from stretto.cli.watch import bootstrap_elsewhere
 from stretto.errors import ConfigError, NoAnswer, printable
-from stretto.records.status import LATE_S, STATUS, Status, decode_status, read_status, standstill
+from stretto.records.status import (
+    LATE_S,
+    STATUS,
+    Status,
+    decode_status,
+    is_of_former_kernel,
+    read_status,
+    standstill,
+)
 
 __all__ = ["status_lines", "status_lines_over_bus"]
 
@@ -30,14 +38,12 @@ def status_lines(folder: Path) -> list[str]:
         raise ConfigError(f"{folder} has no {STATUS}: it holds no run, or the run has not started")
     lines = _head(status)
     age_s = time.time() - status.written
-    lock = folder / "bus" / "kernel.lock"
-    if not is_locked(lock):
+    if not is_locked(folder / "bus" / "kernel.lock"):
         return [*lines, f"no kernel owns the run; this was its state {age_s:.0f} s ago"]
-    if not lock.read_text().startswith(f"pid {status.pid},"):
-        return [*lines, f"this was the state of a former kernel, {age_s:.0f} s ago; another one is starting"]
-    if remark := standstill(status):
-        lines.append(remark)
-    return [*lines, *_details(status)]
+    remark = standstill(folder, status)
+    if is_of_former_kernel(folder, status):
+        return [*lines, remark]
+    return [*lines, *([remark] if remark else []), *_details(status)]
 
 
 def status_lines_over_bus(

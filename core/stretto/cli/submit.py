@@ -13,6 +13,8 @@ from stretto.assembly.plan import context_of, placement, run_folder, workers
 from stretto.cli.acceptance import accepted
 from stretto.cli.checks import blank_job
 from stretto.errors import ConfigError
+from stretto.kernel.changes import compose_changes
+from stretto.kernel.worker_numbers import WorkerNumbers
 from stretto.launcher import Launcher, RemoteLauncher, Submission, SubmittingLauncher
 
 __all__ = ["submitted_resume", "submitted_run"]
@@ -39,11 +41,13 @@ def submitted_run(composed: Composed, file: Path, overrides: Sequence[str], *, d
     return _submitted(composed, submission, dry_run=dry_run, resumed=False)
 
 
-def submitted_resume(folder: Path, arguments: Sequence[str], *, dry_run: bool) -> bool:
+def submitted_resume(
+    folder: Path, overrides: Sequence[str], options: Sequence[str], *, dry_run: bool
+) -> bool:
     """Submit a run that goes on if its launcher submits runs, and return whether it does.
 
     Args:
-        arguments: overrides and options of `stretto resume`.
+        options: options of `stretto resume`, for the command that the cluster runs.
         dry_run: print the text instead.
 
     Raises:
@@ -51,8 +55,9 @@ def submitted_resume(folder: Path, arguments: Sequence[str], *, dry_run: bool) -
     """
     if not (folder / "config.yaml").exists():
         return False  # `stretto resume` says what is wrong
-    resume = (*_STRETTO, "resume", str(folder), *arguments)
-    composed = compose(folder / "config.yaml")
+    resume = (*_STRETTO, "resume", str(folder), *overrides, *options)
+    composed = compose_changes(folder, overrides) if overrides else compose(folder / "config.yaml")
+    composed = composed.with_numbers(WorkerNumbers(composed, folder).in_force())
     submission = Submission(begin=resume, resume=resume, folder=str(folder), jobs=())
     return _submitted(composed, submission, dry_run=dry_run, resumed=True)
 

@@ -41,7 +41,7 @@ def watch_folder(folder: Path) -> int:
 
     def source() -> Status | None:
         status = run.status
-        if status is None or run.state != "running" or not (remark := standstill(status)):
+        if status is None or run.state != "running" or not (remark := standstill(folder, status)):
             return status
         return msgspec.structs.replace(status, now=remark)
 

@@ -30,6 +30,7 @@ from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.checkpoint import newest_intact
 from stretto.private_file import write_private
+from stretto.records.run import MIRROR
 from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig
 
@@ -126,7 +127,8 @@ def forget_fingerprint(folder: Path, path: str) -> None:
 
 
 def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
-    """Compose a run's values with some of them changed.
+    """Compose a run's values with some of them changed. In a copy of a run that is elsewhere, the paths of
+    the run may be missing.
 
     Raises:
         ConfigError: if the folder holds no run, or if the run cannot continue with these values.
@@ -135,8 +137,10 @@ def compose_changes(folder: Path, overrides: Sequence[str]) -> Composed:
     file = folder / "config.yaml"
     if not file.exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
-    changed = compose(file, overrides, document=document_of(folder, newest_values(folder)))
-    faults = list(_faults(compose(file), changed, folder))
+    elsewhere = (folder / MIRROR).exists()
+    document = document_of(folder, newest_values(folder))
+    changed = compose(file, overrides, document=document, elsewhere=elsewhere)
+    faults = list(_faults(compose(file, elsewhere=elsewhere), changed, folder))
     if faults:
         raise ConfigError("\n".join(f"{changed.place(fault.path)}: {fault.message}" for fault in faults))
     return changed
@@ -204,13 +208,14 @@ def _faults(former: Composed, changed: Composed, folder: Path) -> Iterator[Probl
     if before != after:
         yield _fixed("variants", before, after, "its tickets got their variants by these names and weights")
     yield from _structure_faults(placement(former), placement(changed))
-    before, after = (_fingerprint(composed) for composed in (former, changed))
-    if before != after:
-        yield Problem(
-            "dataset",
-            f"has other rows ({after[0]}, fingerprint {after[1]}) than before ({before[0]}, {before[1]}); "
-            "a resumed run keeps its rows and their order; start a new run for others",
-        )
+    if former.section("dataset") != changed.section("dataset"):  # the same rows need not be here
+        before, after = (_fingerprint(composed) for composed in (former, changed))
+        if before != after:
+            yield Problem(
+                "dataset",
+                f"has other rows ({after[0]}, fingerprint {after[1]}) than before ({before[0]}, "
+                f"{before[1]}); a resumed run keeps its rows and their order; start a new run for others",
+            )
     found = newest_intact(folder / "checkpoints")
     if found and now.steps < found[1].version:
         yield Problem("steps", f"is {now.steps}, and the run is at version {found[1].version} already")

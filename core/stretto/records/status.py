@@ -25,6 +25,7 @@ __all__ = [
     "Status",
     "WorkerStatus",
     "decode_status",
+    "is_of_former_kernel",
     "read_status",
     "standstill",
 ]
@@ -177,13 +178,23 @@ def read_status(folder: Path) -> Status | None:
         raise ConfigError(f"{file} is not the status of a run: {error}") from error
 
 
-def standstill(status: Status) -> str:
-    """Return the sentence that a kernel stands still, if its status is too old; else an empty text.
+def is_of_former_kernel(folder: Path, status: Status) -> bool:
+    """Whether the kernel that owns the run in `folder` is another one than wrote this status."""
+    owner = (folder / "bus" / "kernel.lock").read_text()
+    return bool(owner) and not owner.startswith(f"pid {status.pid},")
+
+
+def standstill(folder: Path, status: Status) -> str:
+    """Return the sentence that a status is too old for its kernel to work, or is another kernel's; else an
+    empty text.
 
     Args:
-        status: what a kernel that still owns its run wrote last.
+        folder: of the run, which a kernel owns.
+        status: what a kernel wrote there last.
     """
     age_s = time.time() - status.written
+    if is_of_former_kernel(folder, status):
+        return f"this was the state of a former kernel, {age_s:.0f} s ago; another one is starting"
     if age_s <= LATE_S:
         return ""
     return f"the kernel (pid {status.pid}) stands still: it wrote its status {age_s:.0f} s ago"

@@ -40,7 +40,9 @@ def overview(record: RunRecord) -> dict[str, Any]:
         "evaluations": record.evaluations,
         "not_trained": _not_trained(steps),
         "status": None if status is None else msgspec.to_builtins(status),
-        "standstill": standstill(status) if status is not None and record.state == "running" else "",
+        "standstill": standstill(record.folder, status)
+        if status is not None and record.state == "running"
+        else "",
         "summary": summary,
         "fault": fault,
     }

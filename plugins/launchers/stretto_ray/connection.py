@@ -52,6 +52,7 @@ class Connection:
         self._lock = threading.Lock()
         self._answers: dict[int, Future[ClientAnswer]] = {}
         self._listeners: dict[int, Listener] = {}
+        self._at = f" at {greeting.address}" if greeting.address else ""
         self._fault = ""
         """Why the client has ended; empty while it runs."""
         self._errors: IO[bytes] = log.open("a+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
@@ -142,7 +143,7 @@ class Connection:
 
     def _end(self, error: str) -> None:
         """The client has ended: everything that waits for it fails."""
-        fault = f"no connection to the Ray cluster: {error or self._last_words()}"
+        fault = f"no connection to the Ray cluster{self._at}: {error or self._last_words()}"
         with self._lock:
             self._fault = fault
             answers, listeners = [*self._answers.values()], dict(self._listeners)

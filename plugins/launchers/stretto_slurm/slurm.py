@@ -189,7 +189,13 @@ class SlurmLauncher:
 
     def submit(self, text: str) -> str:
         """Submit the script."""
-        return f"Slurm job {ask_slurm('sbatch', '--parsable', text=text).strip()}"
+        try:
+            return f"Slurm job {ask_slurm('sbatch', '--parsable', text=text).strip()}"
+        except LaunchError as error:
+            raise LaunchError(
+                f"{error}\n`stretto run --dry-run` shows the script; its options come from launcher.options, "
+                "and `sinfo` lists the partitions"
+            ) from error
 
     async def launch(self, jobs: Sequence[Job]) -> list[SlurmHandle]:
         """Start a step for each job. A worker that ran before gets its spot again if its node is still there.
