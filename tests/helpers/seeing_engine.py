@@ -25,7 +25,7 @@ from stretto.array import Array
 from stretto.engine import Emit, GenerateRequest
 from stretto.models.images import OpenImage, decode
 from stretto.models.vision import Vision, VisionPrompt
-from stretto.testing.inference import END, POSITIONS, VOCABULARY, Reference, TinyModel, _tiny_tokenizer
+from stretto.testing.inference import END, POSITIONS, VOCABULARY, Reference, TinyModel, make_tiny_tokenizer
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
 
@@ -116,7 +116,7 @@ def make_seeing_model(folder: Path, *, seed: int, layers: int) -> TinyModel:
     images: the first number of each hidden state is the same, and counts against that token alone."""
     from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
 
-    fast = _tiny_tokenizer()
+    fast = make_tiny_tokenizer()
     fast.add_tokens(["<image>"], special_tokens=True)
     token = fast.convert_tokens_to_ids("<image>")
     assert token == VOCABULARY

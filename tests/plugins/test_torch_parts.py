@@ -310,8 +310,10 @@ class Leaking(FastDecoder):
         super().__init__(tiny_model(), rows=24, length=160, tokens=24 * 160, onednn=False)
         self._leak = leak
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan]) -> Tensor:
-        return super().decode(tokens, positions, spans) * (1 + self._leak(tokens, spans))
+    def decode(
+        self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan], shifts: Tensor | None = None
+    ) -> Tensor:
+        return super().decode(tokens, positions, spans, shifts) * (1 + self._leak(tokens, spans))
 
 
 def test_shapes_are_fixed_where_bits_depend_on_them() -> None:
@@ -343,9 +345,16 @@ class LeakingPrompts(FastDecoder):
         super().__init__(tiny_model(), rows=24, length=160, tokens=24 * 160, onednn=False)
         self.prefills: list[int] = []
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, begins: Tensor | None = None) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        rows: Tensor,
+        begins: Tensor | None = None,
+        **images: Any,
+    ) -> Tensor:
         self.prefills.append(len(tokens))
-        return super().prefill(tokens, lengths, rows, begins) * (1 + 1e-6 * len(tokens))
+        return super().prefill(tokens, lengths, rows, begins, **images) * (1 + 1e-6 * len(tokens))
 
 
 def test_prompts_are_computed_separately_where_their_bits_depend_on_each_other() -> None:

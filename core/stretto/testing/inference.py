@@ -144,11 +144,11 @@ def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
     torch.random.set_rng_state(generator)
     model.generation_config.eos_token_id = END
     model.save_pretrained(folder)
-    _tiny_tokenizer().save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
-def _tiny_tokenizer() -> Any:
+def make_tiny_tokenizer() -> Any:
     """Make a byte-level BPE tokenizer without merges, which engines load without a special class."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
