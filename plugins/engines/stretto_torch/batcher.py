@@ -62,7 +62,7 @@ class Batcher:
         self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._recompute_on_swap = recompute_on_swap
-        image_token = model.reader.vision.image_token if model.reader is not None else None
+        image_token = -1 if model.reader is None else model.reader.vision.image_token
         self._slots = Slots(model.decoder, model.shapes, image_token, deterministic=deterministic)
         # With many slots, it saves more time to compute several new prompts together than the slots lose
         # while they are empty for a few steps.

@@ -73,13 +73,13 @@ class Slots:
     Args:
         decoder: the model.
         shapes: shapes to compute with.
-        image_token: id that stands for images; None for a model of text. An answer with it has no meaning.
+        image_token: id that stands for images; -1 for a model of text. An answer with it has no meaning.
         deterministic: make a sample's bits independent of other samples: every prompt is computed whole, with
             others of the same padded length, and a sample that has a slot keeps it.
     """
 
     def __init__(
-        self, decoder: Decoder, shapes: Shapes, image_token: int | None = None, *, deterministic: bool
+        self, decoder: Decoder, shapes: Shapes, image_token: int = -1, *, deterministic: bool
     ) -> None:
         self._decoder = decoder
         self._cache = decoder.cache
