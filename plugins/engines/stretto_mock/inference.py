@@ -90,7 +90,9 @@ class MockInference:
         self._pauses.append(time.monotonic() - begun if self._config.swap_s else 0.0)
         return SwapReport(self._version, update.note.digest, self._pauses[-1])
 
-    async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
+    ) -> list[NDArray[np.float32]]:
         """Raise EngineError: the mock engine has no model."""
         raise EngineError("the mock inference engine has no model")
 
