@@ -142,7 +142,7 @@ def test_a_run_goes_on_after_its_server_was_killed(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
-    run = start("steps=30", "rollout.concurrency=2")
+    run = start("steps=1000", "rollout.concurrency=2")
     run.until_step(2)
     invitation = subprocess.run(
         [sys.executable, "-m", "stretto", "invite", str(run.folder), "rollout-extra"],
@@ -155,11 +155,14 @@ def test_a_worker_started_by_hand_joins_and_works(start: Start) -> None:
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    run.assert_completed(30)
+    run.until(lambda: "worker ready worker=rollout-extra" in run.text())
+    run.until_step(len(run.metrics()) + 5)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.text()
+    run.assert_balanced()
     assert extra.wait(10) == 0  # it leaves with the others
     log = (run.folder / "logs" / "rollout-extra.jsonl").read_text()
     assert "the run is over" in log
-    assert "worker ready worker=rollout-extra" in run.text()
 
 
 def test_plugins_and_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:

@@ -56,8 +56,10 @@ def submitted_resume(
     if not (folder / "config.yaml").exists():
         return False  # `stretto resume` says what is wrong
     resume = (*_STRETTO, "resume", str(folder), *overrides, *options)
-    composed = compose_changes(folder, overrides) if overrides else compose(folder / "config.yaml")
-    composed = composed.with_numbers(WorkerNumbers(composed, folder).in_force())
+    composed = compose(folder / "config.yaml")
+    if isinstance(_launcher_of(composed), SubmittingLauncher):  # a run that starts here refuses values itself
+        composed = compose_changes(folder, overrides) if overrides else composed
+        composed = composed.with_numbers(WorkerNumbers(composed, folder).in_force())
     submission = Submission(begin=resume, resume=resume, folder=str(folder), jobs=())
     return _submitted(composed, submission, dry_run=dry_run, resumed=True)
 
@@ -68,8 +70,7 @@ def _submitted(composed: Composed, submission: Submission, *, dry_run: bool, res
     Args:
         submission: of the run, without its workers.
     """
-    launcher: Launcher = composed.make("launcher", context_of(composed.config))
-    text = None
+    launcher, text = _launcher_of(composed), None
     if isinstance(launcher, SubmittingLauncher):
         jobs = tuple(blank_job(worker) for worker in workers(composed.config, placement(composed)))
         submission = msgspec.structs.replace(submission, jobs=jobs)
@@ -94,3 +95,7 @@ def _submitted(composed: Composed, submission: Submission, *, dry_run: bool, res
     print(f"{launcher.submit(text)}; the run's folder is {folder}")
     print(f"to follow the run once it has begun: {follow}")
     return True
+
+
+def _launcher_of(composed: Composed) -> Launcher:
+    return composed.make("launcher", context_of(composed.config))
