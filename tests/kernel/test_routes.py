@@ -57,6 +57,21 @@ class Case:
                 await anyio.sleep(0.01)
 
 
+async def test_late_news_of_a_lost_engine_leaves_its_successor_in_place() -> None:
+    """A restarted engine has the id of the lost one."""
+    case = Case()
+    async with case.sending():
+        case.add("rollout-0")
+        former = case.add("inference-0")
+        case.lose("inference-0")
+        case.add("inference-0")
+        await case.until(lambda: "rollout-0" in case.heard and case.peers("rollout-0") == {"inference-0"})
+        case.sender.look(former)
+        case.add("verifier-0")
+        await case.until(lambda: "verifier-0" in case.peers("rollout-0"))
+        assert case.peers("rollout-0") == {"inference-0", "verifier-0"}
+
+
 async def test_a_rollout_worker_hears_at_once_of_engines_that_come_and_go() -> None:
     case = Case()
     load = Load(3, 5, 2, 8, 100, 1.0, 1, 0.1, 0.1)

@@ -176,6 +176,8 @@ class Engines:
                     raise RunError(f"{member.worker} cannot serve version {note.version}: {error}") from error
                 await anyio.sleep(0.2 * failures)
                 continue
+            if not self._is_present(member):
+                return  # its successor has answered, which has the same id; that one has a task of its own
             if served is None or served[0] != note:
                 self._on_swapped(member.worker, done)
             failures, served = 0, target

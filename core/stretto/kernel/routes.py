@@ -58,7 +58,10 @@ class RouteSender:
     def look(self, member: FleetMember) -> None:
         """Take in that a worker can be called now, is lent or taken back, serves another version, drains, has
         left, or is lost. A rollout worker keeps its routes while it drains."""
-        is_callable = member.callable and self._fleet.members.get(member.worker) is member
+        current = self._fleet.members.get(member.worker)
+        if current is not None and current is not member:
+            return  # another process has taken its id and its place
+        is_callable = member.callable and current is member
         is_open = is_callable and not member.leaving
         match member.role:
             case "rollout" if is_callable:
