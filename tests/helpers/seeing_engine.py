@@ -28,6 +28,7 @@ from stretto.models.vision import Vision, VisionPrompt
 from stretto.testing.inference import END, POSITIONS, VOCABULARY, Reference, TinyModel, make_tiny_tokenizer
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
+from vision_models import save_llava_processor
 
 PREFIX = 5
 """Tokens before each text: one of text, and the four of the image."""
@@ -114,7 +115,7 @@ class SeeingReference(Reference):
 def make_seeing_model(folder: Path, *, seed: int, layers: int) -> TinyModel:
     """Write a LLaVA whose text model is as large as that of the other tests. It never samples the token of
     images: the first number of each hidden state is the same, and counts against that token alone."""
-    from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     fast = make_tiny_tokenizer()
     fast.add_tokens(["<image>"], special_tokens=True)
@@ -155,14 +156,7 @@ def make_seeing_model(folder: Path, *, seed: int, layers: int) -> TinyModel:
     _never_sample(model, token)
     model.generation_config.eos_token_id = END
     model.save_pretrained(folder)
-    square = {"height": 16, "width": 16}
-    LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square),
-        tokenizer=fast,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
+    save_llava_processor(fast, folder)
     return TinyModel(folder, SeeingReference(folder))
 
 

@@ -73,8 +73,6 @@ def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
     """Printable ASCII and what stands for images, a chat template, and the processor; the vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
-        CLIPImageProcessorPil,
-        LlavaProcessor,
         PreTrainedTokenizerFast,
         Qwen2VLImageProcessorPil,
     )
@@ -101,19 +99,26 @@ def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
     )
     fast.save_pretrained(folder)
     if architecture == "llava":
-        square = {"height": 16, "width": 16}
-        LlavaProcessor(
-            image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square),
-            tokenizer=fast,
-            patch_size=8,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-            chat_template=fast.chat_template,
-        ).save_pretrained(folder)
+        save_llava_processor(fast, folder)
     else:
         sizes = {"shortest_edge": 64, "longest_edge": 1024}
         Qwen2VLImageProcessorPil(patch_size=4, size=sizes).save_pretrained(folder)
     return vocabulary
+
+
+def save_llava_processor(tokenizer: Any, folder: Path) -> None:
+    """Write the processor of a LLaVA that sees 16 × 16 pixels in patches of 8: four tokens for an image."""
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    square = {"height": 16, "width": 16}
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square),
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
 
 
 def picture(seed: int, width: int = 20, height: int = 14) -> Image.Image:

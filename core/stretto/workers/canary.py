@@ -69,12 +69,11 @@ def probe_of(config: RunConfig) -> Probe | str:
     if model is None:
         return "the run has no model"
     about = fetch_config(model)
-    vocabulary = about.get("text_config", about).get("vocab_size", about.get("vocab_size"))
-    if vocabulary is None:
-        return f"the config of {model!r} has no vocab_size"
     random = np.random.default_rng(abs(config.seed))
     if not is_vision_language(about):
-        return Probe(_text(random, vocabulary, canary))
+        if "vocab_size" not in about:
+            return f"the config of {model!r} has no vocab_size"
+        return Probe(_text(random, about["vocab_size"], canary))
     vision = Vision(model)
     image = _picture(random)
     # Ids from that of images on stand for images, videos and their bounds.

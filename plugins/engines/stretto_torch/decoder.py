@@ -88,7 +88,7 @@ class Decoder(Protocol):
             tokens: (R,) int64.
             positions: (R,) int64; row r attends to its positions 0..positions[r].
             spans: the rows in order, from 0 on; rows after the last span are padding.
-            shifts: (R,) int64, see `PromptImages.shift`; None if no row has images.
+            shifts: (R,) int64, see `PromptImages.shift`; None for models of text.
 
         Returns:
             (R, V) float32 logits after each token; padding rows hold arbitrary values.

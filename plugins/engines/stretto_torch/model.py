@@ -70,9 +70,8 @@ def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
     model.to(device).eval().requires_grad_(False)
     shapes = Shapes(config.slots, _context(model.config, config.context_length))
-    if reader is None:
-        return LoadedModel(_choose(model, shapes, config), shapes, _eos(model))
-    return LoadedModel(_seeing(model, shapes, config, reader), shapes, _eos(model), reader)
+    decoder = _choose(model, shapes, config) if reader is None else _seeing(model, shapes, config, reader)
+    return LoadedModel(decoder, shapes, _eos(model), reader)
 
 
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:

@@ -17,6 +17,7 @@ class SlotSample(OpenSample):
     stops: StopStrings | None = None
     """The detector of the request's stop strings, if it has any."""
     images: PromptImages | None = None
+    """Of the prompt; None if it has none."""
     row: int = -1
     """Row among the running samples; -1 while the sample is not running."""
     pure: bool = True

@@ -176,7 +176,7 @@ class Slots:
             torch.from_numpy(self._token[:rows]).to(self._device),
             torch.from_numpy(self._position[:rows]).to(self._device),
             self._shapes.spans(self._position[:live], self._class_rows),
-            self._shifts(np.arange(rows)),
+            self._shifts(slice(rows)),
         )
         self._position[:live] += 1
         endings = self._append(np.arange(live), logits[:live], version)
@@ -297,9 +297,9 @@ class Slots:
             text[sample.images.places] = sample.images.salt
         return text
 
-    def _shifts(self, rows: NDArray[np.int64]) -> Tensor | None:
-        """Return the shifts of these rows; None if no running sample has one."""
-        if not any(sample.images is not None and sample.images.shift for sample in self.running):
+    def _shifts(self, rows: NDArray[np.int64] | slice) -> Tensor | None:
+        """Return the shifts of these rows; None for a model of text."""
+        if self._image_token < 0:
             return None
         return torch.from_numpy(self._shift[self._lane[rows]]).to(self._device)
 
