@@ -131,12 +131,20 @@ def test_the_model_overlooks_small_shapes_as_its_teacher_did(script: ModuleType,
 @pytest.mark.timeout(600)
 def test_the_run_teaches_the_model_to_see_small_shapes(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "stretto", "run", str(FOLDER / "run.yaml"), f"out={out}", "steps=20"]
     rows = [f"dataset.path={made / 'train.jsonl'}", f"evaluation.dataset.path={made / 'heldout.jsonl'}"]
-    run = subprocess.run(
-        [*command, *rows], cwd=FOLDER.parent.parent, capture_output=True, text=True, timeout=580, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    _stretto("run", str(FOLDER / "run.yaml"), f"out={out}", "steps=20", *rows)
     first, *_, last = json.loads((out / "summary.json").read_text())["evaluation"]
     assert first["accuracy"] <= 0.5
     assert last["accuracy"] >= 0.8  # 0.97 in three seeds
+
+    figures = tmp_path / "figures.json"
+    _stretto("evaluate", str(out), "--out", str(tmp_path / "evaluated"), "--json", str(figures))
+    assert json.loads(figures.read_text())["avg"]["mean"] == pytest.approx(last["accuracy"], abs=0.01)
+
+
+def _stretto(*arguments: str) -> None:
+    command = [sys.executable, "-m", "stretto", *arguments]
+    done = subprocess.run(
+        command, cwd=FOLDER.parent.parent, capture_output=True, text=True, timeout=580, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
