@@ -11,6 +11,7 @@ import msgspec
 
 from stretto.errors import WeightsError
 from stretto.serving.engine import ServerEngine
+from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerRefused
 from stretto.serving.streams import Ask, StreamChunk
 
@@ -47,7 +48,7 @@ class StandInEngine(ServerEngine):
         """Yield the chunks of one answer."""
         body = {
             "id": ask.id,
-            "tokens": ask.tokens,
+            "tokens": ask.text.tokens,
             "prompt": self.prompt_tokens,
             "max_tokens": ask.max_tokens,
         }
@@ -72,6 +73,6 @@ class StandInEngine(ServerEngine):
             raise WeightsError(error.reason, version=version) from error
         return update.hashes()
 
-    async def score(self, server: Server, tokens: list[int]) -> list[float]:
+    async def score(self, server: Server, text: ServerText) -> list[float]:
         """Return a logprob of -1 for each token."""
-        return [-1.0] * (len(tokens) - 1)
+        return [-1.0] * (len(text.tokens) - 1)

@@ -77,6 +77,11 @@ def run_file(tmp_path: Path) -> Path:
         (["inference.urls=[http://a:1]", "inference.args={x: 1}"], "inference.args", "urls are running"),
         (["inference.deterministic=true"], "inference.deterministic", "cannot repeat answers"),
         (["inference.args={port: 1}"], "inference.args.port", "the worker sets --port"),
+        (
+            ["inference.args={mm_processor_kwargs: '{}'}"],
+            "inference.args.mm_processor_kwargs",
+            "the worker sets --mm-processor-kwargs",
+        ),
         (["inference.args={max_num_seqs: 1}"], "inference.args.max_num_seqs", "set inference.slots instead"),
         (["inference.context_length=200"], "inference.context_length", "sampling.max_tokens (256) need more"),
         (["inference.tensor_parallel=2", "inference.gpus=1"], "inference.tensor_parallel", "has 1 GPU(s)"),
@@ -447,6 +452,13 @@ def test_checksums_tell_which_tensor_the_server_has_not_loaded(tmp_path: Path) -
     assert {name for name in published if wrong[name] != published[name]} == {
         name for name in tensors if "_proj" in name
     }
+
+    # The tensors of a vision-language model have older names in the server.
+    tower = write_safetensors(tmp_path / "vision", {"model.visual.blocks.0.attn.qkv.weight": b"q" * 16})
+    right = hashlib.sha256(b"q" * 16).hexdigest()[:16]
+    name = "visual.blocks.0.attn.qkv_proj.weight"
+    assert exact.hashes(tower, tmp_path / "vision", {name: right}) == tower
+    assert exact.hashes(tower, tmp_path / "vision", {name: "0" * 16}) != tower
 
     # Where checksums cannot be worked out: they must change with the tensor, and only then.
     tensors["embed.weight"] = b"f" * 24

@@ -35,8 +35,10 @@ __all__ = [
     "RowTokenizer",
     "Vision",
     "VisionPrompt",
+    "image_token_of",
     "is_vision_language",
     "keep_torch_out",
+    "newest_name",
 ]
 
 PROCESSOR_FILES = (
@@ -58,6 +60,33 @@ _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_tok
 def is_vision_language(config: Mapping[str, Any]) -> bool:
     """Whether this `config.json` belongs to a model that reads images."""
     return "vision_config" in config
+
+
+def image_token_of(config: Mapping[str, Any]) -> int | None:
+    """Return the id of the token that represents a part of an image; None if this `config.json` has none."""
+    token = config.get("image_token_id", config.get("image_token_index"))
+    return token if isinstance(token, int) else None
+
+
+# Prefixes of tensors' names in older checkpoints of vision-language models, and in checkpoints of today.
+_OLDER_PREFIXES = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "visual.": "model.visual.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+    "model.embed_tokens.": "model.language_model.embed_tokens.",
+    "model.layers.": "model.language_model.layers.",
+    "model.norm.": "model.language_model.norm.",
+}
+
+
+def newest_name(name: str) -> str:
+    """Return the name of a tensor of a vision-language model as transformers writes it today."""
+    for older, newer in _OLDER_PREFIXES.items():
+        if name.startswith(older):
+            return newer + name.removeprefix(older)
+    return name
 
 
 # --------------------------------------------------------------------------------------- processors
@@ -108,9 +137,8 @@ class Vision:
         self.tokenizer: Tokenizer = load_tokenizer(model)
         """The tokenizer for text without images."""
         self._processor = _load_processor(model)
-        config = fetch_config(model)
-        token = config.get("image_token_id", config.get("image_token_index"))
-        if not isinstance(token, int):
+        token = image_token_of(fetch_config(model))
+        if token is None:
             raise ConfigError(f"model {model!r} names no image token: its config.json has no image_token_id")
         self.image_token: int = token
         """Id of the token that represents a part of an image."""
@@ -119,11 +147,13 @@ class Vision:
         """Return the smallest prompt with an image, which is black."""
         from PIL import Image
 
-        return self.alone(Image.new("RGB", (32, 32)))
+        return self.see(self._place, [Image.new("RGB", (32, 32))])
 
     def alone(self, image: Image) -> VisionPrompt:
-        """Return the smallest prompt with an image."""
-        return self.see(self._place, [image])
+        """Return a prompt with an image and no text, in the form that the model knows: SGLang finds an image
+        only between the tokens that the chat template puts around it."""
+        has_template = self._processor.chat_template is not None
+        return self.see([{"role": "user", "content": "<image>"}] if has_template else self._place, [image])
 
     def media_of(self, files: Sequence[bytes], tokens: int) -> Mapping[str, NDArray[Any]]:
         """Return the arrays that the model reads for images given as files; see `VisionPrompt`.

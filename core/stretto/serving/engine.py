@@ -5,6 +5,7 @@ This module manages the weights and the server itself; `stretto.serving.streams`
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import anyio
 import numpy as np
@@ -23,11 +24,20 @@ from numpy.typing import NDArray
 
 from stretto.component import Context
 from stretto.engine import Emit, GenerateRequest, Load, Sampling, SwapReport
-from stretto.errors import EngineError, WeightsError
+from stretto.errors import ConfigError, EngineError, RequestError, WeightsError
 from stretto.models.digest import digest_of
-from stretto.models.files import end_tokens_in, folder_of_model, shapes_in, text_config
+from stretto.models.files import (
+    end_tokens_in,
+    fetch_config,
+    folder_of_model,
+    known_config,
+    shapes_in,
+    text_config,
+)
 from stretto.models.version_files import open_version
+from stretto.models.vision import image_token_of, is_vision_language, newest_name
 from stretto.serving.config import ServerEngineConfig, context_of_model
+from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost
 from stretto.serving.streams import Ask, StreamChunk, StreamQueue
 from stretto.weights import WeightsNote
@@ -61,7 +71,7 @@ class _WeightFiles:
 
 
 class ServerEngine(ABC):
-    """Implements `stretto.engine.InferenceEngine`; a subclass implements the API of its kind of server.
+    """Implements `stretto.engine.VisionEngine`; a subclass implements the API of its kind of server.
 
     The engine restarts a server that ends, breaks a connection or sends nothing for too long, and loads the
     weights that it served. After too many restarts, or if the engine was only attached to the server, an
@@ -76,7 +86,9 @@ class ServerEngine(ABC):
         self._config = config
         self._context = context
         self._model = context.model or ""
-        self._config_of_model: Mapping[str, Any] = {}
+        self._reads_images = False
+        """Whether the model is a vision-language model; known when the server is started."""
+        self._has_tied_head = False
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the model's own tensors; empty while its files are not on this machine."""
         self._room = context_of_model(config, context.model)
@@ -142,14 +154,20 @@ class ServerEngine(ABC):
         ...
 
     @abstractmethod
-    async def score(self, server: Server, tokens: list[int]) -> list[float]:
-        """Return the logprobs, at temperature 1, of all tokens after the first."""
+    async def score(self, server: Server, text: ServerText) -> list[float]:
+        """Return the logprobs, at temperature 1, of all tokens after the first. Those of image tokens mean
+        nothing.
+
+        Raises:
+            EngineError: if the server made other ids of a text with images.
+        """
 
     # -------------------------------------------------------------------------------- the contract
 
     async def start(self, emit: Emit, tasks: TaskGroup) -> None:
         """See `InferenceEngine`."""
         self._samples.start(emit, tasks)
+        self._reads_images = await anyio.to_thread.run_sync(self._look_at_model)
         self._server = await self._launch()
         await anyio.to_thread.run_sync(self._learn_model)
         tasks.start_soon(self._watch, name="server")
@@ -162,9 +180,9 @@ class ServerEngine(ABC):
         if self._server is not None:
             await self._server.stop()
 
-    def generate(self, request: GenerateRequest) -> None:
-        """See `InferenceEngine`."""
-        self._samples.take(request)
+    def generate(self, request: GenerateRequest, images: Sequence[bytes] = ()) -> None:
+        """See `VisionEngine`."""
+        self._samples.take(request, images)
 
     def abort(self, request: str) -> None:
         """See `InferenceEngine`."""
@@ -191,14 +209,22 @@ class ServerEngine(ABC):
             f"version {version} was given to {_LOADS} servers, and each was lost: {reason}", version=version
         )
 
-    async def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """See `InferenceEngine`."""
+    async def logprobs(
+        self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
+    ) -> list[NDArray[np.float32]]:
+        """See `VisionEngine`."""
+        digests = [hashlib.sha256(file).hexdigest() for file in images]
         results: list[NDArray[np.float32]] = []
         async with self._control:
             server = self._current_server()
             for sequence in sequences:
+                tokens: list[int] = sequence.tolist()
                 try:
-                    scores = await self.score(server, sequence.tolist())
+                    seen = self._samples.images(sequence, images, digests)
+                    text = await seen.text(tokens) if seen else ServerText(tokens, tokens)
+                    scores = await self.score(server, text)
+                except RequestError as error:
+                    raise EngineError(str(error)) from error
                 except ServerLost as error:
                     server.distrust(str(error))
                     raise
@@ -262,7 +288,7 @@ class ServerEngine(ABC):
         """
         if not self._shapes:
             return
-        shapes = self._without_tied_head(shapes_in(str(folder)))
+        shapes = self._shapes_in(str(folder))
         for name in sorted(self._shapes.keys() | shapes.keys()):
             if shapes.get(name) != self._shapes.get(name):
                 raise WeightsError(
@@ -328,19 +354,40 @@ class ServerEngine(ABC):
         log.info("the server's output is on this machine", file=str(file))
         return file
 
+    def _look_at_model(self) -> bool:
+        """Return whether the model reads images. An attached server may have a model that this machine has
+        not.
+
+        Raises:
+            EngineError: if the config of the model cannot be read.
+        """
+        about = known_config if self._config.urls else fetch_config
+        try:
+            return is_vision_language(about(self._context.model))
+        except ConfigError as error:
+            raise EngineError(str(error)) from error
+
     def _learn_model(self) -> None:
         """Read the model's config, shapes and end tokens; the server has downloaded the model by now."""
         folder = folder_of_model(self._context.model)
         if folder is None:
             return
-        self._config_of_model = text_config(folder)
-        self._shapes = self._without_tied_head(shapes_in(folder))
-        self._samples.learn(self._config_of_model.get("vocab_size"), end_tokens_in(folder))
+        whole, text = known_config(folder), text_config(folder)
+        self._has_tied_head = whole.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        self._shapes = self._shapes_in(folder)
+        self._samples.learn(text.get("vocab_size"), end_tokens_in(folder), image_token_of(whole))
 
-    def _without_tied_head(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes without the head of a model with tied embeddings: files may contain it or not."""
-        is_tied = self._config_of_model.get("tie_word_embeddings", False)
-        return {name: shape for name, shape in shapes.items() if not is_tied or name != "lm_head.weight"}
+    def _shapes_in(self, folder: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a folder's tensors, without the head of a model with tied embeddings: files
+        may contain it or not. The tensors of a vision-language model get their newest names."""
+        shapes = shapes_in(folder)
+        if self._reads_images:
+            shapes = {newest_name(name): shape for name, shape in shapes.items()}
+        return {
+            name: shape
+            for name, shape in shapes.items()
+            if not self._has_tied_head or name != "lm_head.weight"
+        }
 
     def _url(self) -> str:
         """Return the address of the running server that belongs to this worker."""

@@ -26,9 +26,11 @@ import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError, RequestError
+from stretto.serving.images import RequestImages, ServerText, image_runs
 from stretto.serving.intake import Intake, OpenSample, final_chunks
 from stretto.serving.server import Server, ServerLost, ServerRefused
 from stretto.serving.stop_strings import StopStrings, stop_tokenizer
@@ -52,7 +54,7 @@ class Ask:
 
     id: str
     """Unique among the server's requests, and not a prefix of another id."""
-    tokens: list[int]
+    text: ServerText
     """The prompt and the answer so far."""
     max_tokens: int
     """Largest number of tokens that the stream may add, at least 1."""
@@ -104,6 +106,7 @@ class _ServerSample(OpenSample):
     """Cancel scope of the current stream."""
     stream_id: str = ""
     """Id of the current stream, or of the last one."""
+    images: RequestImages | None = None
 
     def __post_init__(self) -> None:
         self.answer = self.begun.tolist()
@@ -140,6 +143,7 @@ class StreamQueue:
         self._slots = slots
         self._intake = Intake(_ServerSample, vocabulary=2**31, room=room)
         self._model = model
+        self._image_token: int | None = None
         self._tokenizer: Any = None
         self._loading = anyio.Lock()
         self._tasks: TaskGroup | None = None
@@ -197,26 +201,49 @@ class StreamQueue:
         """Stop: emit no more chunks and send no more samples."""
         self._emit = self._server = None
 
-    def learn(self, vocabulary: int | None, ends: frozenset[int]) -> None:
-        """Set the size of the model's vocabulary (None keeps the current one) and the tokens that end its
-        answers."""
+    def learn(self, vocabulary: int | None, ends: frozenset[int], image_token: int | None) -> None:
+        """Set the size of the model's vocabulary (None keeps the current one), the tokens that end its
+        answers, and the token that stands for a part of an image."""
+        self._image_token = image_token
         self._intake.vocabulary = vocabulary or self._intake.vocabulary
         self._intake.eos = ends
 
-    def take(self, request: GenerateRequest) -> None:
-        """See `InferenceEngine.generate`."""
+    def take(self, request: GenerateRequest, files: Sequence[bytes] = ()) -> None:
+        """See `VisionEngine.generate`."""
         try:
             if fault := self._streams.unfit(request.sampling):
                 raise RequestError(fault)
+            images = self.images(request.prompt_ids.numpy(), files, request.images)
             samples = self._intake.accept(request)
         except RequestError as error:
             self._refusals += final_chunks(request, "error", str(error))
             self._news.set()
             return
         for sample in samples:
+            sample.images = images
             if finish := sample.finish_on_arrival:
                 self._end(sample, finish)
         self._admit()
+
+    def images(
+        self, prompt: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str]
+    ) -> RequestImages | None:
+        """Return the images of a prompt; None if it has none.
+
+        Raises:
+            RequestError: if the prompt does not have one run of image tokens for each image.
+        """
+        token = self._image_token
+        if token is None and files:
+            raise RequestError("the request has images, and the model reads none that is known here")
+        if token is None:
+            return None
+        if (runs := image_runs(prompt, token)) != len(files):
+            raise RequestError(
+                f"a prompt has {runs} runs of image tokens (id {token}) and {len(files)} images; a server"
+                " needs one run for each image, with other tokens between them"
+            )
+        return RequestImages(token, files, digests) if files else None
 
     def abort(self, request: str) -> None:
         """See `InferenceEngine.abort`."""
@@ -330,9 +357,10 @@ class StreamQueue:
         """Receive the chunks of a stream until the stream or the sample ends. Return False if the sample
         ended first and the server still runs the stream."""
         sampling, length = sample.request.sampling, len(sample.answer)
+        tokens = [*sample.prompt.tolist(), *sample.answer]
         ask = Ask(
             id=sample.stream_id,
-            tokens=[*sample.prompt.tolist(), *sample.answer],
+            text=await sample.images.text(tokens) if sample.images else ServerText(tokens, tokens),
             max_tokens=sampling.max_tokens - length,
             seed=_seed(sample.seed, length),
             sampling=sampling,

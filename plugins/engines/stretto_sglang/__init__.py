@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stretto import Component, Context, Problem, hookimpl
 from stretto.engine import InferenceEngine
+from stretto.models.files import known_config
 from stretto.serving.config import ServerEngineConfig, check_server_engine
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ _RESERVED = {
     "--skip-tokenizer-init": "",
     "--incremental-streaming-output": "",
     "--weight-version": "",
+    "--image-processor-backend": "",
+    "--disable-fast-image-processor": "",
 }
 
 
@@ -48,6 +51,12 @@ def _make(config: SglangConfig, context: Context) -> InferenceEngine:
 
 def _check(config: SglangConfig, run: RunConfig) -> Iterator[Problem]:
     yield from check_server_engine(config, run, "sglang", _RESERVED)
+    kind = str(known_config(run.model).get("model_type", ""))
+    if kind.startswith("llava"):
+        yield Problem(
+            "model",
+            f"is of type {kind!r}: SGLang reads only its first image, in float16; use another engine",
+        )
 
 
 @hookimpl
@@ -59,4 +68,5 @@ def stretto_inference() -> Iterable[Component[SglangConfig]]:
         config=SglangConfig,
         summary="an SGLang server in its own interpreter, on GPU or CPU: exact versions, live swaps",
         check=_check,
+        reads_images=True,
     )

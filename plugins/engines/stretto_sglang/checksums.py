@@ -1,9 +1,10 @@
 """Compare an SGLang server's checksums with the weights that it was told to load.
 
 SGLang returns a checksum of each tensor that it holds, under its own names: query, key and value of a layer
-are one tensor there, as are gate and up, and a vocabulary is padded to a multiple of 64. On CPU the checksum
-is the beginning of the SHA-256 of the tensor's bytes, so it can be computed from the files. On other devices
-its definition is not known, but it changes if and only if the tensor does.
+are one tensor there, as are gate and up, and a vocabulary is padded to a multiple of 64. The tensors of
+vision-language models have older names there. On CPU the checksum is the beginning of the SHA-256 of the
+tensor's bytes, so it can be computed from the files. On other devices its definition is not known, but it
+changes if and only if the tensor does.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stretto.models.safetensors import Place, places_in
+from stretto.models.vision import newest_name
 
 __all__ = ["Checksums"]
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj", "qkv"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PADDED_TO = 64
 _DIGITS = 16
@@ -51,11 +53,11 @@ class Checksums:
             checksums: the server's checksums now, by its own names.
         """
         hashes = dict(published)
-        tensors = places_in(folder)
+        tensors = {newest_name(name): place for name, place in places_in(folder).items()}
         for name, checksum in checksums.items():
-            parts = [part for part in _parts(name) if part in tensors]
-            if parts and not self._matches(name, checksum, [tensors[part] for part in parts], published):
-                hashes |= dict.fromkeys(parts, f"server: {checksum}")
+            places = [tensors[part] for part in _parts(newest_name(name)) if part in tensors]
+            if places and not self._matches(name, checksum, places, published):
+                hashes |= {place.name: f"server: {checksum}" for place in places}
         self._checksums, self._published = checksums, published
         return hashes
 

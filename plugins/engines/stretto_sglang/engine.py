@@ -20,6 +20,7 @@ from stretto.engine import Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.serving.config import Flag, flags
 from stretto.serving.engine import ServerEngine
+from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto.serving.streams import FINISH_REASONS, Ask, StreamChunk, VersionSpan
 from stretto_sglang.checksums import Checksums
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["SglangEngine"]
 
 _SERVE = Path(__file__).with_name("in_server") / "serve.py"
+_MODELS = "stretto_in_sglang"  # beside serve.py
 _CALL_S = 30.0
 _LOAD_S = 300.0
 _SPARE = 16  # SGLang reserves a few tokens of the context length
@@ -56,11 +58,13 @@ class _SGLangFault(msgspec.Struct, gc=False):
 
 class _SGLangEvent(msgspec.Struct, gc=False):
     output_ids: list[int] = []
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()  # every event repeats it; only the first one is read
     meta_info: _Meta | None = None
     error: _SGLangFault | None = None
 
 
 _EVENT = msgspec.json.Decoder(_SGLangEvent)
+_IDS = msgspec.json.Decoder(list[int] | None)
 
 
 class SglangEngine(ServerEngine):
@@ -90,8 +94,13 @@ class SglangEngine(ServerEngine):
             "--sampling-mask-max-tokens": _LIKELIEST,
             "--log-level-http": "warning",
         }
+        if self._reads_images:
+            # stretto's own image processors resize with Pillow; torchvision differs.
+            own["--image-processor-backend"] = "pil"
         # The spare tokens may exceed the model's own context length; no sample reaches them.
         env = {"STRETTO_SERVER_KEY": key, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if self._reads_images:
+            env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": _MODELS, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _MODELS}
         if config.gpus:
             if config.share < 1:
                 own["--mem-fraction-static"] = round(_GPU_SHARE * config.share, 3)
@@ -127,10 +136,13 @@ class SglangEngine(ServerEngine):
             room, segments, dtype = (
                 info[name] for name in ("context_length", "incremental_streaming_output", "dtype")
             )
+            resizes = info["image_processor_backend"]
         except (ServerRefused, ServerLost, KeyError, TypeError) as error:
             raise EngineError(f"the server at {server.url} cannot be used as SGLang: {error!r}") from error
         if not segments:
             raise EngineError(f"the server at {server.url} lacks --incremental-streaming-output")
+        if self._reads_images and resizes != "pil":
+            raise EngineError(f"the server at {server.url} lacks --image-processor-backend pil")
         if room is not None and room < self._room + _SPARE:
             raise EngineError(
                 f"{server.url} has a context length of {room}; it needs inference.context_length,"
@@ -144,18 +156,25 @@ class SglangEngine(ServerEngine):
         """See `ServerEngine`."""
         body = {
             "rid": ask.id,
-            "input_ids": ask.tokens,
+            **_prompt(ask.text, ask.salt),
             "stream": True,
             "return_logprob": True,
             "extra_key": ask.salt,
             "return_sampling_mask": _restricts(ask.sampling),
             "sampling_params": _sampling(ask.sampling) | {"max_new_tokens": ask.max_tokens},
         }
+        unseen = bool(ask.text.images)
         async for event in server.stream("/generate", body, _EVENT):
             if event.error is not None or event.meta_info is None:
                 message = event.error.message if event.error is not None else "an event without meta_info"
                 yield StreamChunk((), (), "error", message)
                 return
+            if unseen:
+                unseen = False
+                found = _IDS.decode(event.prompt_token_ids) if event.prompt_token_ids else None
+                if difference := ask.text.difference(found):
+                    yield StreamChunk((), (), "error", difference)
+                    return
             yield _piece(event.output_ids, event.meta_info)
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
@@ -189,15 +208,17 @@ class SglangEngine(ServerEngine):
         checksums = await self._read_checksums(server)
         return await anyio.to_thread.run_sync(self._checksums.hashes, update.hashes(), folder, checksums)
 
-    async def score(self, server: Server, tokens: list[int]) -> list[float]:
+    async def score(self, server: Server, text: ServerText) -> list[float]:
         """See `ServerEngine`."""
         body = {
-            "input_ids": tokens,
+            **_prompt(text, f"v{self._version}"),
             "return_logprob": True,
             "logprob_start_len": 0,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
         }
         answer = await server.post("/generate", body, deadline_s=_CALL_S)
+        if text.images and (difference := text.difference(answer.get("prompt_token_ids"))):
+            raise EngineError(difference)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
     async def _read_checksums(self, server: Server) -> Mapping[str, str]:
@@ -211,6 +232,22 @@ class SglangEngine(ServerEngine):
             for name, checksum in rank["checksums"].items():
                 checksums[name] = f"{checksums.get(name, '')} {checksum}".strip()
         return checksums
+
+
+def _prompt(text: ServerText, salt: str) -> dict[str, Any]:
+    """Return the fields of a prompt. For one with images, SGLang then returns its own ids of it.
+
+    SGLang keeps what the vision tower made of an image under the image's hash, also when it loads new
+    weights. So the hash depends on the salt, which names a version.
+    """
+    if not text.images:
+        return {"input_ids": text.sent}
+    return {
+        "input_ids": text.sent,
+        "image_data": [image.url for image in text.images],
+        "mm_hashes": [image.key(salt) for image in text.images],
+        "return_prompt_token_ids": True,
+    }
 
 
 def _restricts(sampling: Sampling) -> bool:

@@ -34,6 +34,7 @@ _RESERVED = {
     "--logprobs-mode": "",
     "--enable-scale-out": "",
     "--worker-extension-cls": "",
+    "--mm-processor-kwargs": "",
 }
 
 
@@ -73,4 +74,5 @@ def stretto_inference() -> Iterable[Component[VllmConfig]]:
         config=VllmConfig,
         summary="a vLLM server in its own interpreter, on GPU or CPU: exact versions, live swaps",
         check=_check,
+        reads_images=True,
     )

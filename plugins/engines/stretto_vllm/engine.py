@@ -7,6 +7,7 @@ that produced them. Weights go through stretto's own worker extension (`in_serve
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
 from stretto.serving.config import Flag, flags
 from stretto.serving.engine import ServerEngine
+from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto.serving.streams import FINISH_REASONS, Ask, StreamChunk, VersionSpan
 
@@ -36,6 +38,7 @@ _READ_S = 300.0
 _LOAD_S = 300.0
 _ASK_EVERY_S = 0.02
 _BATCH = 2048
+_PILLOW = '{"use_fast": false}'  # stretto's own image processors resize with Pillow; torchvision differs
 _GPU_SHARE = 0.9  # of the worker's share of the GPU: vLLM does not count the memory that CUDA itself needs
 
 
@@ -61,6 +64,7 @@ class _VLLMFault(msgspec.Struct, gc=False):
 
 class _VLLMEvent(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
     error: _VLLMFault | None = None
 
 
@@ -96,6 +100,8 @@ class VllmEngine(ServerEngine):
             "--uvicorn-log-level": "warning",
             "--enforce-eager": not config.gpus,  # compiling takes minutes
         }
+        if self._reads_images:
+            own["--mm-processor-kwargs"] = _PILLOW
         env = {
             "PYTHONPATH": str(_IN_SERVER),
             "VLLM_API_KEY": key,
@@ -126,6 +132,7 @@ class VllmEngine(ServerEngine):
             models = await server.get("/v1/models", deadline_s=_CALL_S)
             room = models["data"][0]["max_model_len"]
             info = await server.get("/server_info?config_format=json", deadline_s=_CALL_S)
+            images = info["vllm_config"]["model_config"]["multimodal_config"]
             await self._rpc(server, "stretto_loads", deadline_s=_CALL_S)
         except (ServerRefused, ServerLost, KeyError, IndexError, TypeError) as error:
             raise EngineError(
@@ -135,6 +142,10 @@ class VllmEngine(ServerEngine):
             ) from error
         if "processed_logprobs" not in str(info):
             raise EngineError(f"the server at {server.url} lacks --logprobs-mode processed_logprobs")
+        if self._reads_images and (images or {}).get("mm_processor_kwargs") != json.loads(_PILLOW):
+            raise EngineError(f"the server at {server.url} lacks --mm-processor-kwargs '{_PILLOW}'")
+        if self._reads_images and images["language_model_only"]:
+            raise EngineError(f"the server at {server.url} reads no images: it has --language-model-only")
         if room < self._room:
             raise EngineError(
                 f"{server.url} has room for {room} tokens; inference.context_length is {self._room}"
@@ -144,13 +155,19 @@ class VllmEngine(ServerEngine):
         """See `ServerEngine`."""
         body = {
             "request_id": ask.id,
-            "token_ids": ask.tokens,
+            **_prompt(ask.text),
             "stream": True,
             "cache_salt": ask.salt,
             "sampling_params": _sampling(ask.sampling)
             | {"max_tokens": ask.max_tokens, "seed": ask.seed, "logprobs": 0, "detokenize": False},
         }
+        unseen = bool(ask.text.images)
         async for event in server.stream("/inference/v1/generate", body, _EVENT):
+            if unseen and event.choices:
+                unseen = False
+                if difference := ask.text.difference(event.prompt_token_ids):
+                    yield StreamChunk((), (), "error", difference)
+                    return
             if event.error is not None:
                 if event.error.code >= 500:
                     raise ServerLost(event.error.message)
@@ -190,14 +207,16 @@ class VllmEngine(ServerEngine):
             await server.post("/update_weight_version", version, deadline_s=_CALL_S)
             if forget:
                 await server.post("/reset_prefix_cache", deadline_s=_CALL_S)
+            if self._reads_images:  # vLLM keeps what the former weights made of images
+                await server.post("/reset_encoder_cache", deadline_s=_CALL_S)
         except ServerRefused as error:
             raise ServerLost(str(error)) from error
         return self._hashes
 
-    async def score(self, server: Server, tokens: list[int]) -> list[float]:
+    async def score(self, server: Server, text: ServerText) -> list[float]:
         """See `ServerEngine`. vLLM does not use its prefix cache when it returns logprobs of a prompt."""
         body = {
-            "token_ids": tokens,
+            **_prompt(text),
             "sampling_params": {
                 "max_tokens": 1,
                 "temperature": 0.0,
@@ -206,8 +225,10 @@ class VllmEngine(ServerEngine):
             },
         }
         answer = await server.post("/inference/v1/generate", body, deadline_s=_CALL_S)
+        if text.images and (difference := text.difference(answer.get("prompt_token_ids"))):
+            raise EngineError(difference)
         by_position = answer["prompt_logprobs"]
-        return [by_position[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i]
+        return [by_position[i][str(token)]["logprob"] for i, token in enumerate(text.tokens) if i]
 
     async def _rpc(self, server: Server, method: str, *arguments: str, deadline_s: float) -> Any:
         """Call a method of the worker extension in all workers of the server; return their common answer.
@@ -226,6 +247,14 @@ class VllmEngine(ServerEngine):
         if any(result != results[0] for result in results):
             raise ServerLost(f"{method}: the server's workers do not agree: {results}")
         return results[0]
+
+
+def _prompt(text: ServerText) -> dict[str, Any]:
+    """Return the fields of a prompt. For one with images, vLLM then returns its own ids of it. It recognises
+    an image by the digest."""
+    parts = [{"type": "image_url", "url": image.url, "uuid": image.digest} for image in text.images]
+    images = {"content_parts": parts, "return_token_ids": True} if parts else {}
+    return {"token_ids": text.sent, **images}
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:

@@ -20,6 +20,13 @@ from typing import Any
 
 _KEY = os.environ.get("STRETTO_SERVER_KEY", "")
 _ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+_absent = {"sgl_kernel"}
+_OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
 
 
 class _Record(logging.LogRecord):
@@ -53,11 +60,12 @@ class _Placeholder(types.ModuleType):
 
 class _PlaceholderFinder:
     """Finds `sgl_kernel`, whose wheel holds CUDA kernels only and which SGLang imports for speculative
-    decoding and moves of its cache, and `torchvision`, whose wheel breaks with a CPU build of torch."""
+    decoding and moves of its cache; and `torchvision` where it is not installed: only models of images need
+    it."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.partition(".")[0] in ("sgl_kernel", "torchvision"):
+        if fullname.partition(".")[0] in _absent:
             loader: Any = _PlaceholderFinder
             return importlib.machinery.ModuleSpec(fullname, loader, is_package=True)
         return None
@@ -73,10 +81,15 @@ class _PlaceholderFinder:
 
 if _ON_CPU:
     # transformers remembers whether torchvision is installed; let it look before the placeholder exists.
+    import torch
     from transformers.utils.import_utils import is_torchvision_available
 
-    is_torchvision_available()
+    if not is_torchvision_available():
+        _absent.add("torchvision")
     sys.meta_path.insert(0, _PlaceholderFinder)
+    # The processor of Qwen's images imports a newer model, which binds these operators at its import.
+    for _name in _OPERATORS:
+        setattr(torch.ops.sgl_kernel, _name, _Placeholder(f"torch.ops.sgl_kernel.{_name}"))
 
 
 def main() -> None:

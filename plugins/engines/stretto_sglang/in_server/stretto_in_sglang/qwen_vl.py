@@ -1,0 +1,58 @@
+"""Qwen2-VL and Qwen2.5-VL that load checkpoints with the names of today, and positions of any prompt.
+
+SGLang's own loaders know only the tensors' names of the first checkpoints. They refuse the text model's new
+names, and silently pass over those of the vision tower. Its computation of positions fails for a prompt that
+ends with the token before an image, as an answer may that continues after a swap.
+"""
+
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+from sglang.srt.models import qwen2_5_vl, qwen2_vl
+
+_OLDER_PREFIXES = {"model.language_model.": "model.", "model.visual.": "visual."}
+
+
+class Qwen2VLForConditionalGeneration(qwen2_vl.Qwen2VLForConditionalGeneration):
+    """SGLang's Qwen2-VL."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Load tensors with names of either kind."""
+        super().load_weights(_renamed(weights))
+
+
+class Qwen2_5_VLForConditionalGeneration(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):  # noqa: N801
+    """SGLang's Qwen2.5-VL."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Load tensors with names of either kind."""
+        super().load_weights(_renamed(weights))
+
+
+def _renamed(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, tensor in weights:
+        newer = next((newer for newer in _OLDER_PREFIXES if name.startswith(newer)), "")
+        yield (_OLDER_PREFIXES[newer] + name.removeprefix(newer) if newer else name), tensor
+
+
+_rope_index_of = MRotaryEmbedding.get_rope_index
+
+
+def _rope_index(
+    *arguments: Any, input_ids: torch.Tensor, **keywords: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of tokens, computed with a text token after them."""
+    longer = torch.nn.functional.pad(input_ids, (0, 1), value=-1)
+    positions, delta = _rope_index_of(*arguments, input_ids=longer, **keywords)
+    return positions[..., :-1], delta
+
+
+MRotaryEmbedding.get_rope_index = staticmethod(_rope_index)
+
+EntryClass = [Qwen2VLForConditionalGeneration, Qwen2_5_VLForConditionalGeneration]
