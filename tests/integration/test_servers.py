@@ -85,6 +85,29 @@ def test_the_quickstart_trains_with_only_the_engines_name_changed(
 
 
 @both_servers
+def test_the_vision_example_trains_with_only_the_engines_name_changed(
+    tmp_path: Path, use: str, python: str
+) -> None:
+    """A server that made other ids of a prompt with an image would fail its ticket."""
+    rows, out = tmp_path / "rows", tmp_path / "run"
+    made = [sys.executable, "examples/vision/make_model.py", "--out", str(rows), "--demonstrations", "10"]
+    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    changed = [f"inference.use={use}", f"inference.python={python}", "steps=20", f"out={out}"]
+    changed += [f"dataset.path={rows}/train.jsonl", f"evaluation.dataset.path={rows}/heldout.jsonl"]
+    _stretto("run", "examples/vision/run.yaml", *changed)
+    _stretto("audit", str(out))
+
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    first, *_, last = (line["accuracy"] for line in summary["evaluation"])
+    assert first <= 0.5
+    assert last >= 0.8
+    assert (summary["version"], summary["ledger"]["failed"], summary["restarts"]) == (20, 0, 0)
+    assert summary["canary"]["max"] < 1e-3
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("mismatch_max", 0.0) for line in metrics) < 1e-3
+
+
+@both_servers
 def test_evaluations_beside_training_are_of_the_version_they_name(
     tmp_path: Path, use: str, python: str
 ) -> None:
