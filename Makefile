@@ -1,4 +1,5 @@
 # make quickstart   set everything up and train the tiny model of examples/quickstart
+# make vision       the same for examples/vision, a tiny model that reads images
 # make test         set everything up and run the tests
 # make coverage     the same tests, and which lines they run in all processes; fails below the floor in pyproject.toml
 # make lint         ruff, pyright (strict), import rules, spelling
@@ -20,7 +21,7 @@
 # JOBS=3                  processes that run the tests. Tests also wait: one process more than there are cores keeps
 #                         all cores busy
 # SGLANG_PYTHON, VLLM_PYTHON   interpreters with these servers, for `make test-integration` to install none
-# ARGS="seed=2"           handed to stretto run by `make quickstart`, and to pytest by `make test` and the like
+# ARGS="seed=2"           handed to stretto run by `make quickstart` and `make vision`, and to pytest by `make test` and the like
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,10 +38,14 @@ ENGINES := build/engines
 SGLANG_PYTHON ?=
 VLLM_PYTHON ?=
 
-.PHONY: quickstart test test-slow test-all test-chaos test-integration test-gpu test-clusters coverage lint format docs bench clean
+.PHONY: quickstart vision test test-slow test-all test-chaos test-integration test-gpu test-clusters coverage lint format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
+
+vision: $(VENV)/installed
+	$(BIN)/python examples/vision/make_model.py
+	$(BIN)/stretto run examples/vision/run.yaml $(ARGS)
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n $(JOBS) $(PARALLEL) -m "$(DEFAULT)" $(ARGS)

@@ -566,7 +566,7 @@ def test_fields_are_shown_with_type_default_and_meaning() -> None:
 def test_the_example_files_are_what_the_schema_says() -> None:
     examples = Path(__file__).parents[2] / "examples"
     validator = jsonschema.Draft202012Validator(json_schema(Plugins()))
-    files = [*examples.glob("*.yaml"), *examples.glob("quickstart/*.yaml")]
+    files = [path for folder in ("", "quickstart/", "vision/") for path in examples.glob(f"{folder}*.yaml")]
     assert len(files) >= 2
     for file in files:
         validator.validate(yaml.safe_load(file.read_text()))

@@ -253,6 +253,22 @@ def stretto_samples(folder: Path) -> list[dict[str, Any]]:
     return SampleStore(folder).find(limit=None)
 
 
+def test_samples_with_images_name_their_files(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "<image>?", "images": ["/a.png", "/b.png"]},
+        {"prompt": "<image>?", "image": {"bytes": 3}},
+    ]
+    files, itself = (
+        make_run(tmp_path / f"made-{n}", steps=1, row=json.dumps(row)) for n, row in enumerate(rows)
+    )
+    assert export(files, "--samples", tmp_path / "files.jsonl").exit_code == 0
+    exported = rows_in(tmp_path / "files.jsonl")
+    assert exported
+    assert all(row["images"] == ["/a.png", "/b.png"] for row in exported)
+    refused = export(itself, "--samples", tmp_path / "itself.jsonl")
+    assert "images that are files" in str(refused.exception)
+
+
 def test_a_conversation_gives_a_row_for_each_turn_of_the_assistant(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "made", steps=1)
     shutil.rmtree(folder / "samples")

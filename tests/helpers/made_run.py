@@ -36,6 +36,7 @@ def make_run(
     seed: int = 1,
     finished: bool = True,
     answer: str = "8 17",
+    row: str = '{"prompt": "3+5+9=", "answer": "8 17"}',
 ) -> Path:
     """Make a run folder and return it.
 
@@ -44,6 +45,7 @@ def make_run(
         samples: trajectories a ticket.
         finished: write a summary.
         answer: text of every answer. A token is a byte of it.
+        row: JSON of the row of every ticket.
     """
     folder.mkdir(parents=True)
     (folder / "bus").mkdir()
@@ -59,7 +61,7 @@ def make_run(
     lines = _lines(steps, groups, samples, np.random.default_rng(seed))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     _write_timeline(folder, steps, groups, samples)
-    _write_samples(folder, steps, groups, samples, answer, np.random.default_rng(seed))
+    _write_samples(folder, steps, groups, samples, answer, row, np.random.default_rng(seed))
     if finished:
         (folder / "summary.json").write_text(json.dumps(_summary(name, lines, steps, groups, samples)))
     return folder
@@ -156,13 +158,13 @@ def _write_timeline(folder: Path, steps: int, groups: int, samples: int) -> None
 
 
 def _write_samples(
-    folder: Path, steps: int, groups: int, samples: int, answer: str, draw: np.random.Generator
+    folder: Path, steps: int, groups: int, samples: int, answer: str, row: str, draw: np.random.Generator
 ) -> None:
     (folder / "samples").mkdir()
     total = steps * groups * samples
     for flush, first in enumerate(range(0, total, _SEGMENT_ROWS), start=1):
         numbers = np.arange(first, min(total, first + _SEGMENT_ROWS))
-        kept, trained = _tables(numbers, groups, samples, answer, draw)
+        kept, trained = _tables(numbers, groups, samples, answer, row, draw)
         for name, table in (
             (SegmentName("samples", flush, flush), kept),
             (SegmentName("trained", flush, flush), trained),
@@ -172,7 +174,7 @@ def _write_samples(
 
 
 def _tables(
-    numbers: np.ndarray[Any, Any], groups: int, samples: int, answer: str, draw: np.random.Generator
+    numbers: np.ndarray[Any, Any], groups: int, samples: int, answer: str, row: str, draw: np.random.Generator
 ) -> tuple[Any, Any]:
     count = len(numbers)
     ticket, place = numbers // samples, numbers % samples
@@ -211,7 +213,7 @@ def _tables(
         "prompt_text": [prompt.decode()] * count,
         "text": [answer] * count,
         "messages": [None] * count,
-        "dataset_row": ['{"prompt": "3+5+9=", "answer": "8 17"}'] * count,
+        "dataset_row": [row] * count,
         "tokens": _lists(np.tile(tokens, count), len(tokens), pa.int32()),
         "loss_mask": _lists(np.tile(mask, count), len(tokens), pa.bool_()),
         "logprobs": _lists(logprobs.ravel(), len(tokens), pa.float32()),

@@ -72,6 +72,19 @@ async def test_late_news_of_a_lost_engine_leaves_its_successor_in_place() -> Non
         assert case.peers("rollout-0") == {"inference-0", "verifier-0"}
 
 
+async def test_a_worker_that_leaves_without_news_is_no_candidate_and_no_error() -> None:
+    """While a run ends, the fleet tells nobody who leaves."""
+    case = Case()
+    async with case.sending():
+        for worker in ("rollout-0", "inference-0", "verifier-0"):
+            case.add(worker)
+        await case.until(lambda: "rollout-0" in case.heard and len(case.peers("rollout-0")) == 2)
+        del case.members["verifier-0"]
+        case.sender.look(case.members["rollout-0"])
+        case.add("inference-1")
+        await case.until(lambda: case.peers("rollout-0") == {"inference-0", "inference-1"})
+
+
 async def test_a_rollout_worker_hears_at_once_of_engines_that_come_and_go() -> None:
     case = Case()
     load = Load(3, 5, 2, 8, 100, 1.0, 1, 0.1, 0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from PIL import Image
 
 from stretto.errors import ConfigError
-from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, images_of
+from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, images_of, names_in, with_names
 from vision_models import picture
 
 Models = Callable[[str], Path]
@@ -92,6 +93,22 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(ConfigError, match=r"large.png' has 33554433 bytes; expected at most 33554432"):
         images_of({"image": str(tmp_path / "large.png")})
+
+
+def test_a_pipe_is_refused_without_a_wait_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ConfigError, match=r"pipe.png' is not a regular file"):
+        images_of({"image": str(tmp_path / "pipe.png")})
+
+
+def test_people_read_the_paths_of_images() -> None:
+    image = Image.new("RGB", (2, 2))
+    row = {"answer": "2", "images": ["/a.png", {"bytes": None, "path": "/b.png"}, {"bytes": b"abc"}, image]}
+    named = with_names(row)
+    assert named == {"answer": "2", "images": ["/a.png", "/b.png", {"bytes": 3}, {"type": "Image"}]}
+    assert names_in(named) == named["images"]
+    assert names_in(with_names({"image": "/c.png"})) == ["/c.png"]
+    assert names_in("a row that was cut") == []
 
 
 @pytest.mark.slow

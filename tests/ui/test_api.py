@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import CookieJar
 from aiohttp.test_utils import TestClient, TestServer
+from PIL import Image
 
 from made_run import make_run
 from stretto.ui import runs as ui_runs
@@ -50,7 +52,8 @@ async def _asking(folder: Path) -> AsyncIterator[Ask]:
                 path = f"/{run_id}/{rest}".rstrip("/")
             response = await client.get(f"/api/runs{path}", params=query)
             assert response.status == status, await response.text()
-            return await response.json()
+            is_json = response.content_type == "application/json"
+            return await response.json() if is_json else await response.read()
 
         yield ask
 
@@ -173,6 +176,24 @@ async def test_a_group_and_the_tokens_of_its_samples(ask: Ask) -> None:
 async def test_a_sample_that_is_not_there_is_refused(ask: Ask) -> None:
     assert "has no sample '9/1/0'" in (await ask("one/tokens", 400, ticket=7, sample="9/1/0"))["error"]
     assert "names no ticket" in (await ask("one/group", 400))["error"]
+
+
+async def test_the_images_of_a_row_are_shown_small(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("large.png", "missing.png", "notes.txt")]
+    Image.new("RGB", (2000, 1000), "red").save(files[0])
+    Path(files[2]).write_text("secret")
+    make_run(
+        tmp_path / "runs" / "one", name="one", steps=2, row=json.dumps({"images": [*files, {"bytes": 3}]})
+    )
+    async for ask in _asking(tmp_path / "runs"):
+        shown = Image.open(io.BytesIO(await ask("one/image", ticket=3, number=0)))
+        assert (shown.size, shown.getpixel((0, 0))) == ((384, 192), (255, 0, 0))
+        assert "no such file" in (await ask("one/image", 400, ticket=3, number=1))["error"]
+        refused = (await ask("one/image", 400, ticket=3, number=2))["error"]
+        assert "is no image that can be read" in refused
+        assert "secret" not in refused
+        assert "has no image 3 in a file" in (await ask("one/image", 400, ticket=3, number=3))["error"]
+        assert "has no image 0 in a file" in (await ask("one/image", 400, ticket=99, number=0))["error"]
 
 
 async def test_the_configuration_by_dotted_keys(ask: Ask) -> None:

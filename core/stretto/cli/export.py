@@ -28,6 +28,7 @@ from stretto.cli.folders import is_free
 from stretto.cli.samples import open_samples
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.checkpoint import find_checkpoint
+from stretto.models.images import names_in
 from stretto.records.metrics import ACCURACY, is_figure
 from stretto.records.run import RunRecord
 from stretto.records.samples import SampleFilter
@@ -201,13 +202,15 @@ class ExportedSamples:
     truncated: int
     """Samples that reached the limit of tokens. They are left out: a model would learn to stop there."""
     unusable: int
-    """Samples that are left out because the run did not keep their whole prompt or conversation."""
+    """Samples that are left out because the run did not keep their whole prompt or conversation, or because
+    the dataset has their images in itself."""
 
 
 def export_samples(
     folder: Path, file: Path, *, min_reward: float | None = None, best_of_group: bool = False
 ) -> ExportedSamples:
-    """Write the training samples of a run as JSON lines with `id`, `prompt`, `completion` and `reward`.
+    """Write the training samples of a run as JSON lines with `id`, `prompt`, `completion` and `reward`, and
+    with `images`, if the rows have some.
 
     A conversation makes one row for each turn of the assistant, with the tool calls and results that belong
     to it: the turns before it are the prompt.
@@ -230,7 +233,7 @@ def export_samples(
     if not lines:
         raise ConfigError(
             f"{folder} has no sample to export: {len(found)} have a reward that fits, and {len(whole)} of "
-            "these ended by themselves"
+            "these ended by themselves; a row also needs the whole prompt, and images that are files"
         )
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.absolute().parent, delete=False) as aside:
@@ -259,23 +262,29 @@ def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _rows_of(sample: Mapping[str, Any], parts: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a trajectory; none if its prompt or its conversation was not kept as a whole.
+    """Yield the rows of a trajectory; none if its prompt or its conversation was not kept as a whole, or if
+    it has images that are no files.
 
     Args:
         parts: number of trajectories of its sample. Only the last one has the conversation.
     """
-    reward = {"reward": sample["reward"]}
+    row, text = sample["dataset_row"], sample["text"]
+    columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
+    shared: dict[str, Any] = {"reward": sample["reward"]}
+    if images := names_in(columns):
+        if not all(isinstance(name, str) for name in images):
+            return
+        shared["images"] = images
     if sample["messages"]:
         if isinstance(sample["messages"], list):
             for number, (prompt, answer) in enumerate(_turns(cast("list[Any]", sample["messages"]))):
-                yield {"id": f"{sample['id']}/{number}", "prompt": prompt, "completion": answer, **reward}
+                yield {"id": f"{sample['id']}/{number}", "prompt": prompt, "completion": answer, **shared}
         return
-    columns, text = sample["dataset_row"], sample["text"]
-    prompt = cast("dict[str, Any]", columns).get("prompt") if isinstance(columns, dict) else None
+    prompt = columns.get("prompt")
     # In a longer conversation without messages, the turns of others are part of the text.
     if prompt and text and parts == 1 and sample["metrics"].get("turns", 1) == 1:
         answer = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        yield {"id": sample["id"], "prompt": prompt, "completion": answer, **reward}
+        yield {"id": sample["id"], "prompt": prompt, "completion": answer, **shared}
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Any], list[Any]]]:

@@ -107,7 +107,9 @@ class RouteSender:
 
     def _peers_of(self, rollout: str) -> tuple[Peer, ...]:
         members, now = self._fleet.members, time.monotonic()
-        candidates, closed = self._candidates.of(rollout), self._closed.pop(rollout, {})
+        # While a run ends, workers leave the fleet without news.
+        candidates = [worker for worker in self._candidates.of(rollout) if worker in members]
+        closed = self._closed.pop(rollout, {})
         if members[rollout].tickets:
             closed |= dict.fromkeys(set(self._told.get(rollout, ())) - set(candidates), now + self._finish_s)
         closed = {

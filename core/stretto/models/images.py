@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto.errors import ConfigError, column_error
@@ -34,6 +34,8 @@ __all__ = [
     "files_of",
     "has_images",
     "images_of",
+    "names_in",
+    "with_names",
 ]
 
 IMAGE_COLUMNS = ("images", "image")
@@ -96,6 +98,24 @@ def images_of(row: Mapping[str, Any]) -> list[OpenImage]:
                 row, column, f"{_label(value)} is no image that can be read: {error}"
             ) from error
     return images
+
+
+def with_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row for people and for JSON. An image is its path there, or a mapping that says what it is."""
+    named = dict(row)
+    for column in IMAGE_COLUMNS:
+        value = row.get(column)
+        if isinstance(value, list | tuple):
+            named[column] = [_name(item) for item in cast("Sequence[Any]", value)]
+        elif value is not None:
+            named[column] = _name(value)
+    return named
+
+
+def names_in(row: Any) -> list[Any]:
+    """Return what a row that `with_names` returned has for its images. A row that is no mapping has none."""
+    columns = cast("Mapping[str, Any]", row) if isinstance(row, Mapping) else {}
+    return [name for column in IMAGE_COLUMNS if columns.get(column) for name in _as_list(columns[column])]
 
 
 def decode(data: bytes) -> Image:
@@ -187,8 +207,11 @@ def files_of(values: Any) -> tuple[bytes, ...]:
 
 def _read(path: str) -> bytes:
     try:
-        with Path(path).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(path, "rb", opener=_open_at_once) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise column_error(row, column, f"{path!r} is not a regular file")
+            size = about.st_size
             if size > MAX_FILE_BYTES:
                 raise ImageError(f"{path!r} has {size} bytes; expected at most {MAX_FILE_BYTES}")
             return file.read(MAX_FILE_BYTES)
@@ -198,11 +221,34 @@ def _read(path: str) -> bytes:
         raise ImageError(f"{path!r} cannot be read: {error}") from error
 
 
-def _label(value: Any) -> str:
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. A pipe is opened too, without a wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _path_of(value: Any) -> str | None:
+    """Return the path of an image; None if the row has the image itself."""
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
         value = None if mapping.get("bytes") else mapping.get("path")
-    return repr(value) if isinstance(value, str) else "what its bytes hold"
+    return value if isinstance(value, str) else None
+
+
+def _label(value: Any) -> str:
+    path = _path_of(value)
+    return "what its bytes hold" if path is None else repr(path)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _name(value: Any) -> str | dict[str, Any]:
+    path = _path_of(value)
+    if path is not None:
+        return path
+    data = cast("Mapping[str, Any]", value).get("bytes") if isinstance(value, Mapping) else value
+    return {"bytes": len(data)} if isinstance(data, bytes) else {"type": type(data).__name__}
 
 
 def _describe(value: Any) -> str:

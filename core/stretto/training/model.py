@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "checkpoint_activations",
     "compile_layers",
+    "image_arguments",
     "layers_of",
     "load_model",
     "load_policy",
@@ -121,11 +122,12 @@ def _vision_language(
     if config.packing == "packed":
         raise EngineError(f"training.packing is 'packed', and {source!r} reads images; leave it 'auto'")
     model = _load(AutoModelForImageTextToText, source, device, config=model_config)
-    return model, PaddedRows(_image_arguments(model))
+    return model, PaddedRows(image_arguments(model))
 
 
-def _image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[str, Tensor]]:
-    """Return a function of a batch and its padded ids, which makes the arguments for the batch's images."""
+def image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[str, Tensor]]:
+    """Return a function of a batch and its (R, T) padded ids, which makes the arguments of a vision-language
+    model for the batch's images."""
     config: Any = model.config
     image_token: int = getattr(config, "image_token_id", None) or config.image_token_index
     # Some models need an argument that marks the image tokens; without it, they would treat the positions of

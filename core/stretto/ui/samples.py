@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from stretto.errors import ConfigError
+from stretto.models.images import images_of, names_in
 from stretto.records.samples import SampleFilter, SampleStore
 from stretto.ui.token_text import pieces
 
@@ -17,6 +19,8 @@ __all__ = ["Samples", "filter_of"]
 
 _MOST_ROWS = 200
 """Most rows of one answer."""
+_THUMBNAIL = 384
+"""Most pixels of an image's side."""
 _PREVIEW = 240
 """Characters of a text in the list."""
 
@@ -52,6 +56,22 @@ class Samples:
         """
         with self._lock:
             return self._store.find(_ticket_of(query), limit=None, texts=True)
+
+    def image(self, query: Mapping[str, str]) -> bytes:
+        """Return a small PNG of an image of a ticket's row, whose file this machine has.
+
+        Raises:
+            ConfigError: if the row is not kept or has no such image, or if its file cannot be read.
+        """
+        number = _count(query, "number", 0, 2**53)
+        names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
+        if number >= len(names) or not isinstance(names[number], str):
+            raise ConfigError(f"the row of ticket {query['ticket']} has no image {number} in a file")
+        [image] = images_of({"image": names[number]})
+        image.pixels.thumbnail((_THUMBNAIL, _THUMBNAIL))
+        png = io.BytesIO()
+        image.pixels.save(png, "PNG")
+        return png.getvalue()
 
     def tokens(self, query: Mapping[str, str], model: str | None) -> dict[str, Any]:
         """Return one trajectory of a ticket with its tokens and the text of each.

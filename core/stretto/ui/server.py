@@ -121,6 +121,10 @@ class _Page:
             model = record.document.get("model")
         return run.samples.tokens(query, model)
 
+    def image(self, run: ListedRun, query: Query) -> bytes:
+        """A small PNG of one image of a ticket's row."""
+        return run.samples.image(query)
+
     def config(self, run: ListedRun, query: Query) -> Any:
         """The values of a run by their dotted keys."""
         del query
@@ -152,6 +156,7 @@ def application(folder: Path, access: Access) -> web.Application:
         "/samples": page.samples,
         "/group": page.group,
         "/tokens": page.tokens,
+        "/image": page.image,
         "/config": page.config,
     }.items():
         app.router.add_get(f"/api/runs/{{run}}{name}", _of_run(runs, handler))
@@ -251,12 +256,15 @@ def _answer(handler: Callable[[Query], Any]) -> Callable[[web.Request], Awaitabl
 
 
 async def _in_thread(work: Callable[[], Any]) -> web.Response:
-    """Read files and encode the answer outside the event loop."""
+    """Read files and encode the answer outside the event loop. Bytes are a PNG."""
 
-    def encoded() -> bytes:
-        return msgspec.json.encode(work())
+    def response() -> web.Response:
+        answer = work()
+        if isinstance(answer, bytes):
+            return web.Response(body=answer, content_type="image/png")
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
-    return web.Response(body=await anyio.to_thread.run_sync(encoded), content_type="application/json")
+    return await anyio.to_thread.run_sync(response)
 
 
 def _json(value: Any, status: int) -> web.Response:

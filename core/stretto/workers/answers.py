@@ -11,7 +11,7 @@ import numpy as np
 from stretto.bus.messages import Answers, Ticket
 from stretto.dataset import Row
 from stretto.engine import Finish
-from stretto.models.images import IMAGE_COLUMNS
+from stretto.models.images import with_names
 from stretto.models.tokenizer import Tokenizer
 from stretto.workflow import Trajectory, sample_numbers
 
@@ -28,7 +28,7 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     version: int
     """Version of the weights that sampled it."""
     columns: dict[str, Any]
-    """The row's columns, without its prompt and images."""
+    """The row's columns, without its prompt, and with the path of each image; see `with_names`."""
     prompt: str
     """The prompt as the model got it: template applied, special tokens removed."""
     completion: str
@@ -44,7 +44,7 @@ class KeptAnswer(msgspec.Struct, frozen=True):
 def answers_of(ticket: Ticket, row: Row, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> Answers:
     """Return the answers of an evaluation ticket, as lines of JSON."""
     encode = msgspec.json.Encoder().encode
-    columns = {name: value for name, value in row.items() if name not in ("prompt", *IMAGE_COLUMNS)}
+    columns = {name: value for name, value in with_names(row).items() if name != "prompt"}
     answers = (
         _answer_of(ticket, columns, sample, trajectory, tokenizer)
         for sample, trajectory in zip(sample_numbers(trajectories), trajectories, strict=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stretto.bus.messages import KeptText, Ticket, TicketRecord
 from stretto.dataset import Row
-from stretto.models.images import IMAGE_COLUMNS
+from stretto.models.images import with_names
 from stretto.models.tokenizer import Tokenizer
 from stretto.workflow import Trajectory
 
@@ -40,14 +40,13 @@ def record_of(
     limit = _RECORD_CHARACTERS // (3 * len(trajectories) + 2)
     prompts = _PromptTexts(tokenizer, limit)
     texts = [_text_of(each, prompts, tokenizer, limit) for each in trajectories]
-    shown = {name: value for name, value in notes.row.items() if name not in IMAGE_COLUMNS}
     return TicketRecord(
         ticket.purpose,
         ticket.id,
         ticket.attempt,
         ticket.row,
         worker,
-        _as_json(shown, limit),
+        _as_json(with_names(notes.row), limit),
         prompts.first if trajectories else _as_text(notes.row.get("prompt", ""))[:limit],
         tuple(texts),
         notes.seconds,

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from stretto.errors import EngineError
 from stretto.rl.functional import logprobs_of
 from stretto.training.lora import published_tensors
-from stretto.training.model import load_policy
+from stretto.training.model import image_arguments, load_policy, reads_images
 
 if TYPE_CHECKING:
     from stretto import Context
@@ -40,6 +40,7 @@ class FrozenTraining:
         if self._source is None:
             raise EngineError("the frozen engine needs a model: give `model` in the run file")
         self._model = load_policy(self._source).eval()
+        self._image_arguments = image_arguments(self._model) if reads_images(self._model.config) else None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's parameters, tied ones once, and the buffers that its files hold."""
@@ -48,13 +49,13 @@ class FrozenTraining:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Return (T,) float32 logprobs of text, computed one sequence at a time, to compare engines with."""
-        if any(batch.media):
-            raise EngineError("the frozen engine does not support images")
+        """Return (T,) float32 logprobs, computed one sequence at a time, to compare engines with."""
         logprobs: list[Tensor] = []
-        for tokens in batch["tokens"].split(batch.lengths):
-            logits = self._model(input_ids=tokens[None]).logits[0, :-1].float()
-            logprobs += [torch.zeros(1), logprobs_of(logits, tokens[1:], temperature)]
+        for sequence in batch.split([1] * len(batch)):
+            ids = sequence["tokens"][None]
+            more = self._image_arguments(sequence, ids) if self._image_arguments else {}
+            logits = self._model(input_ids=ids, **more).logits[0, :-1].float()
+            logprobs += [torch.zeros(1), logprobs_of(logits, ids[0, 1:], temperature)]
         return torch.cat(logprobs)
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:

@@ -133,7 +133,7 @@ async function groupView(id, facts, query) {
     const content = h("div");
     return { row, content, element: h("article", { class: `panel ${row.id === query.get("sample") ? "here" : ""}`, "data-sample": row.id }, sampleHead(row), content) };
   });
-  const element = h("div", {}, nav, context(rows[0], purpose),
+  const element = h("div", {}, nav, context(id, rows[0], purpose),
     h("div", { class: "tools", style: { "margin-top": "14px" } }, choice("What to show", modes, mode, (value) => { mode = value; localStorage.setItem("tokens", value); draw(); }), legend), detail,
     h("div", { class: "group" }, cards.map((card) => card.element)));
 
@@ -191,11 +191,21 @@ function tokenFacts(row, at) {
   return facts.join(" · ");
 }
 
-function context(row, purpose) {
+function images(id, row, purpose) {
+  const names = [row.dataset_row?.images, row.dataset_row?.image].flat().filter((name) => name);
+  return names.map((path, number) => {
+    if (typeof path !== "string") return null;
+    const src = `/api/runs/${id}/image?${new URLSearchParams({ ticket: row.ticket, purpose, number })}`;
+    const image = h("img", { src, alt: printable(path), title: printable(path), onerror: () => image.replaceWith(h("p", { class: "muted" }, `${printable(path)} cannot be read here.`)) });
+    return image;
+  });
+}
+
+function context(id, row, purpose) {
   const columns = Object.entries(row.dataset_row ?? {}).filter(([key, value]) => !(key === "prompt" && row.prompt_text?.includes(value)));
   const expected = columns.map(([key, value]) => [h("dt", {}, printable(key)), h("dd", { class: "mono" }, printable(typeof value === "string" ? value : JSON.stringify(value)))]);
   return h("div", { class: "grid" },
-    h("section", { class: "panel w8" }, h("h2", {}, "Prompt"), h("div", { class: "text tall", id: "prompt" }, printable(row.prompt_text ?? "not kept"))),
+    h("section", { class: "panel w8" }, h("h2", {}, "Prompt"), h("div", { class: "images" }, images(id, row, purpose)), h("div", { class: "text tall", id: "prompt" }, printable(row.prompt_text ?? "not kept"))),
     h("section", { class: "panel w4" }, h("h2", {}, `Row ${number(row.row)} of the ${purpose === "eval" ? "held-out rows" : "dataset"}`), row.dataset_row ? h("dl", { class: "facts", id: "row" }, expected) : h("p", { class: "muted" }, "The row was not kept.")));
 }
 
