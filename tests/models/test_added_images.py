@@ -222,13 +222,17 @@ async def test_the_environment_of_the_page_shows_what_the_policy_named(vision_mo
     [code] = re.findall(r"```python\n(# draw\.py\n.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
+
+    def draw(completion: str, turn: int, **_: Any) -> Any:
+        return names["draw"](completion, turn)
+
     with ticket(vision_models("qwen2_5_vl")) as (vision, images):
         prompt: Any = [{"role": "user", "content": "x"}]
         await images.encode_row({"prompt": prompt})
         session = FakeSession(
             ["red", "yes"],
             tokenizer=vision.tokenizer,
-            environment=lambda completion, turn, **_: names["draw"](completion, turn),
+            environment=draw,
             images=images,
             size=1,
         )

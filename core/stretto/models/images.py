@@ -16,6 +16,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto.errors import ConfigError, column_error
@@ -210,7 +211,7 @@ def _read(path: str) -> bytes:
         with open(path, "rb", opener=_open_at_once) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise column_error(row, column, f"{path!r} is not a regular file")
+                raise ImageError(f"{path!r} is not a regular file")
             size = about.st_size
             if size > MAX_FILE_BYTES:
                 raise ImageError(f"{path!r} has {size} bytes; expected at most {MAX_FILE_BYTES}")
