@@ -13,8 +13,13 @@ arguments that it names, out of
 
 and the other columns of the row. It may be `async`. Its return value goes to the policy: text (in a chat, as
 a message of the user), a chat message, or a list of messages. None ends the conversation. A dict can carry
-more: `feedback`, one of the values above; `reward`, a number (stretto adds the rewards of all turns); and
-other numbers, which stretto averages and reports. A dict without `feedback` ends the conversation.
+more: `feedback`, one of the values above; `images`, the images in the feedback, if the policy reads images;
+`reward`, a number (stretto adds the rewards of all turns); and other numbers, which stretto averages and
+reports. A dict without `feedback` ends the conversation.
+
+An image is a Pillow image, a path, or the bytes of a file. The first one takes the first place in the
+feedback, and so on. In a chat, a place is `<image>` in a text, or a part `{"type": "image"}` of a message's
+content; in a text, it is the model's own placeholder. In `messages`, each image is a part with its SHA-256.
 
 The function runs in a process that stretto can kill, and not always in the same process. Only `state` is kept
 between two calls; it must be plain data. An exception, or a call that takes too long, fails the ticket.
@@ -55,6 +60,8 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: tuple[str | dict[str, Any], ...] = ()
     """Text, or chat messages, for the policy. Empty when the conversation is over."""
+    images: tuple[bytes, ...] = ()
+    """Files of the images in the messages, in the order of their places."""
     reward: float | None = None
     metrics: dict[str, float] = {}
     state: dict[str, Any] = {}
@@ -74,12 +81,16 @@ def columns_of_turn(conversation: Conversation, state: Mapping[str, Any]) -> dic
 def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
     """Convert the return value of an environment to feedback.
 
+    Args:
+        returned: the value; its images are files already.
+
     Raises:
         ValueError: if the value is not valid for an environment.
     """
     if isinstance(returned, Mapping) and "role" not in returned:
         fields = dict(cast("Mapping[str, Any]", returned))
         feedback, reward = fields.pop("feedback", None), fields.pop("reward", None)
+        images = tuple(fields.pop("images", ()))
         numbers = fields if reward is None else {**fields, "reward": reward}
         for name, number in numbers.items():
             if not isinstance(number, (int, float)) or not is_number(number):
@@ -89,6 +100,7 @@ def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
         metrics = {name: float(number) for name, number in fields.items()}
         return Feedback(
             messages=_turns(feedback),
+            images=images,
             reward=None if reward is None else float(reward),
             metrics=metrics,
             state=state,

@@ -2,8 +2,9 @@
 
 A tool is a Python function with type hints, sync or async. Its name, docstring and hints become the JSON
 schema that the chat template shows. stretto checks the arguments of a call against the hints before it calls
-the function. The result becomes text: a string stays as it is, any other value becomes JSON. The policy
-receives every error as the answer of the tool: a wrong argument, an exception, or a call that takes too long.
+the function. The result becomes text: a string stays as it is, any other value becomes JSON. A `ToolResult`
+can also have images, for a policy that reads images; they follow the text. The policy receives every error as
+the answer of the tool: a wrong argument, an exception, or a call that takes too long.
 
 The policy may also call tools of MCP servers. All tools run in the sandbox, in processes of the verifier
 workers that stretto can kill. stretto may make a call twice if a verifier worker is lost during the call.
@@ -33,6 +34,7 @@ __all__ = [
     "Tool",
     "ToolAnswer",
     "ToolCall",
+    "ToolResult",
     "ToolsConfig",
     "assistant_message",
     "parse_calls",
@@ -80,6 +82,16 @@ class ToolsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 @dataclass(frozen=True)
+class ToolResult:
+    """The result of a tool with images."""
+
+    text: Any = ""
+    """Text, or any plain data, which becomes JSON."""
+    images: Sequence[Any] = ()
+    """Images that follow the text: Pillow images, paths, or the bytes of files."""
+
+
+@dataclass(frozen=True)
 class Tool:
     """One tool, with its function."""
 
@@ -104,6 +116,16 @@ class ToolAnswer(msgspec.Struct, frozen=True):
     text: str
     failed: bool = False
     """Whether the call was refused, raised, or took too long; `text` then says so."""
+    images: tuple[bytes, ...] = ()
+    """Files of the images that follow the text."""
+
+    @property
+    def content(self) -> str | list[dict[str, str]]:
+        """The content of the tool's message, with a place for each image."""
+        if not self.images:
+            return self.text
+        text = [{"type": "text", "text": self.text}] if self.text else []
+        return [*text, *({"type": "image"} for _ in self.images)]
 
 
 class ToolCall(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "Images",
     "OnTokens",
     "Prompt",
     "Score",
@@ -117,6 +118,9 @@ class Trajectory:
     once."""
     messages: Sequence[Message] | None = None
     """The conversation with its tool calls, for people who look at the sample; None if there was none."""
+    images: Sequence[str] | None = None
+    """SHA-256 of the file of each image, in the order of their places in the tokens. Each is an image of the
+    row, or one that `Session.images` has. None: the images of the row."""
 
     @classmethod
     def of(cls, prompt_ids: NDArray[np.int32], answer: Answer, score: Score) -> Trajectory:
@@ -154,6 +158,41 @@ def texts_and_columns(
     return texts, {**(lengths if len(sampled) == len(answers) else {}), **columns}
 
 
+class Images(Protocol):
+    """The images of one ticket: those of its row, and those that its workflow adds. Each is named by the
+    SHA-256 of its file."""
+
+    @property
+    def of_row(self) -> Sequence[str]:
+        """The images of the row."""
+        ...
+
+    def add(self, files: Sequence[bytes]) -> list[str]:
+        """Add images, given as files, and return their names.
+
+        Raises:
+            RequestError: if a file is too large, or the ticket's files are too large together.
+        """
+        ...
+
+    async def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return chat messages as text, with the model's own placeholder for each image. An image is a part
+        `{"type": "image", "sha256": name}` of a message's content."""
+        ...
+
+    async def encode(self, text: str, names: Sequence[str], *, plain: bool = False) -> NDArray[np.int32]:
+        """Return (L,) ids of a part of a text with images at their placeholders.
+
+        Args:
+            plain: the text is a whole prompt without chat messages.
+
+        Raises:
+            ConfigError: if an image cannot be read, or the text has another number of placeholders.
+            RequestError: if the ticket has no image of such a name.
+        """
+        ...
+
+
 class Session(Protocol):
     """The access of one ticket to the run. Valid until the workflow returns."""
 
@@ -172,6 +211,11 @@ class Session(Protocol):
         """The tokenizer of the policy."""
         ...
 
+    @property
+    def images(self) -> Images | None:
+        """The ticket's images; None if the policy reads no images."""
+        ...
+
     async def generate(
         self,
         prompt_ids: NDArray[np.int32],
@@ -180,10 +224,13 @@ class Session(Protocol):
         sampling: Sampling | None = None,
         conversation_id: str = "",
         on_tokens: OnTokens | None = None,
+        images: Sequence[str] | None = None,
     ) -> list[Answer]:
         """Sample n answers to a prompt.
 
         Args:
+            images: names of the images in the prompt, in order; None for those of the row, if it has image
+                tokens.
             conversation_id: name of the conversation, when a workflow has several at once. Each conversation
                 numbers its own seeds, so seeds do not depend on which conversation calls first. Its requests
                 go to the replica that has their prefix in its cache.

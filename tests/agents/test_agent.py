@@ -292,8 +292,8 @@ async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> N
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "format", "response_format"),
         ({"messages": [USER], "top_logprobs": 2}, "logprobs of sampled tokens", "top_logprobs"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "only text",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "only text and images",
             "messages[0].content",
         ),
         ({"messages": [{"role": "tool", "content": "6"}]}, "tool_call_id", "messages[0].tool_call_id"),

@@ -36,7 +36,7 @@ class Policy:
         self.prompts: list[NDArray[np.int32]] = []
         self.answers: list[NDArray[np.int32]] = []
 
-    async def __call__(self, ids: NDArray[np.int32], sampling: Sampling) -> Answer:
+    async def __call__(self, ids: NDArray[np.int32], sampling: Sampling, images: Any) -> Answer:
         draw = self.random
         tokens: list[int] = []
         if draw.random() < 0.5:

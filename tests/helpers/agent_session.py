@@ -18,7 +18,7 @@ from stretto.engine import Sampling
 from stretto.errors import EngineError
 from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.models.tokenizer import load_tokenizer
-from stretto.workflow import Answer, OnTokens, Prompt, Score
+from stretto.workflow import Answer, Images, OnTokens, Prompt, Score
 
 # As Qwen3's: the reasoning of earlier answers goes. Calls in the history are written again.
 TEMPLATE = (
@@ -57,6 +57,10 @@ class FakeSession:
 
     def __init__(self, tokenizer: PolicyTokenizer, *texts: str, seed: int = 0, max_tokens: int = 400) -> None:
         self.tokenizer = tokenizer
+        self.images: Images | None = None
+        """Of the ticket, for a policy that reads images."""
+        self.asked_images: list[Sequence[str] | None] = []
+        """The images of each prompt."""
         self.sampling = Sampling(max_tokens=max_tokens)
         self.texts = list(texts)
         self.random = random.Random(seed)
@@ -78,6 +82,7 @@ class FakeSession:
         sampling: Sampling | None = None,
         conversation_id: str = "",
         on_tokens: OnTokens | None = None,
+        images: Sequence[str] | None = None,
     ) -> list[Answer]:
         assert n == 1
         assert sampling is not None
@@ -85,6 +90,7 @@ class FakeSession:
             raise EngineError(self.fault)
         tokens, stopped = self._draw(sampling)
         self.asked.append((prompt_ids.tolist(), tokens.tolist()))
+        self.asked_images.append(images)
         self.samplings.append(sampling)
         self.conversation_ids.append(conversation_id)
         version = len(self.asked)

@@ -23,6 +23,7 @@ from stretto.bus.messages import (
     JournalStep,
     Member,
     RowRef,
+    StoredImage,
     Subjects,
     TrajectoryBundle,
 )
@@ -61,14 +62,14 @@ class History:
         await self.bus.make_log(names.log_stream, [names.trajectories, names.groups, names.kept_answers])
         await self.bus.make_log(names.journal_stream, [names.journal])
 
-    async def finish(self, ticket: int) -> None:
+    async def finish(self, ticket: int, images: tuple[int, ...] = ()) -> None:
         """Append the outcome of a ticket."""
         oldest = max(0, ticket // 2 - 1)
         bundle = TrajectoryBundle(ticket, 1, ticket, ())
         sequence = await self.bus.append(self.names.trajectories, bundle, id=f"{ticket}/1/0")
         self.bundles[ticket] = sequence
         member = Member(f"{ticket}/1/0", sequence, 0, 9, 5, oldest, oldest, 1.0, {}, "stop")
-        group = GroupDone("train", ticket, 1, "rollout-0", (member,), 1.0)
+        group = GroupDone("train", ticket, 1, "rollout-0", (member,), 1.0, images=images)
         self.log_sequence = await self.bus.append(self.names.groups, group, id=f"{ticket}/1/end")
         self.scheduler.group_done(group)
 
@@ -280,6 +281,26 @@ async def test_a_group_whose_bundle_lacks_a_part_is_issued_again(
         stored, _, scheduler = await recovered(history, checkpoint, reached=2)
         assert stored.lost == LostData(groups=1, messages=1)
         assert [group.ticket for group in scheduler.done_groups] == [4]
+
+
+async def test_a_group_of_which_an_image_is_gone_is_issued_again(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    async with open_history(open_bus, names) as history:
+        await history.bus.make_log(names.log_stream, names.of_log)
+        await history.run_to(2)
+        checkpoint = history.checkpoint(tmp_path)
+        for ticket in (4, 5):
+            subject = names.image(f"{ticket:064}")
+            whole = await history.bus.append(subject, StoredImage(b"x" * 3_000_000), id=f"image {ticket}")
+            newest = await history.bus.read_newest(names.log_stream, subject, StoredImage)
+            assert len(newest.file) == 3_000_000
+            await history.finish(ticket, images=(whole,))
+            if ticket == 4:
+                await delete(history, whole - 1)  # a part of it
+        stored, _, scheduler = await recovered(history, checkpoint, reached=2)
+        assert stored.lost == LostData(groups=1, messages=1)
+        assert [group.ticket for group in scheduler.done_groups] == [5]
 
 
 async def test_a_journal_that_ends_early_costs_its_steps_and_what_they_sampled(

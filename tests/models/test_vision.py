@@ -408,6 +408,61 @@ def test_a_run_samples_from_images(start: Start, vision_models: Models, rows: Pa
     assert came["images"] <= 6, came  # as many as the rows have, however many samples and steps
 
 
+LOOK = """
+import io
+from PIL import Image
+
+def look(prompt, completion, messages, turn, state, answer):
+    \"\"\"Shows two images, then one, in sizes and colours that depend on the answers.\"\"\"
+    places = [part for each in messages for part in each['content'] if isinstance(part, dict)]
+    assert all(len(part['sha256']) == 64 for part in places if part['type'] == 'image'), places
+    if turn == 3:
+        return {'reward': len(completion) % 3, 'shown': state['shown']}
+    state['shown'] = state.get('shown', 0) + (2, 1)[turn - 1]
+    colour = tuple(sum(completion.encode()) * n % 256 for n in (1, 5, 9))
+    image = Image.new('RGB', (20 + 8 * turn, 14), colour)
+    file = io.BytesIO()
+    image.rotate(90, expand=True).save(file, 'JPEG')
+    if turn == 1:
+        return {'feedback': 'was <image> or <image>?', 'images': [image, file.getvalue()]}
+    parts = [{'type': 'text', 'text': 'and '}, {'type': 'image'}]
+    return {'feedback': {'role': 'user', 'content': parts}, 'images': (image,)}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_several_turns_adds_images(
+    start: Start, vision_models: Models, rows: Path, tmp_path: Path
+) -> None:
+    """Trainer and engine agree on conversations whose environment shows images. A resumed run repeats steps
+    whose images the log has: the worker that wrote them is gone."""
+    (tmp_path / "env.py").write_text(LOOK)
+    run = start(
+        f"model={vision_models('qwen2_5_vl')}",
+        f"workflow={{use: multi_turn, environment: {tmp_path}/env.py:look, max_turns: 3}}",
+        f"dataset.path={rows}",
+        "training={use: torch, lr: 0.01, micro_batch_tokens: 100}",
+        "inference={use: torch, slots: 8, context_length: 256}",
+        "sampling.max_tokens=4",
+        "queue.max_failures=60",  # a random model also samples the token of images, which fails the ticket
+        "algorithm.group_size=2",
+        "queue.batch_size=3",
+        "queue.max_staleness=0",  # every step compares tokens of its own version
+        "checkpoint.every=2",
+        "samples.keep=all",
+        "steps=5",
+    )
+    run.until_step(3)
+    run.worker("trainer-0").kill()
+    assert run.end() == 1
+    run = start(resume=run)
+    run.assert_completed(5, batch_size=3, bound=0)
+    for metrics in run.metrics():
+        assert metrics["mismatch_max"] < 1e-4
+        assert metrics["reward/shown"] == 3
+    run.assert_audit_is_clean()
+
+
 @pytest.mark.slow
 def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Path) -> None:
     run = start(
@@ -427,11 +482,11 @@ def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Pa
 def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from stretto.workers import rollout, ticket_runner\n"
+        "from stretto.workers import images as worker_images, rollout\n"
         "from stretto.children.first_row import fault_of_first_row\n"
         f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r})\n"
         f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
-        "ids, images = ticket_runner._encode_with_images(vision, row)\n"
+        "ids, images = worker_images._encode_row(vision, row)\n"
         "assert (ids == vision.image_token).sum() > len(images) == 1\n"
         "assert 'torch' not in sys.modules\n"
     )

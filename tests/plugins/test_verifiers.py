@@ -117,6 +117,7 @@ class Policy:
     group_size = 2
     sampling = Sampling(max_tokens=8)
     tokenizer = ByteTokenizer()
+    images = None
 
     def __init__(self) -> None:
         self.scored: list[Any] = []

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from stretto.children.tools import Invocation, command, max_answer, setup_frame
+from stretto.models.images import decode
 from stretto.serving.server import Server
 from stretto.tools import (
     MCPServer,
@@ -201,6 +202,12 @@ def text() -> str:
     """Long, with what UTF-8 cannot say."""
     return "\\ud800" + "x" * 5000
 
+def page(broken: bool = False) -> object:
+    """A page with an image."""
+    from PIL import Image
+    from stretto.tools import ToolResult
+    return ToolResult({"links": 2}, [b"no image" if broken else Image.new("RGB", (8, 8), "red")])
+
 def hang() -> None:
     """Never ends, nor what it starts."""
     os.system("sleep 1000")
@@ -233,8 +240,10 @@ async def tool_process(
         await children.close()
 
 
-async def call(children: ChildPool, name: str, timeout_s: float = 20, **arguments: Any) -> ToolAnswer:
-    invocation = Invocation(name, json.dumps(arguments).encode())
+async def call(
+    children: ChildPool, name: str, timeout_s: float = 20, *, images: bool = False, **arguments: Any
+) -> ToolAnswer:
+    invocation = Invocation(name, json.dumps(arguments).encode(), images)
     return await children.ask(invocation, ToolAnswer, timeout_s)
 
 
@@ -247,7 +256,7 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
     credentials = tmp_path / "out" / "bus" / "rollout.json"
     credentials.parent.mkdir(parents=True)
     credentials.write_text("{}")
-    names = ("double", "seen", "broken", "unspeakable", "text", "hang", "leave")
+    names = ("double", "seen", "broken", "unspeakable", "text", "page", "hang", "leave")
     config = ToolsConfig(
         tools=tuple(f"{tmp_path}/tools.py:{name}" for name in names), max_result_chars=4000, env={"KEY": "k"}
     )
@@ -265,6 +274,16 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
         assert (
             await call(children, "text")
         ).text == "?" + "x" * 3999 + "\n[cut after 4000 of 5001 characters]"
+        page = await call(children, "page", images=True)
+        assert (page.text, [decode(file).getpixel((0, 0)) for file in page.images]) == (
+            '{"links":2}',
+            [(255, 0, 0)],
+        )
+        assert page.content == [{"type": "text", "text": '{"links":2}'}, {"type": "image"}]
+        assert await call(children, "page") == ToolAnswer('{"links":2}\n[image, which you cannot see]')
+        unreadable = await call(children, "page", images=True, broken=True)
+        assert unreadable.failed
+        assert unreadable.text.startswith("error: the result has an image that cannot be used: cannot id")
         seen = json.loads((await call(children, "seen")).text)
         assert seen["credentials"] is False
         assert seen["beside"] == "readable"
@@ -285,8 +304,13 @@ async def test_tools_run_in_the_sandbox_and_answer_whatever_happens(
 
 MCP_SERVER = """
 import sys
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de000"
+    "0000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
+)
 
 server = MCPServer("things")
 
@@ -296,6 +320,11 @@ def colour(thing: str) -> str:
     if thing == "air":
         raise ToolError("it has none")
     return f"{thing} is blue"
+
+@server.tool()
+def photo() -> list:
+    "A photo."
+    return ["of a cat", Image(data=PNG, format="png")]
 
 if len(sys.argv) > 1:
     server.run("streamable-http", port=int(sys.argv[1]))
@@ -311,10 +340,12 @@ async def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
     config = ToolsConfig(tools=(f"{shown}:double",), mcp=(server,))
     async with tool_process(config, tmp_path / "out") as (children, listed):
         schemas = msgspec.msgpack.decode(listed, type=list[dict[str, Any]])
-        assert [schema["function"]["name"] for schema in schemas] == ["double", "colour"]
+        assert [schema["function"]["name"] for schema in schemas] == ["double", "colour", "photo"]
         assert schemas[1]["function"]["description"] == "The colour of a thing."
         assert schemas[1]["function"]["parameters"]["required"] == ["thing"]
         assert await call(children, "colour", thing="sky") == ToolAnswer("sky is blue")
+        photo = await call(children, "photo", images=True)
+        assert (photo.text, [decode(file).size for file in photo.images]) == ("of a cat", [(1, 1)])
         refused = await call(children, "colour", thing="air")
         assert refused.failed
         assert "it has none" in refused.text

@@ -108,6 +108,7 @@ class MessageCall:
         for index, message in enumerate(ask.messages):
             self.messages += _plain(message, f"messages[{index}]")
         self.inputs: list[Input] = [self.messages]
+        self.images: list[bytes] = []
         self.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
         self.max_tokens = ask.max_tokens

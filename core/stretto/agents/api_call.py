@@ -7,6 +7,8 @@ of chat templates, so a chat may go on in the other API.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -27,6 +29,7 @@ __all__ = [
     "Event",
     "Reply",
     "function_tool",
+    "image_of_url",
     "read_body",
     "read_item",
     "stop_texts",
@@ -77,6 +80,8 @@ class APICall(Protocol):
 
     inputs: list[Input]
     """The policy's input for each choice."""
+    images: list[bytes]
+    """Files of the images in the input. Its messages name them by their SHA-256."""
     tools: list[dict[str, Any]]
     """Tools that the chat template shows to the policy."""
     reads_tools: bool
@@ -157,6 +162,26 @@ def function_tool(name: Any, description: Any, parameters: Any, location: str) -
         raise ApiError(f"{location}: a function needs a name", param=f"{location}.name")
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {key: value for key, value in function.items() if value}}
+
+
+def image_of_url(url: str, location: str) -> bytes:
+    """Return the file of an image in a data URL.
+
+    Raises:
+        ApiError: for any other URL: the endpoint fetches nothing.
+    """
+    head, _, data = url.partition(",")
+    if not head.startswith("data:"):
+        raise ApiError(
+            f"{location}: {url[:60]!r} is not fetched; send the image in a data URL: data:image/png;base64,…",
+            param=location,
+        )
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("it is not in base64")
+        return base64.b64decode(data, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise ApiError(f"{location}: the data URL cannot be read: {error}", param=location) from error
 
 
 def stop_texts(stop: str | list[str] | None, param: str) -> list[str]:

@@ -4,19 +4,23 @@ The prompt of each turn extends the ids of the turns before. Only text added sin
 tokenised; sampled tokens are never tokenised again. A chat template may change the history, for example by
 stripping earlier reasoning. Then the ids so far end as a trajectory of their own, and a new trajectory begins
 with the history as the template writes it. This is a *split*, and the conversation counts its splits.
+
+For a policy that reads images, text that is added may have images. In a chat, an image of the history is a
+part `{"type": "image", "sha256": ...}` of a message's content.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
 
 from stretto.errors import RequestError
 from stretto.models.tokenizer import characters_of, work_on_text
+from stretto.models.vision import images_in, place_images
 from stretto.workflow import Answer, Score, Trajectory, parts_of_sample
 
 if TYPE_CHECKING:
@@ -24,12 +28,13 @@ if TYPE_CHECKING:
 
     from stretto.engine import Sampling
     from stretto.models.tokenizer import Message, Tokenizer
-    from stretto.workflow import OnTokens, Session
+    from stretto.workflow import Images, OnTokens, Session
 
 __all__ = ["Conversation", "Generate", "conversation_in"]
 
-# The ids of a prompt and how to sample -> one answer.
-Generate = Callable[["NDArray[np.int32]", "Sampling"], Awaitable[Answer]]
+# The ids of a prompt, how to sample, the names of the prompt's images (None if the policy reads none) -> one
+# answer.
+Generate = Callable[["NDArray[np.int32]", "Sampling", "Sequence[str] | None"], Awaitable[Answer]]
 # Tokens, loss mask, logprobs and versions.
 _Part = tuple["NDArray[Any]", "NDArray[Any]", "NDArray[Any]", "NDArray[Any]"]
 
@@ -44,6 +49,7 @@ class Conversation:
         prompt: chat messages, or plain text without a chat.
         tools: JSON schemas of functions that the chat template shows to the policy.
         limit: most tokens of the conversation, prompt included; None for only the engine's limit.
+        images: the images of the ticket; None if the policy reads no images.
     """
 
     def __init__(
@@ -55,12 +61,16 @@ class Conversation:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         limit: int | None = None,
+        images: Images | None = None,
     ) -> None:
         self._generate = generate
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._tools = tools
         self._limit = limit
+        self._images = images
+        self._text_images: list[str] = []
+        """The images of a plain text, in order. Those of a chat are parts of its messages."""
         self._segments: list[_Segment] = []
         self.history: str | list[Message] = prompt if isinstance(prompt, str) else list(prompt)
         """All messages or text so far. Each answer is an assistant's message with the sampled text."""
@@ -72,12 +82,29 @@ class Conversation:
         """How often the chat template changed the history (see the module)."""
         return max(0, len(self._segments) - 1)
 
-    def add(self, *turns: str | Message) -> None:
+    def add(self, *turns: str | Message, images: Sequence[bytes] = ()) -> None:
         """Add turns of others before the next answer: messages to a chat, text to a plain text.
+
+        Args:
+            images: files of the images in these turns, in the order of their places. In a message, a place is
+                the string `<image>` in the text, or a part `{"type": "image"}`; in a plain text, the model's
+                own placeholder.
 
         Raises:
             TypeError: for text in a chat, or for a message in a plain text.
+            ConfigError: if messages have another number of places than images.
+            RequestError: if an image is too large, or the policy reads no images.
         """
+        if images and self._images is None:
+            raise RequestError("a turn has an image, and the run's model reads no images")
+        self.place(turns, self._images.add(images) if self._images is not None else ())
+
+    def place(self, turns: Sequence[str | Message], names: Sequence[str]) -> None:
+        """Add turns, as `add` does, with images that the ticket has already."""
+        if isinstance(self.history, str):
+            self._text_images += names
+        elif all(not isinstance(turn, str) for turn in turns):
+            turns = place_images(cast("Sequence[Message]", turns), names)
         for turn in turns:
             if isinstance(self.history, str) and isinstance(turn, str):
                 self.history += turn
@@ -104,7 +131,7 @@ class Conversation:
                 return None
             sampling = msgspec.structs.replace(sampling, max_tokens=min(room, sampling.max_tokens))
         ids = segment.prompt()
-        answer = await self._generate(ids, sampling)
+        answer = await self._generate(ids, sampling, None if self._images is None else segment.images())
         text = self._text_of(ids, answer)
         segment.add_answer(answer, text)
         self.answers.append(answer)
@@ -123,7 +150,12 @@ class Conversation:
         """
         metrics = {**score.metrics, "turns": float(len(self.answers)), "splits": float(self.splits)}
         score = replace(score, metrics=metrics)
-        trajectories = [segment.trajectory(score) for segment in self._segments if segment.last is not None]
+        reads_images = self._images is not None
+        trajectories = [
+            segment.trajectory(score, reads_images=reads_images)
+            for segment in self._segments
+            if segment.last is not None
+        ]
         if trajectories and not isinstance(self.history, str):
             trajectories[-1] = replace(trajectories[-1], messages=list(self.history))
         return parts_of_sample(trajectories)
@@ -137,28 +169,40 @@ class Conversation:
         Raises:
             RequestError: if the text is too long for the model.
         """
-        tokenizer, history = self._tokenizer, self.history
-        if isinstance(history, str):
-            text = history
-        else:
-            text = await work_on_text(
-                lambda: tokenizer.render(history, tools=self._tools), characters_of(history)
-            )
-        if self._segments and text.startswith(self._segments[-1].text):
-            segment, encode = self._segments[-1], tokenizer.encode_text
-        else:
+        history = self.history
+        text, names = await self._rendered(history)
+        segment = self._segments[-1] if self._segments else _Segment()
+        if not text.startswith(segment.text):
             segment = _Segment()
-            # For a plain text, the tokenizer may put a special token in front.
-            encode = tokenizer.encode_prompt if isinstance(history, str) else tokenizer.encode_text
-        new = text[len(segment.text) :]
+        new, new_names = text[len(segment.text) :], names[len(segment.images()) :]
         if not self._has_room_for(new, segment):
             return None
-        segment.add_text(await work_on_text(lambda: encode(new), len(new)), text)
+        # For a plain text, the tokenizer may put a special token in front.
+        ids = await self._encoded(new, new_names, plain=isinstance(history, str) and not segment.length)
+        segment.add_text(ids, text, new_names)
         if segment not in self._segments:
             if self._segments and self._segments[-1].last is None:
                 self._segments.pop()  # nothing was sampled in it
             self._segments.append(segment)
         return segment
+
+    async def _rendered(self, history: str | list[Message]) -> tuple[str, Sequence[str]]:
+        """Return the history as text, and the names of its images in order."""
+        tokenizer = self._tokenizer
+        if isinstance(history, str):
+            return history, self._text_images
+        if self._images is not None:
+            return await self._images.render(history, tools=self._tools), images_in(history)
+        text = await work_on_text(
+            lambda: tokenizer.render(history, tools=self._tools), characters_of(history)
+        )
+        return text, ()
+
+    async def _encoded(self, text: str, names: Sequence[str], *, plain: bool) -> NDArray[np.int32]:
+        if self._images is not None:
+            return await self._images.encode(text, names, plain=plain)
+        encode = self._tokenizer.encode_prompt if plain else self._tokenizer.encode_text
+        return await work_on_text(lambda: encode(text), len(text))
 
     def _has_room_for(self, text: str, segment: _Segment) -> bool:
         """Whether the limit may leave room for a text after a segment. Only its tokens say it for sure.
@@ -194,15 +238,36 @@ def conversation_in(
 ) -> Conversation:
     """Return a new conversation whose answers a session samples. This is what `Session.conversation` returns.
 
+    The row's images are at their places in the prompt, if it has any.
+
     Args:
         name: name of the conversation, different from the others of the session.
+
+    Raises:
+        ConfigError: if the prompt has another number of places for images than the row has images.
     """
 
-    async def generate_one(ids: NDArray[np.int32], sampling: Sampling) -> Answer:
-        [answer] = await session.generate(ids, sampling=sampling, conversation_id=name, on_tokens=on_tokens)
+    async def generate_one(
+        ids: NDArray[np.int32], sampling: Sampling, images: Sequence[str] | None
+    ) -> Answer:
+        [answer] = await session.generate(
+            ids, sampling=sampling, conversation_id=name, on_tokens=on_tokens, images=images
+        )
         return answer
 
-    return Conversation(generate_one, session.tokenizer, session.sampling, prompt, tools=tools, limit=limit)
+    beginning = "" if isinstance(prompt, str) else []
+    conversation = Conversation(
+        generate_one,
+        session.tokenizer,
+        session.sampling,
+        beginning,
+        tools=tools,
+        limit=limit,
+        images=session.images,
+    )
+    turns = [prompt] if isinstance(prompt, str) else prompt
+    conversation.place(turns, session.images.of_row if session.images is not None else ())
+    return conversation
 
 
 class _Segment:
@@ -216,33 +281,42 @@ class _Segment:
         self.last: Answer | None = None
         """The last answer."""
         self._parts: list[_Part] = []
+        self._images: list[Sequence[str]] = []
+        """The names of the images of each part."""
 
-    def add_text(self, ids: NDArray[np.int32], text: str) -> None:
-        """Add tokens that the policy did not sample. `text` is the text of the whole segment after that."""
+    def add_text(self, ids: NDArray[np.int32], text: str, images: Sequence[str]) -> None:
+        """Add tokens that the policy did not sample, with these images. `text` is the text of the whole
+        segment after that."""
         count = len(ids)
         unsampled = np.zeros(count, np.bool_), np.zeros(count, np.float32), np.full(count, -1, np.int32)
-        self._add((ids, *unsampled), text)
+        self._add((ids, *unsampled), text, images)
 
     def add_answer(self, answer: Answer, text: str) -> None:
         """Add the sampled tokens of an answer, whose text is `text`."""
         sampled = np.ones(len(answer.tokens), np.bool_)
-        self._add((answer.tokens, sampled, answer.logprobs, answer.versions), self.text + text)
+        self._add((answer.tokens, sampled, answer.logprobs, answer.versions), self.text + text, ())
         self.last = answer
 
     def prompt(self) -> NDArray[np.int32]:
         """Return all ids so far, (L,)."""
         return np.concatenate([part[0] for part in self._parts])
 
-    def trajectory(self, score: Score) -> Trajectory:
+    def images(self, parts: int | None = None) -> list[str]:
+        """Return the names of the images in the first parts, in order; by default, in all parts."""
+        return [name for names in self._images[:parts] for name in names]
+
+    def trajectory(self, score: Score, *, reads_images: bool) -> Trajectory:
         """Return the trajectory of the ids up to the last answer."""
         assert self.last is not None
-        ends = [number for number, part in enumerate(self._parts, 1) if part[1].any()]
-        tokens, loss_mask, logprobs, versions = map(
-            np.concatenate, zip(*self._parts[: ends[-1]], strict=True)
+        end = [number for number, part in enumerate(self._parts, 1) if part[1].any()][-1]
+        tokens, loss_mask, logprobs, versions = map(np.concatenate, zip(*self._parts[:end], strict=True))
+        last, images = self.last, self.images(end) if reads_images else None
+        return Trajectory(
+            tokens, loss_mask, logprobs, versions, score, last.finish, last.engine, images=images
         )
-        return Trajectory(tokens, loss_mask, logprobs, versions, score, self.last.finish, self.last.engine)
 
-    def _add(self, part: _Part, text: str) -> None:
+    def _add(self, part: _Part, text: str, images: Sequence[str]) -> None:
         self._parts.append(part)
+        self._images.append(images)
         self.length += len(part[0])
         self.text = text

@@ -43,6 +43,8 @@ log = structlog.get_logger()
 
 _MAX_BODY = 16 * 2**20
 """Largest body of a request, in bytes: JSON of the longest text that a model reads."""
+_MAX_BODY_WITH_IMAGES = 64 * 2**20
+"""The same for a policy that reads images: a chat comes with all its images again in every request."""
 _MAX_CONNECTIONS = 256
 """Connections that one socket of `Endpoint.serve_socket` may have. Each takes one of this process's files."""
 _FULL_S = 0.05
@@ -187,39 +189,52 @@ class Endpoint:
         return _json({"object": "list", "data": [{"id": MODEL, **openai, **anthropic}], **ends})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        agent_run, body = self._agent_run_of(request), await request.read()
+        agent_run, body = await self._read(request)
         tokenizer = agent_run.recorder.session.tokenizer
         call = await work_on_text(lambda: ChatCall(body, tokenizer), len(body))
         return await self._answer(request, agent_run, call)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        agent_run, body = self._agent_run_of(request), await request.read()
+        agent_run, body = await self._read(request)
         tokenizer = agent_run.recorder.session.tokenizer
         call = await work_on_text(lambda: CompletionCall(body, tokenizer), len(body))
         return await self._answer(request, agent_run, call)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        agent_run, body = self._agent_run_of(request), await request.read()
+        agent_run, body = await self._read(request)
         call = await work_on_text(lambda: ResponseCall(body, agent_run.responses), len(body))
         return await self._answer(request, agent_run, call)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        agent_run, body = self._agent_run_of(request), await request.read()
+        agent_run, body = await self._read(request)
         call = await work_on_text(lambda: MessageCall(body), len(body))
         return await self._answer(request, agent_run, call)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Count the tokens of a chat as the chat template writes it."""
-        tokenizer, body = self._agent_run_of(request).recorder.session.tokenizer, await request.read()
+        agent_run, body = await self._read(request)
+        session = agent_run.recorder.session
+        tokenizer, images = session.tokenizer, session.images
+        call = await work_on_text(lambda: MessageCall(body), len(body))
+        if images is not None:
+            text = await images.render(call.messages, tools=call.tools)
+        else:
+            text = await work_on_text(lambda: tokenizer.render(call.messages, tools=call.tools), len(body))
+        if len(text) > tokenizer.most_characters(None):
+            raise ApiError(f"a text of {len(text)} characters, longer than any that the model reads")
+        ids = await work_on_text(lambda: tokenizer.encode_text(text), len(text))
+        return _json({"input_tokens": len(ids)})
 
-        def count() -> int:
-            call = MessageCall(body)
-            text = tokenizer.render(call.messages, tools=call.tools)
-            if len(text) > tokenizer.most_characters(None):
-                raise ApiError(f"a text of {len(text)} characters, longer than any that the model reads")
-            return len(tokenizer.encode_text(text))
+    async def _read(self, request: web.Request) -> tuple[_AgentRun, bytes]:
+        """Return the agent run of a request, and the request's body.
 
-        return _json({"input_tokens": await work_on_text(count, len(body))})
+        Raises:
+            ApiError: if the key belongs to no current agent run.
+        """
+        agent_run = self._agent_run_of(request)
+        if agent_run.recorder.session.images is not None:
+            request = request.clone(client_max_size=_MAX_BODY_WITH_IMAGES)
+        return agent_run, await request.read()
 
     def _agent_run_of(self, request: web.Request) -> _AgentRun:
         """Return the agent run that a request's key names.
@@ -232,6 +247,11 @@ class Endpoint:
         return agent_run
 
     async def _answer(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
+        if call.images:
+            images = agent_run.recorder.session.images
+            if images is None:
+                raise ApiError("the policy reads no images")
+            images.add(call.images)
         if call.tools and not self._had_tools:
             self._had_tools = True
             await _warn_of_hidden_tools(agent_run.recorder.session.tokenizer)

@@ -23,12 +23,14 @@ from stretto.agents.api_call import (
     Event,
     Reply,
     function_tool,
+    image_of_url,
     read_body,
     read_item,
     stop_texts,
 )
 from stretto.agents.recorder import Input
 from stretto.component import NonNegativeInt, PositiveInt
+from stretto.models.images import ImageFile
 
 if TYPE_CHECKING:
     from stretto.models.tokenizer import Message, Tokenizer
@@ -39,10 +41,15 @@ __all__ = ["ChatCall", "CompletionCall", "ResponseCall", "openai_error"]
 # --------------------------------------------------------------------------------- parts of requests
 
 
+class _ImageURL(msgspec.Struct):
+    url: str
+
+
 class _Part(msgspec.Struct):
     type: str
     text: str = ""
     refusal: str = ""
+    image_url: str | _ImageURL = ""
 
 
 class _CalledFunction(msgspec.Struct):
@@ -157,7 +164,8 @@ class ChatCall:
         if ask.top_logprobs:
             raise ApiError("only logprobs of sampled tokens are available", param="top_logprobs")
         _refuse_format(ask.response_format, "response_format")
-        messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(ask.messages)]
+        self.images: list[bytes] = []
+        messages = [_plain(each, f"messages[{i}]", self.images) for i, each in enumerate(ask.messages)]
         self.inputs: list[Input] = [messages] * (ask.n or 1)
         self.tools = [_function(tool, tool.get("function"), i) for i, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
@@ -254,6 +262,7 @@ class CompletionCall:
         if ask.logprobs:
             raise ApiError("expected 0: only logprobs of sampled tokens are available", param="logprobs")
         self.tools: list[dict[str, Any]] = []
+        self.images: list[bytes] = []
         self.inputs: list[Input] = [each for each in _prompts(ask.prompt) for _ in range(ask.n or 1)]
         self.max_tokens = ask.max_tokens
         self.stop = stop_texts(ask.stop, "stop")
@@ -341,7 +350,8 @@ class ResponseCall:
                 message = f"no response {ask.previous_response_id!r} in this agent run"
                 raise ApiError(message, param="previous_response_id", code="previous_response_not_found")
             before = earlier[ask.previous_response_id]
-        self._messages = _merge_calls([*before, *_items(ask.input)])
+        self.images: list[bytes] = []
+        self._messages = _merge_calls([*before, *_items(ask.input, self.images)])
         system = [] if ask.instructions is None else [{"role": "system", "content": ask.instructions}]
         self.inputs: list[Input] = [[*system, *self._messages]]
         self.tools = [_function(tool, tool, i) for i, tool in enumerate(ask.tools or [])]
@@ -477,11 +487,16 @@ class ResponseCall:
 # ------------------------------------------------------------------------------- reading requests
 
 
-def _plain(message: _ChatMessage, location: str) -> Message:
-    """Return a chat message in the form of chat templates. Two equal messages have equal forms."""
+def _plain(message: _ChatMessage, location: str, images: list[bytes]) -> Message:
+    """Return a chat message in the form of chat templates. Two equal messages have equal forms.
+
+    Args:
+        images: gets the files of the message's images.
+    """
     # OpenAI's newer models call the role `developer` that templates call `system`.
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _text(message.content, f"{location}.content")}
+    content = _content(message.content, f"{location}.content", images)
+    plain: dict[str, Any] = {"role": role, "content": content}
     if message.tool_calls:
         plain["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -493,13 +508,28 @@ def _plain(message: _ChatMessage, location: str) -> Message:
     return plain
 
 
-def _text(content: str | list[_Part] | None, location: str) -> str:
+def _content(
+    content: str | list[_Part] | None, location: str, images: list[bytes]
+) -> str | list[dict[str, str]]:
+    """Return a content as text, or as parts if it has images."""
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
-        if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise ApiError(f"{location}: only text is supported, not {part.type!r}", param=location)
-    return "".join(part.text or part.refusal for part in content)
+    parts: list[dict[str, str]] = []
+    for index, part in enumerate(content):
+        if part.type in ("image_url", "input_image"):
+            url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+            image = ImageFile(image_of_url(url, f"{location}[{index}].image_url"))
+            images.append(image.file)
+            parts.append({"type": "image", "sha256": image.digest})
+        elif part.type in ("text", "input_text", "output_text", "refusal"):
+            parts.append({"type": "text", "text": part.text or part.refusal})
+        else:
+            raise ApiError(
+                f"{location}: only text and images are supported, not {part.type!r}", param=location
+            )
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
 def _call(call: _APIToolCall) -> dict[str, Any]:
@@ -548,26 +578,26 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:
     return [item if isinstance(item, str) else np.asarray(item, np.int32) for item in prompts]
 
 
-def _items(items: str | list[dict[str, Any]]) -> list[Message]:
+def _items(items: str | list[dict[str, Any]], images: list[bytes]) -> list[Message]:
     """Return the input items of a response as chat messages. Each tool call is a message of its own."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    return [message for i, item in enumerate(items) for message in _item(item, f"input[{i}]")]
+    return [message for i, item in enumerate(items) for message in _item(item, f"input[{i}]", images)]
 
 
-def _item(item: dict[str, Any], location: str) -> list[Message]:
+def _item(item: dict[str, Any], location: str, images: list[bytes]) -> list[Message]:
     match item.get("type", "message"):
         case "message":
             message = read_item(item, _InputMessage, location)
-            return [_plain(_ChatMessage(role=message.role, content=message.content), location)]
+            return [_plain(_ChatMessage(role=message.role, content=message.content), location, images)]
         case "function_call":
             call = read_item(item, _InputCall, location)
             tool_call = _APIToolCall(call.call_id, _CalledFunction(call.name, call.arguments))
             return [{"role": "assistant", "content": "", "tool_calls": [_call(tool_call)]}]
         case "function_call_output":
             output = read_item(item, _InputOutput, location)
-            text = _text(output.output, f"{location}.output")
-            return [{"role": "tool", "content": text, "tool_call_id": output.call_id}]
+            content = _content(output.output, f"{location}.output", images)
+            return [{"role": "tool", "content": content, "tool_call_id": output.call_id}]
         case "reasoning":  # other models have these items; the policy's reasoning is part of its text
             return []
         case other:

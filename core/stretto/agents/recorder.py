@@ -82,7 +82,13 @@ class Thread:
             self._conversation: Conversation | _TokenPrompt = _TokenPrompt(self._generate, input, limit)
         else:
             self._conversation = Conversation(
-                self._generate, session.tokenizer, session.sampling, input, tools=tools, limit=limit
+                self._generate,
+                session.tokenizer,
+                session.sampling,
+                input,
+                tools=tools,
+                limit=limit,
+                images=session.images,
             )
 
     @property
@@ -158,10 +164,12 @@ class Thread:
             return conversation.history
         return ""
 
-    async def _generate(self, ids: NDArray[np.int32], sampling: Sampling) -> Answer:
+    async def _generate(
+        self, ids: NDArray[np.int32], sampling: Sampling, images: Sequence[str] | None
+    ) -> Answer:
         self.prompt_tokens = len(ids)
         [answer] = await self._session.generate(
-            ids, sampling=sampling, conversation_id=self._name, on_tokens=self._on_tokens
+            ids, sampling=sampling, conversation_id=self._name, on_tokens=self._on_tokens, images=images
         )
         return answer
 
@@ -180,7 +188,7 @@ class _TokenPrompt:
         if room < 1:
             return None
         sampling = msgspec.structs.replace(sampling, max_tokens=min(room, sampling.max_tokens))
-        self._answer = await self._generate(self._ids, sampling)
+        self._answer = await self._generate(self._ids, sampling, None)
         return self._answer
 
     def trajectories(self, score: Score) -> list[Trajectory]:

@@ -619,12 +619,23 @@ class Bus:
             MessageGone: if the message, or a part of it, is not in the stream.
             Malformed: if the message is not of this kind.
         """
-        message = await self._read_message(stream, sequence)
+        return await self._decode_stored(stream, await self._read_message(stream, sequence), kind)
+
+    async def read_newest(self, stream: str, subject: str, kind: type[M]) -> M:
+        """Return the newest message of a subject.
+
+        Raises:
+            NoAnswer, MessageGone, Malformed: as `read`.
+        """
+        return await self._decode_stored(stream, await self._read_message(stream, 0, subject), kind)
+
+    async def _decode_stored(self, stream: str, message: RawStreamMsg, kind: type[M]) -> M:
         try:
             return decoder(kind)(await self._join_stored_parts(stream, message.data or b""))
         except (msgspec.DecodeError, ValueError) as error:
-            self._refuse(f"{stream} {sequence}", kind, error)
-            raise Malformed(f"{stream} {sequence}", kind.__name__, str(error)) from error
+            name = f"{stream} {message.seq}"
+            self._refuse(name, kind, error)
+            raise Malformed(name, kind.__name__, str(error)) from error
 
     async def follow(
         self, stream: str, subject: str, kind: Any, *, start: int
@@ -957,9 +968,10 @@ class Bus:
         )
         return ack.seq
 
-    async def _read_message(self, stream: str, sequence: int) -> RawStreamMsg:
-        """Return a stored message. Any server of a cluster may answer, also one that does not have the newest
-        messages yet. So what that server lacks is asked of the leader, which has them all.
+    async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
+        """Return a stored message: the one with this number, or the newest one of a subject. Any server of a
+        cluster may answer, also one that does not have the newest messages yet. So what that server lacks is
+        asked of the leader, which has them all.
 
         Raises:
             MessageGone: if the message is not in the stream.
@@ -968,16 +980,19 @@ class Bus:
 
         async def get() -> RawStreamMsg:
             try:
-                return await self._jetstream.get_msg(stream, sequence, direct=True)
+                return await self._jetstream.get_msg(stream, sequence, subject, direct=True)
             except NotFoundError:
                 if self._replicas == 1:
                     raise
-                return await self._jetstream.get_msg(stream, sequence)
+                return await self._jetstream.get_msg(stream, sequence, subject)
 
+        # With a number, also 0, the client puts the subject into the question and not into the question's own
+        # subject: workers may ask at one subject alone.
+        name = subject or f"message {sequence}"
         try:
-            return await self._storing(get, f"{stream} {sequence}")
+            return await self._storing(get, f"{stream} {name}")
         except NotFoundError as error:
-            raise MessageGone(f"message {sequence} of {stream} is gone") from error
+            raise MessageGone(f"{name} of {stream} is gone") from error
 
     async def _join_stored_parts(self, stream: str, data: bytes) -> bytes:
         """Return the appended payload. If it was stored in parts, join them.

@@ -99,6 +99,7 @@ __all__ = [
     "SharedRows",
     "StepEnded",
     "StopRun",
+    "StoredImage",
     "Subjects",
     "Swap",
     "SwapDone",
@@ -484,6 +485,8 @@ class GroupDone(Message, frozen=True):
     """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """SHA-256 over all that is kept of the group (see `stretto.records.kept_sample`)."""
+    images: tuple[int, ...] = ()
+    """Sequence numbers of the images that the workflow added."""
 
 
 class GroupFailed(Message, frozen=True):
@@ -518,6 +521,16 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     engine: str
     sample: int
     """Index of the ticket's sample that the trajectory is, or is a part of."""
+    images: tuple[Digest | NonNegativeInt, ...] | None = None
+    """The images, in the order of their places in the tokens: the index of an image of the row, or the
+    SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
+
+
+class StoredImage(Message, frozen=True):
+    """Rollout worker to the log, after the trajectories that name it: an image that a workflow added. The
+    subject names its SHA-256."""
+
+    file: bytes
 
 
 class TrajectoryBundle(Message, frozen=True):
@@ -846,6 +859,8 @@ class RunTool(Message, frozen=True):
     """Context of the ticket's rollout."""
     variant: VariantName = ""
     """The variant whose tool it is; empty for the run's own tools."""
+    images: bool = False
+    """Whether the policy reads images. If not, the answer has none."""
 
 
 class ToolDone(Message, frozen=True):
@@ -1166,6 +1181,15 @@ class Subjects:
         self.log_stream = f"LOG_{run}"
         self.journal_stream = f"JOURNAL_{run}"
         self.state_bucket = f"STATE_{run}"
+
+    def image(self, digest: str) -> str:
+        """Subject of an image in the log; `*` for all images."""
+        return f"{self.log}.images.{digest}"
+
+    @property
+    def of_log(self) -> list[str]:
+        """All subjects of the log."""
+        return [*self.of_samples, self.kept_answers, self.image("*")]
 
     @property
     def of_samples(self) -> list[str]:

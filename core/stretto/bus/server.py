@@ -523,7 +523,10 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
                 permissions[role]["publish"].append(f"{names.answers(asker, role)}.>")
     permissions["inference"]["publish"].append(names.shared_rows)
     permissions["trainer"]["publish"] += [*_read_log(names), *_append(names.trained)]
-    finished = (names.trajectories, names.groups, names.kept_answers, names.kept_trajectories, names.records)
+    finished = (
+        *(names.trajectories, names.image("*"), names.groups),
+        *(names.kept_answers, names.kept_trajectories, names.records),
+    )
     permissions["rollout"]["publish"] += [*_append(*finished), *_take_tickets(names)]
     permissions["samples"] = {
         "publish": [f"{names.root}.kernel.samples.>", *_follow_log(names), *_read_log(names)],

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import msgspec
 
 from stretto.children.protocol import serve
 from stretto.environment import Feedback, feedback_of
+from stretto.errors import RewardError
+from stretto.models.images import ImageError, files_of
 from stretto.user_code.importable import load_importable
 from stretto.user_code.scoring import accepted
 
-__all__ = ["COMMAND", "Question", "Reaction", "setup_frame"]
+__all__ = ["COMMAND", "Question", "Reaction", "setup_frame", "with_files"]
 
 COMMAND = (sys.executable, "-m", "stretto.children.environment")
 
@@ -48,12 +50,27 @@ def _react(environment: Callable[..., Any], question: Question) -> Reaction:
     result = environment(**accepted(inspect.signature(environment).parameters, arguments))
     if inspect.isawaitable(result):
         result = asyncio.run(_result(result))
-    reaction = Reaction(feedback_of(result, arguments["state"]))
+    reaction = Reaction(feedback_of(with_files(result), arguments["state"]))
     try:
         msgspec.msgpack.encode(reaction)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"`state` and messages must be plain data: {error}") from error
     return reaction
+
+
+def with_files(returned: Any) -> Any:
+    """Return the value of an environment with its `images` as files.
+
+    Raises:
+        RewardError: if one is no image, or cannot be read.
+    """
+    if not isinstance(returned, Mapping) or "images" not in returned:
+        return cast("Any", returned)
+    fields = cast("Mapping[str, Any]", returned)
+    try:
+        return {**fields, "images": files_of(fields["images"])}
+    except ImageError as error:
+        raise RewardError(f"the environment returned `images` that cannot be used: {error}") from error
 
 
 async def _result(awaitable: Any) -> Any:

@@ -7,6 +7,7 @@ process and end with it.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
@@ -23,7 +24,8 @@ import msgspec
 from stretto.children.protocol import MAX_FRAME, Pipes, Started, encodable, try_to_start
 from stretto.component import Problem, SandboxMode
 from stretto.errors import nearest, place_of
-from stretto.tools import MCPServer, Tool, ToolAnswer, ToolsConfig, text_of, tool_of
+from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, files_of
+from stretto.tools import MCPServer, Tool, ToolAnswer, ToolResult, ToolsConfig, text_of, tool_of
 from stretto.user_code.importable import load_importable
 from stretto.user_code.sandbox import SandboxedCommand, can_show, sandbox_command
 
@@ -38,6 +40,7 @@ _TRY_S = 60.0
 """Time limit for making the tools in a trial."""
 _MAX_CHARACTER = 4
 """Bytes of the longest character in UTF-8."""
+_UNSEEN = "[image, which you cannot see]"
 _MAX_REST = 1024
 """Bytes of an answer besides the result, such as the note that the result is cut."""
 
@@ -48,6 +51,8 @@ class Invocation(msgspec.Struct, frozen=True, array_like=True):
     name: str
     arguments: bytes
     """JSON object."""
+    images: bool = False
+    """Whether the answer may have images. If not, a text says how many there are."""
 
 
 class _Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -90,8 +95,9 @@ def setup_frame(config: ToolsConfig) -> bytes:
 
 
 def max_answer(config: ToolsConfig) -> int:
-    """Return the size in bytes of the largest answer to a call: a result of the maximum length."""
-    return min(_MAX_CHARACTER * config.max_result_chars + _MAX_REST, MAX_FRAME)
+    """Return the size in bytes of the largest answer to a call: a result of the maximum length, and its
+    images."""
+    return min(_MAX_CHARACTER * config.max_result_chars + MAX_FILE_BYTES + _MAX_REST, MAX_FRAME)
 
 
 def try_to_make(config: ToolsConfig, run: RunConfig) -> Iterator[Problem]:
@@ -167,15 +173,17 @@ class _Remote:
         self._client = client
         self._name = name
 
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
         result = await self._client.call_tool(self._name, dict(arguments))
         text = "\n".join(
             part.text if part.type == "text" else f"[{part.type}, which cannot be shown as text]"
             for part in result.content
+            if part.type != "image"
         )
         if result.is_error:
             raise _ServerError(text)
-        return text
+        images = [base64.b64decode(part.data) for part in result.content if part.type == "image"]
+        return ToolResult(text, images)
 
 
 class _ServerError(Exception):
@@ -193,7 +201,15 @@ async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: 
         hint = nearest(invocation.name, tools)
         return failed(f"no tool {invocation.name!r}{hint or ';'} tools: {', '.join(tools)}")
     try:
-        text = text_of(await tool.run(json.loads(invocation.arguments)), max_chars)
+        result = await tool.run(json.loads(invocation.arguments))
+        result = result if isinstance(result, ToolResult) else ToolResult(result)
+        text, images = text_of(result.text, max_chars), files_of(result.images)
+        if images and not invocation.images:
+            text, images = "\n".join(filter(None, [text, *[_UNSEEN] * len(images)])), ()
+        for image in images:
+            decode(image)
+    except ImageError as error:
+        return failed(f"the result has an image that cannot be used: {error}")
     except msgspec.ValidationError as error:
         return failed(f"wrong arguments: {error}")
     except _ServerError as error:
@@ -201,7 +217,7 @@ async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: 
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer tells the policy
         print(f"tool {tool.name!r} raised {place_of(error)}", file=sys.stderr, flush=True)
         return failed(f"{type(error).__name__}: {error}")
-    return ToolAnswer(_without_surrogates(text))
+    return ToolAnswer(_without_surrogates(text), images=images)
 
 
 def _without_surrogates(text: str) -> str:

@@ -122,7 +122,7 @@ class StoredRun:
         decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
         parts: dict[int, bytes] = {}
         async for subject, sequence, id, data in self._raw(stream):
-            if subject.endswith(".part"):
+            if subject.endswith(".part") and subject.removesuffix(".part") in decoders:
                 parts[sequence] = data[_PART_HEAD_BYTES:]
             elif subject in decoders:
                 try:

@@ -124,7 +124,7 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     lease_epoch = await bus.put_state(names.state_bucket, "kernel", KernelLease(str(setup.folder)))
     tickets = [names.ticket("train"), names.ticket("eval")]
     await bus.make_queue(names.tickets_stream, tickets, redeliver_s=60)
-    await bus.make_log(names.log_stream, [*names.of_samples, names.kept_answers])
+    await bus.make_log(names.log_stream, names.of_log)
     await bus.make_log(names.journal_stream, [names.journal])
     records = RecordServer(setup.folder)
     await records.serve(bus, names)

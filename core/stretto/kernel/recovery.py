@@ -157,11 +157,11 @@ async def read_store(
     groups += [each for _, each in outcomes if isinstance(each, GroupDone) and each.purpose == "train"]
     gone: set[int] = set()
     if samples:
-        named = {member.sequence for group in groups for member in group.members}
+        named = {sequence for group in groups for sequence in _messages_of(group)}
         named |= {row.sequence for batch in journal.batches.values() for row in batch.rows}
         gone = named if short else await _gone(bus, names, extent, named)
-    lost = {_name(group) for group in groups if any(member.sequence in gone for member in group.members)}
-    is_cut = _cut_at_loss(journal, state.version, {_name(group) for group in groups}, gone, reached)
+    lost = {_name(group) for group in groups if not gone.isdisjoint(_messages_of(group))}
+    is_cut = _cut_at_loss(journal, state.version, {_name(group) for group in groups} - lost, gone, reached)
     end = state.version + len(journal.batches)
     lost_steps = max(reached, *journal.steps, end) - end if is_cut else 0
     if lost_steps and folder is None and not end:
@@ -349,7 +349,7 @@ def _cut_at_loss(journal: Journal, version: int, finished: Set[Name], gone: Set[
 
     Args:
         version: version of the checkpoint.
-        finished: names of the groups in checkpoint and log.
+        finished: names of the groups in checkpoint and log that are complete.
         gone: sequence numbers of the messages that are not in the log any more.
     """
     end = version
@@ -378,6 +378,11 @@ def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:
 
 def _name(outcome: Outcome) -> Name:
     return outcome.purpose, outcome.ticket, outcome.attempt
+
+
+def _messages_of(group: GroupDone) -> set[int]:
+    """Return the sequence numbers of the messages with a group's trajectories and their images."""
+    return {*(member.sequence for member in group.members), *group.images}
 
 
 def _names(batch: JournalBatch) -> set[Name]:

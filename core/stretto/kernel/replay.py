@@ -192,7 +192,7 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource) ->
     names = setup.names
     rows = rows_of(segment.batches)
     async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
-        await bus.make_log(names.log_stream, [*names.of_samples, names.kept_answers])
+        await bus.make_log(names.log_stream, names.of_log)
         await bus.make_log(names.journal_stream, [names.journal])
         placed: dict[str, RowRef] = {}
         draws = dict(segment.draws)

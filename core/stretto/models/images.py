@@ -1,4 +1,4 @@
-"""The images of a row: their files, and their pixels.
+"""Images: their files, and their pixels.
 
 A row has its images in the column `images`, a list, or in `image`, a single one. An image is a path,
 `{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image.
@@ -16,6 +16,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto.errors import ConfigError, column_error
@@ -27,8 +28,11 @@ __all__ = [
     "IMAGE_COLUMNS",
     "MAX_FILE_BYTES",
     "ImageError",
+    "ImageFile",
     "OpenImage",
     "decode",
+    "file_of",
+    "files_of",
     "has_images",
     "images_of",
     "names_in",
@@ -51,17 +55,23 @@ class ImageError(ConfigError):
 
 
 @dataclass(frozen=True)
-class OpenImage:
-    """An image of a row."""
+class ImageFile:
+    """The file of an image."""
 
     file: bytes
-    pixels: Image
-    """In RGB, and rotated according to the file's EXIF data."""
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file, in hexadecimal digits: the name under which processes ask for the image."""
         return hashlib.sha256(self.file).hexdigest()
+
+
+@dataclass(frozen=True)
+class OpenImage(ImageFile):
+    """An image of a row."""
+
+    pixels: Image
+    """In RGB, and rotated according to the file's EXIF data."""
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
@@ -78,7 +88,10 @@ def images_of(row: Mapping[str, Any]) -> list[OpenImage]:
     """
     images: list[OpenImage] = []
     for column, value in _values(row):
-        file = _file_of(row, column, value)
+        try:
+            file = file_of(value)
+        except ImageError as error:
+            raise column_error(row, column, str(error)) from error
         try:
             images.append(OpenImage(file, decode(file)))
         except ImageError as error:
@@ -155,7 +168,13 @@ def _values(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(column, item) for item in cast("Sequence[Any]", value)]
 
 
-def _file_of(row: Mapping[str, Any], column: str, value: Any) -> bytes:
+def file_of(value: Any) -> bytes:
+    """Return the file of an image: a path, the file's bytes, `{"bytes": ..., "path": ...}`, or a Pillow
+    image, which gets a PNG file. The file is not decoded.
+
+    Raises:
+        ImageError: if it is something else, is too large, or cannot be read.
+    """
     module, ops = _pillow()
     if isinstance(value, module.Image):
         file = io.BytesIO()
@@ -164,33 +183,43 @@ def _file_of(row: Mapping[str, Any], column: str, value: Any) -> bytes:
     if isinstance(value, Mapping):  # the form of `datasets`; it has bytes, or only a path
         mapping = cast("Mapping[str, Any]", value)
         value = mapping.get("bytes") or mapping.get("path")
-    if isinstance(value, str):
-        return _read(row, column, value)
+    if isinstance(value, str | Path):
+        return _read(str(value))
     if not isinstance(value, bytes):
-        raise column_error(
-            row, column, f"expected a path, or {{'bytes': …, 'path': …}}, found {_describe(value)}"
-        )
+        raise ImageError(f"expected a path, or {{'bytes': …, 'path': …}}, found {_describe(value)}")
     if len(value) > MAX_FILE_BYTES:
-        raise column_error(row, column, f"an image has {len(value)} bytes; expected at most {MAX_FILE_BYTES}")
+        raise ImageError(f"an image has {len(value)} bytes; expected at most {MAX_FILE_BYTES}")
     return value
 
 
-def _read(row: Mapping[str, Any], column: str, path: str) -> bytes:
+def files_of(values: Any) -> tuple[bytes, ...]:
+    """Return the files of several images that travel in one message.
+
+    Raises:
+        ImageError: as `file_of`, if the value is no sequence, or if the files are too large together.
+    """
+    if not isinstance(values, list | tuple):
+        raise ImageError(f"expected a list of images, found {_describe(values)}")
+    files = tuple(map(file_of, cast("Sequence[Any]", values)))
+    if (size := sum(map(len, files))) > MAX_FILE_BYTES:
+        raise ImageError(f"images have {size} bytes together; expected at most {MAX_FILE_BYTES}")
+    return files
+
+
+def _read(path: str) -> bytes:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise column_error(row, column, f"{path!r} is not a regular file")
+                raise ImageError(f"{path!r} is not a regular file")
             size = about.st_size
             if size > MAX_FILE_BYTES:
-                raise column_error(
-                    row, column, f"{path!r} has {size} bytes; expected at most {MAX_FILE_BYTES}"
-                )
+                raise ImageError(f"{path!r} has {size} bytes; expected at most {MAX_FILE_BYTES}")
             return file.read(MAX_FILE_BYTES)
     except FileNotFoundError as error:
-        raise column_error(row, column, f"no such file: {path!r}") from error
+        raise ImageError(f"no such file: {path!r}") from error
     except (OSError, ValueError) as error:
-        raise column_error(row, column, f"{path!r} cannot be read: {error}") from error
+        raise ImageError(f"{path!r} cannot be read: {error}") from error
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -5,7 +5,8 @@ model reads beside the ids. It always uses its Pillow and NumPy backend, so that
 result for an image.
 
 The arrays are never sent between workers: rollout workers make the ids, engines and trainers the arrays.
-Trainers have the images from the dataset, engines their files from the rollout worker that asks them.
+Engines get the files from the rollout worker that asks them. Trainers have the images of rows from the
+dataset, and those that workflows add from the log.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ __all__ = [
     "Vision",
     "VisionPrompt",
     "image_token_of",
+    "images_in",
     "is_vision_language",
     "keep_torch_out",
     "newest_name",
+    "place_images",
 ]
 
 PROCESSOR_FILES = (
@@ -147,13 +150,26 @@ class Vision:
         """Return the smallest prompt with an image, which is black."""
         from PIL import Image
 
-        return self.see(self._place, [Image.new("RGB", (32, 32))])
+        return self.alone(Image.new("RGB", (32, 32)))
 
-    def alone(self, image: Image) -> VisionPrompt:
-        """Return a prompt with an image and no text, in the form that the model knows: SGLang finds an image
-        only between the tokens that the chat template puts around it."""
-        has_template = self._processor.chat_template is not None
-        return self.see([{"role": "user", "content": "<image>"}] if has_template else self._place, [image])
+    def alone(self, *images: Image) -> VisionPrompt:
+        """Return the smallest prompt with these images.
+
+        Raises:
+            ConfigError: if the images do not suit the model.
+        """
+        return self.see(self.place * len(images), images)
+
+    def shown(self, image: Image) -> VisionPrompt:
+        """Return a prompt with an image and no text, as the chat template writes it, if there is one: SGLang
+        finds an image only between the tokens that the template puts around it."""
+        if self._processor.chat_template is None:
+            return self.alone(image)
+        return self.see([{"role": "user", "content": "<image>"}], [image])
+
+    def count(self, ids: NDArray[Any]) -> int:
+        """Return the number of image tokens among ids."""
+        return int(np.count_nonzero(ids == self.image_token))
 
     def media_of(self, files: Sequence[bytes], tokens: int) -> Mapping[str, NDArray[Any]]:
         """Return the arrays that the model reads for images given as files; see `VisionPrompt`.
@@ -164,8 +180,8 @@ class Vision:
         Raises:
             ConfigError: if an image cannot be read, or the images have another number of tokens.
         """
-        seen = self.see(self._place * len(files), [decode(file) for file in files])
-        found = np.count_nonzero(seen.ids == self.image_token)
+        seen = self.alone(*map(decode, files))
+        found = self.count(seen.ids)
         if found != tokens:
             raise ConfigError(
                 f"a prompt has {tokens} image tokens (id {self.image_token}), and its {len(files)} images "
@@ -174,7 +190,7 @@ class Vision:
         return seen.media
 
     @property
-    def _place(self) -> str:
+    def place(self) -> str:
         """The text that the processor replaces by the tokens of an image."""
         # In some processors one token of the text represents the whole image; in the ids, other tokens do.
         return getattr(self._processor, "boi_token", None) or self._processor.image_token
@@ -187,15 +203,6 @@ class Vision:
         """
         return RowTokenizer(self, images_of(row))
 
-    def media(self, row: Row) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays that the model reads for a row's images; see `VisionPrompt`.
-
-        Raises:
-            ConfigError: as `images_of` and `see`.
-        """
-        images = [image.pixels for image in images_of(row)]
-        return self.see(row["prompt"], images).media if images else {}
-
     def see(self, prompt: str | Sequence[Message], images: Sequence[Image]) -> VisionPrompt:
         """Process a prompt with its images. The prompt has a placeholder for each image: in text, the model's
         own placeholder; in chat messages, a part `{"type": "image"}` or the string `<image>` in a text.
@@ -206,6 +213,26 @@ class Vision:
         """
         plain = isinstance(prompt, str)
         text = prompt if plain else self._render(prompt, with_images=bool(images))
+        return self._process(text, images, plain=plain)
+
+    def see_part(self, text: str, images: Sequence[Image]) -> VisionPrompt:
+        """Process a part of a text with its images, each at the model's own placeholder. No token is added
+        before or after it.
+
+        Raises:
+            ConfigError: as `see`.
+        """
+        places = text.count(self.place)
+        if places != len(images):
+            raise ConfigError(f"a text has {len(images)} images and {places} places for them ({self.place})")
+        return self._process(text, images, plain=False)
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return chat messages as text, like `Tokenizer.render`. Each part `{"type": "image"}` becomes the
+        model's own placeholder."""
+        return self._render(messages, with_images=False, tools=tools)
+
+    def _process(self, text: str, images: Sequence[Image], *, plain: bool) -> VisionPrompt:
         try:
             inputs: Mapping[str, Any] = self._processor(
                 images=list(images) or None,
@@ -220,11 +247,25 @@ class Vision:
         media = {name: np.asarray(value) for name, value in inputs.items() if name not in _OF_TOKENS}
         return VisionPrompt(np.asarray(inputs["input_ids"][0], np.int32), media)
 
-    def _render(self, messages: Sequence[Message], *, with_images: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], *, with_images: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        from jinja2 import TemplateError
+
         if self._processor.chat_template is None:
             raise ConfigError(f"the prompt is chat messages, and model {self._model!r} has no chat template")
         turns = [{**turn, "content": _parts(turn["content"], with_images=with_images)} for turn in messages]
-        return self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        try:
+            return self._processor.apply_chat_template(
+                turns,
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template of {self._model!r} refuses the messages: {error}"
+            ) from error
 
 
 class RowTokenizer:
@@ -263,6 +304,47 @@ class RowTokenizer:
     def decode(self, ids: NDArray[np.int32], *, special: bool = False) -> str:
         """Return the same as for a row without images."""
         return self._vision.tokenizer.decode(ids, special=special)
+
+
+def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
+    """Return chat messages with images at their places. A place is the string `<image>` in a text, or a part
+    `{"type": "image"}`. It becomes a part `{"type": "image", "sha256": digest}`.
+
+    Raises:
+        ConfigError: if the number of places is not the number of images.
+    """
+    placed: list[Message] = []
+    places = 0
+    for message in messages:
+        content = message["content"]
+        parts: Any = _parts(content, with_images=True) if digests and isinstance(content, str) else content
+        if not isinstance(parts, list):
+            placed.append(message)
+            continue
+        parts = list(cast("list[Any]", parts))
+        for index, part in enumerate(parts):
+            if _is_image(part) and "sha256" not in part:
+                parts[index] = {"type": "image", "sha256": digests[places] if places < len(digests) else ""}
+                places += 1
+        placed.append({**message, "content": parts} if any(map(_is_image, parts)) else message)
+    if places != len(digests):
+        raise ConfigError(f"the messages have {len(digests)} images and {places} places for them")
+    return placed
+
+
+def images_in(messages: Sequence[Message]) -> list[str]:
+    """Return the digests of the images in chat messages, in order."""
+    return [
+        part["sha256"]
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in cast("list[Any]", message["content"])
+        if _is_image(part)
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and cast("Mapping[str, Any]", part).get("type") == "image"
 
 
 def _parts(content: Any, *, with_images: bool) -> Any:

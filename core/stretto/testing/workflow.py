@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from stretto.agents.conversation import Conversation, conversation_in
+from stretto.children.environment import with_files
 from stretto.component import Kind
 from stretto.engine import Sampling
 from stretto.environment import EnvironmentConfig, Feedback, columns_of_turn, feedback_of
 from stretto.errors import EngineError, one_error
+from stretto.models.images import files_of
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.reward import is_number
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
-from stretto.tools import Tool, ToolAnswer, ToolsConfig, tool_of
+from stretto.tools import Tool, ToolAnswer, ToolResult, ToolsConfig, tool_of
 from stretto.user_code.importable import load_importable
 from stretto.workflow import Answer, Prompt, Score, Trajectory, texts_and_columns
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stretto.models.tokenizer import Message, Tokenizer
-    from stretto.workflow import OnTokens, Workflow
+    from stretto.workflow import Images, OnTokens, Workflow
 
 __all__ = ["FakeSession", "Generated", "ScoreCall", "WorkflowConformance", "assert_valid_trajectories"]
 
@@ -64,6 +66,7 @@ class FakeSession:
         reward: reward of a text.
         tools: functions that the policy may call.
         environment: an environment, as a run file names one.
+        images: the ticket's images, for a policy that reads images.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class FakeSession:
         reward: Callable[[str], float] = len,
         tools: Sequence[Callable[..., Any]] = (),
         environment: Callable[..., Any] | None = None,
+        images: Images | None = None,
     ) -> None:
         self.group_size = size
+        self.images = images
         self.sampling = sampling or Sampling(max_tokens=400)
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         self.generated: list[Generated] = []
@@ -99,8 +104,10 @@ class FakeSession:
         sampling: Sampling | None = None,
         conversation_id: str = "",
         on_tokens: OnTokens | None = None,
+        images: Sequence[str] | None = None,
     ) -> list[Answer]:
         """Return the next n answers of the script, cut off at `max_tokens`."""
+        del images
         number = self._number_of(conversation_id) if conversation_id else None
         sampling = sampling or self.sampling
         answers: list[Answer] = []
@@ -151,7 +158,9 @@ class FakeSession:
         tool = next((tool for tool in self._tools if tool.name == name), None)
         if tool is None:
             return ToolAnswer(f"error: no tool {name!r}", failed=True)
-        return ToolAnswer(str(await tool.run(arguments)))
+        result = await tool.run(arguments)
+        result = result if isinstance(result, ToolResult) else ToolResult(result)
+        return ToolAnswer(str(result.text), images=files_of(result.images))
 
     async def feedback(
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
@@ -162,7 +171,7 @@ class FakeSession:
         )
         state = dict(state)
         question = {**prompt.row, **columns_of_turn(conversation, state)}
-        return feedback_of(self._environment(**question), state)
+        return feedback_of(with_files(self._environment(**question)), state)
 
     def _number_of(self, conversation_id: str) -> int:
         return self._numbers.setdefault(conversation_id, len(self._numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +18,17 @@ from stretto.algorithm import Call
 from stretto.array import Array
 from stretto.assembly.dataflow import SOURCE_OPS
 from stretto.assembly.placement import Placement
-from stretto.bus.messages import AskColumn, Column, RowRef, TrajectoryBundle, WireTrajectory
+from stretto.bus.messages import AskColumn, Column, RowRef, StoredImage, TrajectoryBundle, WireTrajectory
 from stretto.dataset import Dataset
-from stretto.errors import ConfigError, Refused
+from stretto.errors import BusError, ConfigError, Refused
 from stretto.models.files import fetch_config
+from stretto.models.images import decode, images_of
 from stretto.models.tokenizer import Tokenizer, load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.workers.context import WorkerContext
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
     from stretto.rl.batch import Batch
@@ -36,6 +39,8 @@ _READS_AT_ONCE = 32
 _ANSWER_S = 600.0
 """Deadline of a request for rows of another rank; a rank that dies ends the run long before."""
 
+_Images = tuple[str | int, ...]
+"""As in `WireTrajectory`."""
 _Row = Mapping[str, NDArray[Any] | float | bool]
 """The columns of one row: an array of one value for each token, or one value for the sequence."""
 _DTYPES: Mapping[str, type[np.generic]] = {
@@ -59,13 +64,27 @@ class _Bundle:
     """Row of the dataset."""
     ids: Sequence[str]
     trajectories: Sequence[_Row]
+    images: Sequence[_Images | None]
+    """Of each trajectory (see `WireTrajectory.images`)."""
 
     @classmethod
     def of(cls, bundle: TrajectoryBundle) -> _Bundle:
         trajectories = bundle.trajectories
         return cls(
-            bundle.row, [each.id for each in trajectories], [_columns_of(each) for each in trajectories]
+            bundle.row,
+            [each.id for each in trajectories],
+            [_columns_of(each) for each in trajectories],
+            [each.images for each in trajectories],
         )
+
+
+@dataclass(frozen=True)
+class _Media:
+    """What the model reads of the images of a sequence."""
+
+    inputs: Mapping[str, Tensor]
+    tokens: int
+    """Number of image tokens."""
 
 
 class BatchStore:
@@ -91,8 +110,9 @@ class BatchStore:
         self._call_columns: dict[str, dict[int, Tensor]] = {}
         """Key -> row -> its part of the column."""
         self._vision: Vision | None = None
-        self._media: dict[int, Mapping[str, Tensor]] = {}
-        """Row of the dataset -> the model's inputs for its images. The sequences of a group share them."""
+        self._media: dict[tuple[int, _Images | None], _Media] = {}
+        """Row of the dataset and images of a sequence -> the model's inputs for them. The sequences of a
+        group share them, unless their workflow added images."""
 
     async def open(self) -> None:
         """Serve requests of other ranks. Open the dataset if the trainer reads rows or images from it.
@@ -196,7 +216,8 @@ class BatchStore:
             await self._request_missing(key, rows)
         images = None
         if media and self._vision is not None:
-            images = await anyio.to_thread.run_sync(self._media_of, self._vision, rows)
+            added = await self._fetch_images(rows)
+            images = await anyio.to_thread.run_sync(self._media_of, self._vision, rows, added)
         source = self._join_source(rows)
         tokens, sequences = _join({key: [self._call_columns[key][row] for row in rows] for key in call_keys})
         return Batch(source.lengths, source.tokens | tokens, source.sequences | sequences, images)
@@ -283,20 +304,79 @@ class BatchStore:
             self._joined = list(rows), Batch([self._lengths[row] for row in rows], tokens, sequences)
         return self._joined[1]
 
-    def _media_of(self, vision: Vision, rows: Sequence[int]) -> list[Mapping[str, Tensor]]:
-        """Return the model's inputs for the images of these rows."""
+    def _media_of(
+        self, vision: Vision, rows: Sequence[int], added: Mapping[str, bytes]
+    ) -> list[Mapping[str, Tensor]]:
+        """Return the model's inputs for the images of these rows.
+
+        Args:
+            added: digest -> file of the images that are not in the dataset.
+
+        Raises:
+            ConfigError: if an image cannot be read, or a row has other image tokens than its images.
+        """
+        media: list[Mapping[str, Tensor]] = []
+        for row in rows:
+            key = place, images = self._images_of(row)
+            if key not in self._media:
+                with _name_row(place):
+                    self._media[key] = self._read_media(vision, place, images, added)
+            tokens = vision.count(np.asarray(self._source_columns[row]["tokens"]))
+            if tokens != self._media[key].tokens:
+                raise ConfigError(
+                    f"{self._refs[row].id} has {tokens} image tokens, and its images make "
+                    f"{self._media[key].tokens}"
+                )
+            media.append(self._media[key].inputs)
+        return media
+
+    def _read_media(
+        self, vision: Vision, place: int, images: _Images | None, added: Mapping[str, bytes]
+    ) -> _Media:
         import torch
 
-        places = [self._row_of_dataset(row) for row in rows]
-        for place in {*places} - self._media.keys():
-            with _name_row(place):
-                media = vision.media(self._dataset[place])
-            self._media[place] = {name: torch.from_numpy(array) for name, array in media.items()}
-        return [self._media[place] for place in places]
+        pixels: list[Image] = []
+        if images is None or not all(isinstance(each, str) for each in images):
+            pixels = [image.pixels for image in images_of(self._dataset[place])]
+        if images is not None:
+            pixels = [decode(added[each]) if isinstance(each, str) else pixels[each] for each in images]
+        if not pixels:
+            return _Media({}, 0)
+        seen = vision.alone(*pixels)
+        inputs = {name: torch.from_numpy(array) for name, array in seen.media.items()}
+        return _Media(inputs, vision.count(seen.ids))
 
-    def _row_of_dataset(self, row: int) -> int:
+    def _images_of(self, row: int) -> tuple[int, _Images | None]:
+        """Return the row of the dataset that a row belongs to, and the images of its tokens."""
         ref = self._refs[row]
-        return self._bundles[ref.sequence].row if self._placement.graph.samples else ref.sequence
+        if not self._placement.graph.samples:
+            return ref.sequence, None
+        bundle = self._bundles[ref.sequence]
+        return bundle.row, bundle.images[ref.index]
+
+    async def _fetch_images(self, rows: Sequence[int]) -> dict[str, bytes]:
+        """Read from the log the images that workflows added to these rows, unless their media are known.
+
+        Raises:
+            BusError: if the log does not have an image, or has another one under its name.
+        """
+        keys = {self._images_of(row) for row in rows} - self._media.keys()
+        files: dict[str, bytes] = {}
+        limit = anyio.CapacityLimiter(_READS_AT_ONCE)
+
+        async def read(digest: str) -> None:
+            async with limit:
+                names = self._context.names
+                subject = names.image(digest)
+                image = await self._context.bus.read_newest(names.log_stream, subject, StoredImage)
+            if hashlib.sha256(image.file).hexdigest() != digest:
+                raise BusError(f"{subject} of {names.log_stream} is another image than its name says")
+            files[digest] = image.file
+
+        async with anyio.create_task_group() as tasks:
+            for digest in {each for _, images in keys for each in images or () if isinstance(each, str)}:
+                tasks.start_soon(read, digest)
+        return files
 
     async def _fetch(self, refs: Sequence[RowRef]) -> None:
         """Read from the log the bundles that are not here yet."""

@@ -77,7 +77,7 @@ def probe_of(config: RunConfig) -> Probe | str:
     vision = Vision(model)
     image = _picture(random)
     # Ids from that of images on stand for images, videos and their bounds.
-    return Probe(_text(random, vision.image_token, canary), image, vision.alone(decode(image)))
+    return Probe(_text(random, vision.image_token, canary), image, vision.shown(decode(image)))
 
 
 def _text(random: np.random.Generator, vocabulary: int, canary: CanaryConfig) -> NDArray[np.int32]:

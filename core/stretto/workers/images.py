@@ -1,4 +1,4 @@
-"""Images on their way from rollout workers to engines: each goes once to each engine, under its digest.
+"""Images in rollout workers, and on their way to engines: each goes once to each engine, under its digest.
 
 A request names its images by their digests. An engine's worker that does not have an image asks the rollout
 worker that sent the request, in parts that fit into a message, and keeps what it was sent last.
@@ -8,23 +8,160 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
 
 from stretto.bus.messages import AskImage, ImagePart
-from stretto.errors import BusError, Refused
-from stretto.models.images import MAX_FILE_BYTES, OpenImage
+from stretto.dataset import Row
+from stretto.errors import BusError, EngineError, Refused, RequestError
+from stretto.models.images import MAX_FILE_BYTES, ImageFile, OpenImage, decode
+from stretto.models.tokenizer import Message
+from stretto.models.vision import Vision
 from stretto.workers.context import WorkerContext
+from stretto.workflow import Trajectory
 
-__all__ = ["ImageFetcher", "ImageShelf"]
+__all__ = ["ImageFetcher", "ImageShelf", "RolloutImages", "TicketImages"]
+
+T = TypeVar("T")
 
 _ENVELOPE = 64
 """Maximum number of bytes of an `ImagePart` besides its data."""
 _PART_S = 60.0
 """Time limit of a rollout worker for one part."""
 _KEPT_BYTES = 2**27
+_TICKET_BYTES = 2**28
+"""Most bytes of the images that the workflow of one ticket adds."""
+
+
+class RolloutImages:
+    """The images of a rollout worker whose model reads images."""
+
+    def __init__(self, context: WorkerContext, vision: Vision) -> None:
+        self.vision = vision
+        self.shelf = ImageShelf(context)
+        self._thread = anyio.CapacityLimiter(1)
+
+    @contextmanager
+    def ticket(self) -> Generator[TicketImages]:
+        """Yield the images of a ticket, which has none at first. Engines can ask for them in the block."""
+        with ExitStack() as held:
+            yield TicketImages(self, held)
+
+    async def work(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that reads images, which is slow, in a thread. One call at a time."""
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._thread)
+
+
+class TicketImages:
+    """The `stretto.workflow.Images` of one ticket; that protocol documents the contract."""
+
+    def __init__(self, images: RolloutImages, held: ExitStack) -> None:
+        self._images = images
+        self._held = held
+        self._files: dict[str, bytes] = {}
+        self._tokens: dict[str, int] = {}
+        """Number of tokens of images, as far as it is known."""
+        self._added_bytes = 0
+        self.of_row: Sequence[str] = ()
+        self._of_row_tokens = 0
+
+    async def encode_row(self, row: Row) -> NDArray[np.int32]:
+        """Return the ids of a row's prompt, whose images are now images of the ticket.
+
+        Raises:
+            ConfigError: if an image cannot be read, or the prompt does not go with the images.
+        """
+        ids, images = await self._images.work(_encode_row, self._images.vision, row)
+        self._hold(images)
+        self.of_row = [image.digest for image in images]
+        self._of_row_tokens = self._images.vision.count(ids)
+        return ids
+
+    def add(self, files: Sequence[bytes]) -> list[str]:
+        """Add images."""
+        images = [ImageFile(file) for file in files]
+        for image in images:
+            if len(image.file) > MAX_FILE_BYTES:
+                raise RequestError(f"an image has {len(image.file)} bytes; expected at most {MAX_FILE_BYTES}")
+        new = {image.digest: image for image in images if image.digest not in self._files}
+        self._added_bytes += sum(len(image.file) for image in new.values())
+        if self._added_bytes > _TICKET_BYTES:
+            raise RequestError(
+                f"the images that the workflow adds to one row have more than {_TICKET_BYTES} bytes together"
+            )
+        self._hold(list(new.values()))
+        return [image.digest for image in images]
+
+    async def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return chat messages as text."""
+        return await self._images.work(lambda: self._images.vision.render(messages, tools=tools))
+
+    async def encode(self, text: str, names: Sequence[str], *, plain: bool = False) -> NDArray[np.int32]:
+        """Return the ids of a part of a text with images."""
+        files = self.files(names)
+        ids = await self._images.work(_encode, self._images.vision, text, files, plain)
+        if len(names) == 1:
+            self._tokens[names[0]] = self._images.vision.count(ids)
+        return ids
+
+    def files(self, names: Sequence[str]) -> list[bytes]:
+        """Return the files of images.
+
+        Raises:
+            RequestError: if the ticket has no such image.
+        """
+        if unknown := [name for name in names if name not in self._files]:
+            raise RequestError(f"this ticket has no image {unknown[0]!r}")
+        return [self._files[name] for name in names]
+
+    def tokens_in(self, ids: NDArray[np.int32]) -> int:
+        """Return the number of image tokens among ids."""
+        return self._images.vision.count(ids)
+
+    async def check(self, trajectory: Trajectory) -> None:
+        """Check that a trajectory has the tokens of its images: if not, no model could read it.
+
+        Raises:
+            EngineError: if it has more or fewer image tokens.
+            RequestError: if it names an image that the ticket does not have.
+        """
+        vision = self._images.vision
+        expected, whose = self._of_row_tokens, "the row's images"
+        if trajectory.images is not None and list(trajectory.images) != list(self.of_row):
+            expected, whose = sum([await self._tokens_of(name) for name in trajectory.images]), "its images"
+        found = self.tokens_in(trajectory.tokens)
+        if found != expected:
+            raise EngineError(
+                f"a trajectory has {found} image tokens (id {vision.image_token}), and {whose} make "
+                f"{expected}: the engine must not sample that token, nor a workflow add it"
+            )
+
+    async def _tokens_of(self, name: str) -> int:
+        if name not in self._tokens:
+            vision = self._images.vision
+            ids = await self._images.work(_encode, vision, vision.place, self.files([name]), False)
+            self._tokens[name] = vision.count(ids)
+        return self._tokens[name]
+
+    def _hold(self, images: Sequence[ImageFile]) -> None:
+        self._files |= {image.digest: image.file for image in images}
+        self._held.enter_context(self._images.shelf.hold(images))
+
+
+def _encode_row(vision: Vision, row: Row) -> tuple[NDArray[np.int32], Sequence[OpenImage]]:
+    tokenizer = vision.of(row)
+    return tokenizer.encode_prompt(row["prompt"]), tokenizer.images
+
+
+def _encode(vision: Vision, text: str, files: Sequence[bytes], plain: bool) -> NDArray[np.int32]:
+    images = [decode(file) for file in files]
+    return (vision.see(text, images) if plain else vision.see_part(text, images)).ids
 
 
 class ImageShelf:
@@ -40,7 +177,7 @@ class ImageShelf:
         await self._context.bus.serve(self._context.subject("image"), AskImage, self._answer, forget=True)
 
     @contextmanager
-    def hold(self, images: Sequence[OpenImage]) -> Generator[None]:
+    def hold(self, images: Sequence[ImageFile]) -> Generator[None]:
         """Have these images ready for the duration of the block."""
         for image in images:
             self._files[image.digest] = image.file

@@ -37,7 +37,7 @@ from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language, keep_torch_out
 from stretto.workers.context import WorkerContext
 from stretto.workers.generation import Generations
-from stretto.workers.images import ImageShelf
+from stretto.workers.images import RolloutImages
 from stretto.workers.routing import Router
 from stretto.workers.session import SessionServices
 from stretto.workers.ticket_runner import TicketRunner, VariantRollout
@@ -76,12 +76,15 @@ class RolloutWorker:
         datasets: dict[Purpose, Dataset] = {"train": await self._dataset("dataset")}
         if config.evaluation is not None:
             datasets["eval"] = await self._dataset("evaluation.dataset")
-        shelf = ImageShelf(context)
-        runner = TicketRunner(context, await self._variants(shelf), datasets)
+        model = context.component_context.model
+        vision = await anyio.to_thread.run_sync(_vision_of, model)
+        images = None if vision is None else RolloutImages(context, vision)
+        runner = TicketRunner(context, await self._variants(images), datasets)
         await self._bus.subscribe(context.names.abort_ticket, AbortTicket, self._abort)
         await self._bus.subscribe(context.subject("routes"), Routes, context.receive_routes)
         await self._generations.open()
-        await shelf.open()
+        if images is not None:
+            await images.shelf.open()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_progress)
             tasks.start_soon(self._keep_alive)
@@ -103,14 +106,13 @@ class RolloutWorker:
         while self._takers or self._running:
             await anyio.sleep(_DRAIN_POLL_S)
 
-    async def _variants(self, shelf: ImageShelf) -> dict[str, VariantRollout]:
+    async def _variants(self, images: RolloutImages | None) -> dict[str, VariantRollout]:
         """Return what runs the tickets of each variant, and of the run's own sections."""
         context = self._context
-        model = context.component_context.model
-        vision = await anyio.to_thread.run_sync(_vision_of, model)
-        tokenizer = (
-            vision.tokenizer if vision is not None else await anyio.to_thread.run_sync(load_tokenizer, model)
-        )
+        if images is not None:
+            tokenizer = images.vision.tokenizer
+        else:
+            tokenizer = await anyio.to_thread.run_sync(load_tokenizer, context.component_context.model)
         return {
             variant: VariantRollout(
                 SessionServices(
@@ -118,8 +120,7 @@ class RolloutWorker:
                     self._generations,
                     VerifierClient(context, self._verifiers, composed.config, variant),
                     tokenizer,
-                    vision,
-                    shelf,
+                    images,
                     self._note_oldest_version,
                 ),
                 composed.make("workflow", context.component_context),

@@ -21,12 +21,11 @@ from stretto.bus.messages import Ticket
 from stretto.config import RunConfig
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
-from stretto.models.images import IMAGE_COLUMNS, OpenImage
+from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.tokenizer import Message, Tokenizer
-from stretto.models.vision import Vision
 from stretto.tools import ToolAnswer
 from stretto.workers.generation import Generations, VersionFloor
-from stretto.workers.images import ImageShelf
+from stretto.workers.images import RolloutImages, TicketImages
 from stretto.workers.verifier_client import VerifierClient
 from stretto.workflow import Answer, OnTokens, Prompt, Score, Trajectory, texts_and_columns
 
@@ -41,9 +40,8 @@ class SessionServices:
     generations: Generations
     verifiers: VerifierClient
     tokenizer: Tokenizer
-    vision: Vision | None
-    """The processor of a model that reads images; None for a text model."""
-    shelf: ImageShelf
+    images: RolloutImages | None
+    """None for a text model."""
     on_oldest_version: Callable[[Ticket, int], None]
     """Called when the version of a ticket's oldest token is known."""
 
@@ -93,8 +91,8 @@ class RolloutSession:
         self._floor = VersionFloor(
             ticket.min_version, lambda version: services.on_oldest_version(ticket, version)
         )
-        self.images: Sequence[OpenImage] = ()
-        """The images of the ticket's row."""
+        self.images: TicketImages | None = None
+        """The ticket's images; None for a text model."""
         self._turns: Counter[str] = Counter()
         """Number of requests made in each conversation."""
         self._conversations = 0
@@ -124,6 +122,7 @@ class RolloutSession:
         sampling: Sampling | None = None,
         conversation_id: str = "",
         on_tokens: OnTokens | None = None,
+        images: Sequence[str] | None = None,
     ) -> list[Answer]:
         """Sample n answers to a prompt."""
         ticket, services = self._ticket, self._services
@@ -137,7 +136,7 @@ class RolloutSession:
             sampling=sampling or self.sampling,
             min_version=self._floor.version,
             deadline_s=services.config.workflow.timeout_s,
-            images=self._images_in(prompt_ids),
+            images=self._images_of_row_in(prompt_ids) if images is None else tuple(images),
         )
         with self._clocks.generate:
             samples = await services.generations.run(
@@ -208,7 +207,9 @@ class RolloutSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool."""
         with self._clocks.score:
-            return await self._services.verifiers.call(name, arguments, traceparent=self._trace)
+            return await self._services.verifiers.call(
+                name, arguments, images=self.images is not None, traceparent=self._trace
+            )
 
     async def feedback(
         self, prompt: Prompt, conversation: Conversation, state: Mapping[str, Any]
@@ -226,16 +227,13 @@ class RolloutSession:
         number = ticket.id if ticket.purpose == "train" else ticket.row
         return f"{self._services.config.seed}/{ticket.purpose}/{number}"
 
-    def _images_in(self, prompt_ids: NDArray[np.int32]) -> tuple[str, ...]:
-        """Return the digests of the row's images if a prompt has them."""
-        vision = self._services.vision
-        if vision is None or not self.images or not (prompt_ids == vision.image_token).any():
-            return ()
-        return tuple(image.digest for image in self.images)
+    def _images_of_row_in(self, prompt_ids: NDArray[np.int32]) -> tuple[str, ...]:
+        """Return the names of the row's images if a prompt has image tokens."""
+        return tuple(self.images.of_row) if self.images and self.images.tokens_in(prompt_ids) else ()
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
         """Return the row that is sent to verifiers. For a model that reads images, it has no images."""
-        hidden = IMAGE_COLUMNS if self._services.vision is not None else ()
+        hidden = IMAGE_COLUMNS if self._services.images is not None else ()
         return {name: value for name, value in prompt.row.items() if name not in hidden}
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import anyio
-import anyio.to_thread
 import numpy as np
 import structlog
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from stretto.bus.messages import (
     Member,
     Purpose,
     Routes,
+    StoredImage,
     Ticket,
     TicketRecord,
     TrajectoryBundle,
@@ -26,9 +26,7 @@ from stretto.bus.messages import (
 )
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
-from stretto.models.images import OpenImage
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
-from stretto.models.vision import Vision
 from stretto.records.kept_sample import digest_of, kept_samples
 from stretto.workers.answers import answers_of
 from stretto.workers.context import WorkerContext
@@ -71,7 +69,6 @@ class TicketRunner:
         self._services = variants[BASE].services
         self._datasets = datasets
         self._limits = _TicketLimits(context)
-        self._image_thread = anyio.CapacityLimiter(1)
 
     async def outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
         """Run a ticket. When this returns `GroupDone`, the trajectories are in the log; those of an
@@ -88,7 +85,7 @@ class TicketRunner:
         try:
             with self._limits.of(ticket, timeout_s):
                 await self._roll_out(attempt)
-                members = await self._store(attempt)
+                members, images = await self._store(attempt)
                 record, digest = await self._keep(attempt)
         except _Unfit as unfit:
             return await self._failed(attempt, str(unfit), filtered=True)
@@ -111,6 +108,7 @@ class TicketRunner:
             score_s=attempt.clocks.score.seconds,
             record=record,
             digest=digest,
+            images=tuple(images),
         )
 
     async def _failed(self, attempt: _RunningTicket, reason: str, *, filtered: bool = False) -> GroupFailed:
@@ -127,13 +125,15 @@ class TicketRunner:
         )
 
     async def _roll_out(self, attempt: _RunningTicket) -> None:
-        prompt = await self._prompt(attempt)
-        with self._services.shelf.hold(attempt.session.images):
+        images = self._services.images
+        with images.ticket() if images is not None else nullcontext() as attempt.session.images:
+            prompt = await self._prompt(attempt)
             attempt.trajectories = await attempt.variant.workflow.run(prompt, attempt.session)
-        if not attempt.trajectories:
-            raise EngineError("the workflow returned no trajectory")
-        if self._services.vision is not None:
-            _check_image_tokens(self._services.vision.image_token, prompt.ids, attempt.trajectories)
+            if not attempt.trajectories:
+                raise EngineError("the workflow returned no trajectory")
+            if attempt.session.images is not None:
+                for trajectory in attempt.trajectories:
+                    await attempt.session.images.check(trajectory)
 
     async def _prompt(self, attempt: _RunningTicket) -> Prompt:
         """Return the row of a ticket and the ids of its prompt."""
@@ -157,33 +157,45 @@ class TicketRunner:
         return Prompt(row, ids)
 
     async def _encode(self, attempt: _RunningTicket, characters: int) -> NDArray[np.int32]:
-        """Return the ids of the prompt of a ticket's row, whose text has this many characters. Reading images
-        is slow, so a thread does it, one row at a time."""
-        vision, row = self._services.vision, attempt.row
-        if vision is None:
-            tokenizer = self._services.tokenizer
-            return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"]), characters)
-        ids, attempt.session.images = await anyio.to_thread.run_sync(
-            _encode_with_images, vision, row, limiter=self._image_thread
-        )
-        return ids
+        """Return the ids of the prompt of a ticket's row, whose text has this many characters."""
+        row = attempt.row
+        if attempt.session.images is not None:
+            return await attempt.session.images.encode_row(row)
+        tokenizer = self._services.tokenizer
+        return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"]), characters)
 
-    async def _store(self, attempt: _RunningTicket) -> list[Member]:
-        """Write the trajectories to the log in a few messages. For an evaluation, write only the answers that
-        the config keeps."""
+    async def _store(self, attempt: _RunningTicket) -> tuple[list[Member], list[int]]:
+        """Write the trajectories to the log in a few messages, then the images that they name. For an
+        evaluation, write only the answers that the config keeps.
+
+        Returns:
+            The members of the group, and the sequence numbers of the images.
+        """
         ticket, trajectories = attempt.ticket, attempt.trajectories
-        wires = wire_trajectories(ticket, trajectories)
+        wires = attempt.wires()
         if ticket.purpose == "eval":
             answers_sequence = await self._keep_answers(ticket, trajectories)
-            return [
-                member_of(trajectory, wire.id, answers_sequence, index)
-                for index, (trajectory, wire) in enumerate(zip(trajectories, wires, strict=True))
-            ]
+            pairs = enumerate(zip(trajectories, wires, strict=True))
+            return [member_of(each, wire.id, answers_sequence, index) for index, (each, wire) in pairs], []
         members: list[Member] = []
         for sequence, bundle in await self._append(ticket, wires, self._context.names.trajectories):
             for index, wire in enumerate(bundle):
                 members.append(member_of(trajectories[len(members)], wire.id, sequence, index))
-        return members
+        return members, await self._append_images(attempt, wires)
+
+    async def _append_images(self, attempt: _RunningTicket, wires: Sequence[WireTrajectory]) -> list[int]:
+        """Write the images that the workflow added to the log, each once. They follow the trajectories, so
+        they are kept at least as long."""
+        images, names = attempt.session.images, self._context.names
+        added = dict.fromkeys(each for wire in wires for each in wire.images or () if isinstance(each, str))
+        if images is None:
+            return []
+        return [
+            await self._context.bus.append(
+                names.image(digest), StoredImage(file), id=f"{attempt.ticket.name}/{digest}"
+            )
+            for digest, file in zip(added, images.files(list(added)), strict=True)
+        ]
 
     async def _append(
         self, ticket: Ticket, wires: list[WireTrajectory], subject: str
@@ -203,7 +215,7 @@ class TicketRunner:
         ticket, names = attempt.ticket, self._context.names
         if not self._services.config.samples.keeps(ticket.id if ticket.purpose == "train" else ticket.row):
             return 0, ""
-        wires = wire_trajectories(ticket, attempt.trajectories)
+        wires = attempt.wires()
         if failed or ticket.purpose == "eval":
             await self._append(ticket, wires, names.kept_trajectories)
 
@@ -254,6 +266,11 @@ class _RunningTicket:
         """What the workflow returned; empty before."""
         self._start = anyio.current_time()
 
+    def wires(self) -> list[WireTrajectory]:
+        """Return the trajectories as messages."""
+        of_row = self.session.images.of_row if self.session.images is not None else ()
+        return wire_trajectories(self.ticket, self.trajectories, of_row)
+
     @property
     def seconds(self) -> float:
         """Seconds since the start of the attempt."""
@@ -296,21 +313,3 @@ class _TicketLimits:
 
 class _Unfit(Exception):
     """The row's prompt is too long or empty, so the ticket is filtered."""
-
-
-def _encode_with_images(vision: Vision, row: Row) -> tuple[NDArray[np.int32], Sequence[OpenImage]]:
-    tokenizer = vision.of(row)
-    return tokenizer.encode_prompt(row["prompt"]), tokenizer.images
-
-
-def _check_image_tokens(image_token: int, ids: NDArray[np.int32], trajectories: Sequence[Trajectory]) -> None:
-    """Raise EngineError if a trajectory and its prompt have different numbers of image tokens: the images
-    would not match the tokens, so no model could read the trajectory."""
-    expected = np.count_nonzero(ids == image_token)
-    for trajectory in trajectories:
-        found = np.count_nonzero(trajectory.tokens == image_token)
-        if found != expected:
-            raise EngineError(
-                f"a trajectory has {found} image tokens (id {image_token}), and the row's images make "
-                f"{expected}: the engine must not sample that token, nor a workflow add it"
-            )

@@ -17,13 +17,21 @@ __all__ = ["bundles_of", "member_of", "wire_trajectories"]
 _BUNDLE_BYTES = 512 * 1024
 
 
-def wire_trajectories(ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[WireTrajectory]:
+def wire_trajectories(
+    ticket: Ticket, trajectories: Sequence[Trajectory], images_of_row: Sequence[str] = ()
+) -> list[WireTrajectory]:
     """Return the trajectories of a ticket as messages, in their order."""
     pairs = zip(sample_numbers(trajectories), trajectories, strict=True)
-    return [_wire(ticket, index, trajectory, sample) for index, (sample, trajectory) in enumerate(pairs)]
+    return [
+        _wire(ticket, index, trajectory, sample, list(images_of_row))
+        for index, (sample, trajectory) in enumerate(pairs)
+    ]
 
 
-def _wire(ticket: Ticket, index: int, trajectory: Trajectory, sample: int) -> WireTrajectory:
+def _wire(
+    ticket: Ticket, index: int, trajectory: Trajectory, sample: int, of_row: list[str]
+) -> WireTrajectory:
+    images = trajectory.images
     return WireTrajectory(
         id=f"{ticket.name}/{index}",
         tokens=Array.of(trajectory.tokens, np.int32),
@@ -35,6 +43,9 @@ def _wire(ticket: Ticket, index: int, trajectory: Trajectory, sample: int) -> Wi
         finish=trajectory.finish,
         engine=trajectory.engine,
         sample=sample,
+        images=None
+        if images is None or list(images) == of_row
+        else tuple(of_row.index(name) if name in of_row else name for name in images),
     )
 
 

@@ -238,7 +238,7 @@ class _Tools:
             return done
 
     async def _called(self, message: RunTool) -> ToolDone:
-        invocation = tools.Invocation(message.name, message.arguments)
+        invocation = tools.Invocation(message.name, message.arguments, message.images)
         try:
             return ToolDone(await self.children.ask(invocation, ToolAnswer, self._timeout_s))
         except TimeoutError:

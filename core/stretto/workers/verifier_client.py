@@ -87,14 +87,19 @@ class VerifierClient:
                 self._schemas = msgspec.msgpack.decode(answer.schemas, type=list[dict[str, Any]])
         return self._schemas
 
-    async def call(self, name: str, arguments: Mapping[str, Any], *, traceparent: str = "") -> ToolAnswer:
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, images: bool = False, traceparent: str = ""
+    ) -> ToolAnswer:
         """Call a tool, and return its answer.
+
+        Args:
+            images: whether the answer may have images.
 
         Raises:
             ConfigError: if the config of the workflow does not extend `ToolsConfig`.
         """
         await self.tools()
-        message = RunTool(name, json.dumps(arguments).encode(), traceparent, self._variant)
+        message = RunTool(name, json.dumps(arguments).encode(), traceparent, self._variant, images)
         return (await self._ask("tool", message, ToolDone)).answer
 
     async def feedback(self, question: Mapping[str, Any], *, traceparent: str = "") -> Feedback:

@@ -20,8 +20,6 @@ from stretto.component import PositiveInt
 from stretto.config import RunConfig
 from stretto.environment import EnvironmentConfig, Feedback
 from stretto.errors import EngineError
-from stretto.models.files import known_config
-from stretto.models.vision import is_vision_language
 from stretto.user_code.importable import fault_of_importable
 from stretto.workflow import Prompt, Score, Session, Trajectory, group_of
 
@@ -78,10 +76,11 @@ class MultiTurn:
             if not feedback.messages:
                 break
             chat = not isinstance(conversation.history, str)
-            for turn in feedback.messages:
-                conversation.add(
-                    {"role": "user", "content": turn} if chat and isinstance(turn, str) else turn
-                )
+            turns = [
+                {"role": "user", "content": turn} if chat and isinstance(turn, str) else turn
+                for turn in feedback.messages
+            ]
+            conversation.add(*turns, images=feedback.images)
         if not conversation.answers:
             raise EngineError(f"workflow.max_tokens={config.max_tokens} leaves no room after the prompt")
         return loop
@@ -99,11 +98,10 @@ class MultiTurn:
 
 
 def check(config: MultiTurnConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that the environment exists, and that the model does not read images."""
+    """Check that the environment exists."""
+    del run
     if fault := fault_of_importable(config.environment):
         yield Problem("workflow.environment", fault)
-    if is_vision_language(known_config(run.model)):
-        yield Problem("workflow.use", "'multi_turn' supports only text, and the run's model reads images")
 
 
 @hookimpl
