@@ -29,6 +29,7 @@ from stretto.models.images import images_of
 from stretto.models.vision import Vision
 from stretto.rl.batch import Batch
 from stretto.training.engine import HFTraining
+from stretto.training.model import names_in_files
 from stretto_hf import HFConfig, HFDataset
 from stretto_torch import TorchTrainingConfig
 from stretto_torch.training import TorchTraining
@@ -220,9 +221,13 @@ def test_a_checkpoint_is_what_transformers_and_the_engine_load(
     engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
     engine.save(tmp_path)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
-    state = loaded.state_dict()
+    names = names_in_files(loaded, str(folder))
+    state = {names.get(name, name): tensor for name, tensor in loaded.state_dict().items()}
     for name, tensor in engine.weights():
         torch.testing.assert_close(state[name], tensor, atol=0, rtol=0)
+    # Engines of other libraries look for the names of the model's own files.
+    own, saved = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "model"))
+    assert own.keys() == saved.keys() == dict(engine.weights()).keys()
     again = engine_of(folder)
     again.load(tmp_path)
     one = engine.forward(batch, temperature=1.0)

@@ -50,7 +50,13 @@ from stretto.training.lora import (
     merge_adapters,
     published_tensors,
 )
-from stretto.training.model import checkpoint_activations, compile_layers, load_model, reads_images
+from stretto.training.model import (
+    checkpoint_activations,
+    compile_layers,
+    load_model,
+    names_in_files,
+    reads_images,
+)
 from stretto.training.packing import trial_inputs
 from stretto.training.token_head import Wanted, return_figures
 
@@ -138,7 +144,8 @@ class HFTraining:
         dtype = getattr(torch, self._config.dtype)
         if (lora := self._adapter_only) is not None:
             own = ((name, tensor.detach()) for name, tensor in self._trained.items())
-            tensors = adapter_factors(self._layout.stream(own), self._model, lora)
+            factors = adapter_factors(self._layout.stream(own), self._model, lora)
+            tensors = ((self._factor_in_files(name), tensor) for name, tensor in factors)
         else:
             tensors = self._full_weights()
         for name, tensor in tensors:
@@ -157,6 +164,7 @@ class HFTraining:
             raise EngineError(f"the {config.use} engine needs a model: give `model` in the run file")
         model, self._packing = load_model(source, config, self._head, self._layout.staging)
         self._reads_images = reads_images(model.config)
+        self._names_in_files = names_in_files(model, self._initial)
         if self._reads_images and self._layout.parts > 1:
             self._blank = _blank_image(self._initial or source)
         if has_adapters and config.lora is not None:
@@ -210,7 +218,14 @@ class HFTraining:
 
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
         own = ((self._layout.name(name), tensor) for name, tensor in published_tensors(self._model))
-        return merge_adapters(self._layout.stream(own), self._model, self._config.lora)
+        merged = merge_adapters(self._layout.stream(own), self._model, self._config.lora)
+        return ((self._names_in_files.get(name, name), tensor) for name, tensor in merged)
+
+    def _factor_in_files(self, name: str) -> str:
+        """Return the name of an adapter's factor, from its name in the model."""
+        owner = matrix_of(name).removesuffix(".weight")
+        in_files = self._names_in_files.get(f"{owner}.weight", f"{owner}.weight").removesuffix(".weight")
+        return f"{in_files}{name.removeprefix(owner)}"
 
     @property
     def _adapter_only(self) -> LoraConfig | None:
@@ -223,7 +238,7 @@ class HFTraining:
         folder = folder_of_model(self._initial)
         own = tensors_of_model(Path(folder)) if folder is not None else {}
         for name in self._trained:
-            if (matrix := matrix_of(name)) not in own:
+            if (matrix := matrix_of(self._factor_in_files(name))) not in own:
                 raise EngineError(
                     f"training.lora.send is 'adapter', but the files of {self._initial!r} have no tensor "
                     f"{matrix!r} that workers could put it into; set it to 'merged'"

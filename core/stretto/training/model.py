@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
+from stretto.models.files import folder_of_model, tensors_of_model
 from stretto.training.packing import (
     ATTENTION,
     InputRows,
@@ -40,6 +42,7 @@ __all__ = [
     "layers_of",
     "load_model",
     "load_policy",
+    "names_in_files",
     "reads_images",
 ]
 
@@ -102,6 +105,27 @@ def load_policy(source: str) -> PreTrainedModel:
         return _load(kind, source, torch.device("cpu"), dtype="auto", config=model_config)
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
+
+
+def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]:
+    """Return the name of a tensor in the model -> its name in the files of `source`, for tensors that
+    transformers renames when it loads them, as it does for most vision-language models. Workers that do not
+    load the model with transformers know only the names of the files."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    folder = folder_of_model(source)
+    if folder is None:
+        return {}
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    state, names = model.state_dict(), dict[str, str]()
+    for own in tensors_of_model(Path(folder)):
+        name, converter = rename_source_key(own, renamings, converters, model.base_model_prefix, state)
+        if converter is None and name != own and name in state:
+            names[name] = own
+    return names
 
 
 def reads_images(config: Any) -> bool:

@@ -142,7 +142,7 @@ class Batcher:
     @property
     def targets(self) -> Targets:
         """The model's tensors that a swap overwrites."""
-        return self._model.decoder.targets
+        return self._model.targets
 
     @property
     def reader(self) -> ImageReader | None:
