@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import vision_models as vision_models_module
 from stretto import Context
@@ -28,6 +28,7 @@ from stretto.errors import ConfigError, EngineError
 from stretto.models.images import images_of
 from stretto.models.vision import Vision
 from stretto.rl.batch import Batch
+from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.model import names_in_files
 from stretto_hf import HFConfig, HFDataset
@@ -36,6 +37,7 @@ from stretto_torch.training import TorchTraining
 from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
 Models = Callable[[str], Path]
+TOWER = {"llava": "vision_tower.", "qwen2_5_vl": "visual."}
 Start = Callable[..., Any]
 
 
@@ -209,6 +211,38 @@ def test_a_step_trains_the_vision_tower_the_same_however_split(
     ]
     unused = [name for name in towers if "post_layernorm" in name]  # LLaVA reads what is before it
     assert all(updates[0][name].abs().max() > 0 for name in {*towers} - {*unused})
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of names that peft uses
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_frozen_vision_tower(
+    vision_models: Models, architecture: str, lora: LoraConfig | None, tmp_path: Path
+) -> None:
+    """It has no gradient, no state of the optimizer and no adapters, and is not published with the others."""
+    folder = vision_models(architecture)
+    engine = engine_of(folder, freeze_vision_tower=True, lora=lora)
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    for _ in range(2):
+        engine.train(batch_of(Vision(str(folder))), Loss(plain_loss, "token"), temperature=1.0)
+    changed = {name for name, tensor in engine.weights() if not torch.equal(tensor, before[name])}
+    assert changed == dict(engine.trained_weights()).keys()
+    tower = {name for name in load_file(folder / "model.safetensors") if name.startswith(TOWER[architecture])}
+    assert tower
+    assert dict(engine.frozen_weights()).keys() == (tower if lora is None else set())
+    engine.save(tmp_path)
+    trained = [*load_file(tmp_path / "optimizer.safetensors"), *changed]
+    assert trained
+    assert not [name for name in trained if TOWER[architecture] in name]
+    own, saved = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "model"))
+    assert {name for name in own if not torch.equal(own[name], saved[name])}.isdisjoint(tower)
+    if lora is not None:  # peft puts the adapters where they were
+        peft = pytest.importorskip("peft")
+        plain: Any = AutoModelForImageTextToText.from_pretrained(folder)
+        merged = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().state_dict()
+        whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(merged[name], tensor)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -414,6 +448,48 @@ def test_a_run_samples_from_images(start: Start, vision_models: Models, rows: Pa
 
 
 @pytest.mark.slow
+def test_a_run_with_a_frozen_tower_goes_on_after_kills(
+    start: Start, vision_models: Models, rows: Path, tmp_path: Path
+) -> None:
+    """Adapters over two ranks; an engine that starts late gets the whole model; the checkpoint is one."""
+    folder = vision_models("llava")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, completion, **columns): return sum(map(ord, completion)) % 7\n"
+    )
+    run = start(
+        f"model={folder}",
+        f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
+        f"dataset.path={rows}",
+        "training={use: fsdp2, processes: 2, freeze_vision_tower: true, lora: {rank: 4, send: merged}}",
+        "training.lr=0.003",
+        "weights=bus",
+        "inference={use: torch, slots: 8, context_length: 256}",
+        "sampling.max_tokens=8",
+        "queue.max_failures=80",
+        "queue.batch_size=4",
+        "checkpoint.every=2",
+        "steps=6",
+    )
+    run.until_step(1)
+    run.until(lambda: run.worker("inference-0")).kill()
+    run.until_step(3)
+    run.until(lambda: run.worker("trainer-1")).kill()
+    assert run.end() != 0
+    run = start(resume=run)
+    summary = run.assert_completed(6)
+    run.assert_audit_is_clean()
+    assert summary["canary"]["max"] < 1e-3, summary["canary"]
+    assert all(line["mismatch_max"] < 1e-4 for line in run.metrics() if "mismatch_max" in line)
+    model = run.folder / "checkpoints" / "step-000006" / "model"
+    trained = AutoModelForImageTextToText.from_pretrained(model).state_dict()
+    first = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+    changed = {name for name in trained if not torch.equal(trained[name], first[name])}
+    assert changed
+    assert not [name for name in changed if "vision_tower" in name]
+    assert AutoProcessor.from_pretrained(model).image_token == "<image>"
+
+
+@pytest.mark.slow
 def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Path) -> None:
     run = start(
         f"model={vision_models('llava')}",
@@ -445,6 +521,10 @@ def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows:
 
 def test_check_refuses_what_cannot_work(vision_models: Models, tiny_models: Models, rows: Path) -> None:
     folder = vision_models("llava")
+    frozen = {"use": "torch", "freeze_vision_tower": True}
+    assert errors_of(run_of(folder, rows, training=frozen)) == []
+    errors = errors_of(run_of(tiny_models("qwen2"), rows, training=frozen))
+    assert any(each.startswith("training.freeze_vision_tower: is true, but") for each in errors)
     tensor = {"use": "fsdp2", "processes": 2, "tensor_parallel": 2}
     errors = errors_of(run_of(folder, rows, inference={"use": "torch"}, training=tensor))
     assert any("reads images and cannot be split" in each for each in errors)

@@ -44,6 +44,7 @@ __all__ = [
     "load_policy",
     "names_in_files",
     "reads_images",
+    "vision_tower",
 ]
 
 log = structlog.get_logger()
@@ -131,6 +132,20 @@ def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]
 def reads_images(config: Any) -> bool:
     """Whether this is the config of a vision-language model."""
     return hasattr(config, "vision_config")
+
+
+def vision_tower(model: PreTrainedModel) -> str:
+    """Return the name of the module that encodes the images of a vision-language model.
+
+    Raises:
+        EngineError: if the model has no such module.
+    """
+    tower: Any = model.get_encoder(modality="image")
+    if tower is model or tower is model.base_model:
+        raise EngineError(
+            f"training.freeze_vision_tower: {type(model).__name__} has no module that encodes images alone"
+        )
+    return next(name for name, module in model.named_modules() if module is tower)
 
 
 def _vision_language(

@@ -83,9 +83,10 @@ class Targets:
                 )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors that passed `check` into place."""
-        for name, target in self.by_name.items():
-            target.load(tensors[name])
+        """Copy tensors of a set that passed `check` into place."""
+        for name, tensor in tensors.items():
+            if name not in self.tied:
+                self.by_name[name].load(tensor)
         for product in self.products:
             product.pack()
 
