@@ -99,6 +99,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/scale.py 10 100 1000
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/images.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/step_parts.py
 	$(BIN)/python benchmarks/quickstart.py

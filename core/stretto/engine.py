@@ -38,6 +38,7 @@ __all__ = [
     "InferenceConfig",
     "InferenceEngine",
     "Load",
+    "PartlyFrozenEngine",
     "Sampling",
     "SwapReport",
     "TrainingConfig",
@@ -379,4 +380,18 @@ class TrainingEngine(Protocol):
 
     def stop(self) -> None:
         """Free all resources."""
+        ...
+
+
+@runtime_checkable
+class PartlyFrozenEngine(TrainingEngine, Protocol):
+    """A training engine that says which of its tensors no step changes. They are published once, and not with
+    every version."""
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the tensors of `weights` that a step may change."""
+        ...
+
+    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the other tensors of `weights`. They are the same until the next `load`."""
         ...

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Canary",
+    "FreezingPublisher",
     "Publisher",
     "Subscriber",
     "WeightUpdate",
@@ -122,6 +123,21 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Remove all published versions."""
+        ...
+
+
+@runtime_checkable
+class FreezingPublisher(Publisher, Protocol):
+    """A publisher that takes the tensors that training does not change once for many versions. Other
+    publishers get them with every version."""
+
+    def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Make these tensors a part of every version that is published from now on, besides the tensors that
+        `publish` gets. They replace those of an earlier call.
+
+        Raises:
+            WeightsError: if they cannot be written.
+        """
         ...
 
 

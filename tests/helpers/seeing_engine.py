@@ -26,6 +26,7 @@ from stretto.engine import Emit, GenerateRequest
 from stretto.models.images import OpenImage, decode
 from stretto.models.vision import Vision, VisionPrompt
 from stretto.testing.inference import END, POSITIONS, VOCABULARY, Reference, TinyModel, make_tiny_tokenizer
+from stretto.training.model import names_in_files
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
 from vision_models import save_llava_processor
@@ -87,12 +88,14 @@ class _Seeing:
 
     def __init__(self, model: Any, folder: Path) -> None:
         self.model = model
+        self._names = names_in_files(model, str(folder))
         seen = seen_by(folder)
         self._before = torch.from_numpy(seen.ids).long()[None]
         self._media = {name: torch.from_numpy(array) for name, array in seen.media.items()}
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        return self.model.named_parameters()
+        named: Iterable[tuple[str, Tensor]] = self.model.named_parameters()
+        return ((self._names.get(name, name), parameter) for name, parameter in named)
 
     def __call__(self, ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
         if past_key_values is None:

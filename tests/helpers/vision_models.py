@@ -17,11 +17,24 @@ TEXTS = 97
 """Ids below are characters, those from here on stand for images."""
 
 
-def make_vision_model(architecture: str, folder: Path) -> None:
-    """About 0.03 M parameters; an image is four tokens, or for Qwen as many as its size makes."""
+def make_vision_model(
+    architecture: str, folder: Path, *, patch: int = 4, most_pixels: int = 1024, positions: int = 256
+) -> None:
+    """About 0.03 M parameters; an image is four tokens, or for Qwen as many as its size makes.
+
+    Args:
+        patch: width and height of a patch, for Qwen; four patches are a token.
+        most_pixels: larger images are made smaller, for Qwen.
+        positions: tokens that a text may have.
+    """
     from transformers import AutoConfig
 
     vocabulary = _save_tokenizer(architecture, folder)
+    if architecture != "llava":
+        from transformers import Qwen2VLImageProcessorPil
+
+        sizes = {"shortest_edge": 64, "longest_edge": most_pixels}
+        Qwen2VLImageProcessorPil(patch_size=patch, size=sizes).save_pretrained(folder)
     text = {
         "vocab_size": len(vocabulary),
         "eos_token_id": 1,
@@ -33,7 +46,7 @@ def make_vision_model(architecture: str, folder: Path) -> None:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": positions,
     }
     sees = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.3}
     if architecture == "llava":
@@ -58,8 +71,8 @@ def make_vision_model(architecture: str, folder: Path) -> None:
                 "depth": 2,
                 "num_heads": 2,
                 "out_hidden_size": 32,
-                "patch_size": 4,
-                "window_size": 16,
+                "patch_size": patch,
+                "window_size": 4 * patch,
                 "fullatt_block_indexes": [1],
             },
             "vision_start_token_id": vocabulary["<|vision_start|>"],
@@ -72,10 +85,7 @@ def make_vision_model(architecture: str, folder: Path) -> None:
 def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
     """Printable ASCII and what stands for images, a chat template, and the processor; the vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2VLImageProcessorPil,
-    )
+    from transformers import PreTrainedTokenizerFast
 
     characters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
     special = [_IMAGE[architecture]]
@@ -100,10 +110,23 @@ def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
     fast.save_pretrained(folder)
     if architecture == "llava":
         save_llava_processor(fast, folder)
-    else:
-        sizes = {"shortest_edge": 64, "longest_edge": 1024}
-        Qwen2VLImageProcessorPil(patch_size=4, size=sizes).save_pretrained(folder)
     return vocabulary
+
+
+def never_sample_images(folder: Path) -> None:
+    """Change a Qwen2.5-VL so that it does not sample the token of images, which would fail its ticket: the
+    first number of each hidden state is the same, and counts against that token alone."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder)
+    inner, merger = model.model.language_model, model.model.visual.merger.mlp[2]
+    inner.embed_tokens.weight.data[:, 0] = 2.0
+    merger.weight.data[0], merger.bias.data[0] = 0.0, 2.0
+    for layer in inner.layers:
+        layer.self_attn.o_proj.weight.data[0] = 0.0
+        layer.mlp.down_proj.weight.data[0] = 0.0
+    model.lm_head.weight.data[:, 0] = 0.0
+    model.lm_head.weight.data[model.config.image_token_id] = 0.0
+    model.lm_head.weight.data[model.config.image_token_id, 0] = -1000.0
+    model.save_pretrained(folder)
 
 
 def save_llava_processor(tokenizer: Any, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from stretto.engine import GenerateRequest, Sampling
 from stretto.models.images import OpenImage, decode
 from stretto.models.vision import Vision
 from stretto.testing.inference import EngineUnderTest, Sample, ServedEngine
+from stretto.training.model import names_in_files
 from vision_models import ARCHITECTURES, picture
 
 Models = Callable[[str], Path]
@@ -40,13 +41,15 @@ class SeenModel:
     def __init__(self, folder: Path, seed: int | None = None) -> None:
         self.vision = Vision(str(folder))
         self._model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval().requires_grad_(False)
+        self._names = names_in_files(self._model, str(folder))
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
             for parameter in self._model.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        named: Iterable[tuple[str, Tensor]] = self._model.named_parameters()
+        return {self._names.get(name, name): parameter.data for name, parameter in named}
 
     def logprobs(self, asked: Asked, answer: Sequence[int]) -> NDArray[np.float32]:
         """(A,) the logprobs of an answer."""

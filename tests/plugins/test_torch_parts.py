@@ -372,7 +372,7 @@ def test_deterministic_prompts_of_one_padded_length_share_a_prefill() -> None:
     shapes = Shapes(slots=20, context=160)
     for solo in (False, True):
         batcher = Batcher(
-            LoadedModel(decoder, dataclasses.replace(shapes, solo_prompts=solo), eos=()),
+            LoadedModel(decoder, decoder.targets, dataclasses.replace(shapes, solo_prompts=solo), eos=()),
             tokenizer=lambda: None,
             deterministic=True,
             recompute_on_swap=False,
@@ -410,7 +410,7 @@ def make_batcher(model: Any, *, slots: int, fixed: bool = False, deterministic: 
     rows = -(-slots // 8) * 8
     decoder = FastDecoder(model, rows=rows, length=160, tokens=rows * 160, onednn=False)
     batcher = Batcher(
-        LoadedModel(decoder, Shapes(slots=slots, context=160, fixed=fixed), eos=()),
+        LoadedModel(decoder, decoder.targets, Shapes(slots=slots, context=160, fixed=fixed), eos=()),
         tokenizer=lambda: None,
         deterministic=deterministic,
         recompute_on_swap=False,

@@ -117,6 +117,24 @@ async def test_a_swap_reports_the_digest_of_what_it_loaded(folders: Folders) -> 
     assert figures.pause_max_s == max(report.pause_s, with_tied.pause_s)
 
 
+class Unread(Update):
+    """Says what the engine holds already, and has other numbers there: nobody may read them."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {name: tensor if name == NORM else tensor + 1 for name, tensor in self.weights.items()}
+
+
+async def test_a_swap_reads_only_the_tensors_that_changed(folders: Folders) -> None:
+    model = load(folders["qwen2"])
+    async with serving(folders["qwen2"], version=None) as served:
+        await served.engine.swap(Update({name: each.clone() for name, each in weights_of(model).items()}, 0))
+        dict(model.named_parameters())[NORM].data.mul_(1.5)
+        report = await served.engine.swap(Unread(weights_of(model), 1))
+        sample = await served.answer(asked := request(max_tokens=20, min_version=1))
+    assert report.digest == digest_by_hand(weights_of(model))
+    assert_own(model, asked, [sample])
+
+
 def digest_by_hand(weights: Mapping[str, Tensor]) -> str:
     """Of float32 tensors that are one tile each."""
     hashes: dict[str, str] = {}

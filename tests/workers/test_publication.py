@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import WeightsError
+from stretto.models.version_files import FolderPublisher, open_version
 from stretto.weights import WeightsNote
 from stretto.workers import publication
 from stretto.workers.context import ComputeThread
@@ -49,6 +50,44 @@ class SlowPublisher:
 
     def close(self) -> None:
         self.versions.clear()
+
+
+class FrozenEngine(Engine):
+    """Has a weight besides that no step changes."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.trained_weights()
+        yield from self.frozen_weights()
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().weights()
+
+    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.asked = getattr(self, "asked", 0) + 1
+        yield "tower", torch.zeros(2)
+
+    load = forward = save = stop = Engine.train
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_what_no_step_changes_is_published_once_after_a_load(tmp_path: Path, freezes: bool) -> None:
+    """A publisher that cannot freeze gets it with every version."""
+    engine, slow = FrozenEngine(), SlowPublisher()
+    slow.go.set()
+    publisher = FolderPublisher(tmp_path / "versions", 1, 1.0) if freezes else slow
+    publishing = Publication(engine, "", publisher, ComputeThread())  # pyright: ignore[reportArgumentType]
+    places: set[int] = set()
+    for version, loaded in enumerate((True, False, False, True)):
+        note = publishing.begin(version, (), "", loaded=loaded).result(DEADLINE_S)
+        assert note is not None
+        if freezes:
+            folder = Path(note.address)
+            assert open_version(note, folder).tensors().keys() == {"weight", "tower"}
+            places.add((folder / "frozen-00000.safetensors").stat().st_ino)
+        else:
+            assert slow.versions[version].keys() == {"weight", "tower"}
+    assert engine.asked == 2
+    assert len(places) <= 2
 
 
 def test_the_next_call_does_not_wait_for_the_publisher_and_changes_nothing_of_the_version() -> None:

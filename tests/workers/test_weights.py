@@ -83,6 +83,29 @@ async def test_weights_arrive_as_they_were_published(tmp_path: Path) -> None:
     assert publisher.publish(5, iter(tensors(1.25))).digest != note.digest
 
 
+async def test_frozen_tensors_are_written_and_hashed_once(tmp_path: Path) -> None:
+    publisher, subscriber = ends(tmp_path, keep=1)
+    publisher.freeze(iter(tensors(1.5)[1:]))
+    notes = [publisher.publish(version, iter(tensors(version)[:1])) for version in range(2)]
+    for version in (1, 2):
+        if version == 2:
+            notes.append(publisher.publish(2, iter(tensors(2)[:1])))
+        update = await subscriber.receive(notes[version])
+        assert update.hashes() == {name: tensor_hash(each) for name, each in tensors(version)}
+        [frozen] = Path(notes[version].address).glob("frozen-*")
+        assert frozen.stat().st_nlink == 2  # the file of the publisher, and that of the one version
+        if version == 1:  # alter it, as nobody could who does not know how: only a hash would show it
+            status, damaged = frozen.stat(), bytearray(frozen.read_bytes())
+            damaged[-1] ^= 1
+            frozen.write_bytes(damaged)
+            os.utime(frozen, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(WeightsError, match=r"is not the announced one: \['b.c'\] differ"):
+        await FileSubscriber().receive(notes[2])  # one that has not hashed it
+    frozen.touch()
+    with pytest.raises(WeightsError, match=r"is not the announced one: \['b.c'\] differ"):
+        await subscriber.receive(notes[2])  # to this one it is another file now
+
+
 async def test_old_versions_go_and_say_so(tmp_path: Path) -> None:
     publisher, subscriber = ends(tmp_path, keep=2)
     notes = [publisher.publish(version, iter(tensors(version))) for version in range(4)]

@@ -237,12 +237,13 @@ def _structure_faults(former: Placement, changed: Placement) -> Iterator[Problem
 
 
 def _adapters(placed: Placement) -> dict[str, object]:
-    """Return the adapter of each model: rank, alpha and targets, or None if the model has no adapter."""
+    """Return what says which adapters each model has that has some."""
     return {
-        model: (lora.rank, lora.alpha, lora.targets) if lora is not None else None
+        model: (section.lora.rank, section.lora.alpha, section.lora.targets, section.freeze_vision_tower)
         for group in placed.groups.values()
         for model in group.models
-        for lora in [group.section.lora if isinstance(group.section, ModelTrainingConfig) else None]
+        for section in [group.section]
+        if isinstance(section, ModelTrainingConfig) and section.lora is not None
     }
 
 

@@ -24,7 +24,7 @@ from stretto.errors import WeightsError
 from stretto.models.digest import bytes_hash
 from stretto.models.files import tensors_of_model
 from stretto.models.safetensors import Place, places_in, write_header
-from stretto.models.version_files import FolderUpdate, Manifest
+from stretto.models.version_files import FolderUpdate, FrozenFiles, Manifest
 
 if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
@@ -50,7 +50,9 @@ def matrix_of(factor: str) -> str:
     return f"{factor.removesuffix(FACTOR_A).removesuffix(FACTOR_B)}.weight"
 
 
-def merge_adapter_files(update: WeightUpdate, model: Path, folder: Path) -> FolderUpdate:
+def merge_adapter_files(
+    update: WeightUpdate, model: Path, folder: Path, frozen: FrozenFiles | None = None
+) -> FolderUpdate:
     """Merge an adapter into the model that it was trained on.
 
     An adapted matrix is computed in float32 and stored in the dtype of its factors. Every other tensor is
@@ -60,6 +62,8 @@ def merge_adapter_files(update: WeightUpdate, model: Path, folder: Path) -> Fold
         update: the adapter.
         model: folder of the model that the adapter was trained on.
         folder: where the merged model is written. Closing the returned update removes it.
+        frozen: keeps the files with the other tensors, which are then neither written nor hashed again for
+            the next adapter of this model.
 
     Raises:
         WeightsError: if the adapter does not fit the model (the error names the tensor), or a file cannot be
@@ -71,15 +75,23 @@ def merge_adapter_files(update: WeightUpdate, model: Path, folder: Path) -> Fold
         model_tensors, adapter = tensors_of_model(model), places_in(update.folder)
         _check_fit(adapter, model_tensors, model)
         folder.mkdir(mode=0o700)
-        files = {
-            file.name: _write(
-                folder / file.name,
-                [tensor for tensor in model_tensors.values() if tensor.file == file],
-                adapter,
-            )
-            for file in sorted({place.file for place in model_tensors.values()})
-        }
-        manifest = Manifest.write(folder, note.version, files)
+        adapted, others = dict[str, list[Place]](), dict[str, list[Place]]()
+        for tensor in sorted(model_tensors.values(), key=lambda place: place.file):
+            if _factors(tensor.name, adapter) is not None:
+                adapted.setdefault(tensor.file.name, []).append(tensor)
+            else:
+                others.setdefault(f"frozen-{tensor.file.name}", []).append(tensor)
+        files = {name: _write(folder / name, tensors, adapter) for name, tensors in adapted.items()}
+        for name, tensors in others.items():
+            kept = frozen.find(name) if frozen is not None else None
+            if kept is not None and {*kept[1]} == {tensor.name for tensor in tensors}:
+                (folder / name).hardlink_to(kept[0])
+                files[name] = dict(kept[1])
+            else:
+                files[name] = _write(folder / name, tensors, adapter)
+        manifest = Manifest.write(folder, note.version, files, others)
+        if frozen is not None:
+            frozen.keep(folder, manifest)
     except (OSError, ValueError, WeightsError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         reason = f"version {note.version} is an adapter, and cannot be merged into {model}: {error}"

@@ -3,6 +3,9 @@
 Weight transports that keep versions in folders, at one end or at both, share this module. A folder holds the
 files `model-00000.safetensors` and so on, and `manifest.json` with the hash of every tensor. The manifest is
 written last.
+
+Tensors that training does not change are in files `frozen-00000.safetensors`. They are written once, and are
+hard links in the folder of every later version. A subscriber receives and hashes them once (`FrozenFiles`).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ __all__ = [
     "AskOutline",
     "FolderPublisher",
     "FolderUpdate",
+    "FrozenFiles",
     "Manifest",
     "Outline",
     "RunFolders",
@@ -103,12 +107,16 @@ class Manifest(msgspec.Struct, frozen=True):
     digest: str
     files: dict[str, dict[str, str]]
     """File name -> tensor name -> its hash."""
+    frozen: tuple[str, ...] = ()
+    """Names of the files that later versions have too."""
 
     @classmethod
-    def write(cls, folder: Path, version: int, files: dict[str, dict[str, str]]) -> Manifest:
+    def write(
+        cls, folder: Path, version: int, files: dict[str, dict[str, str]], frozen: Iterable[str] = ()
+    ) -> Manifest:
         """Complete a folder that already has its tensor files: write the manifest."""
         digest = digest_of((name, value) for hashes in files.values() for name, value in hashes.items())
-        manifest = cls(version, digest, files)
+        manifest = cls(version, digest, files, tuple(frozen))
         (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
         return manifest
 
@@ -165,6 +173,24 @@ class FolderPublisher:
         self._keep = keep
         self._shard_bytes = int(shard_gb * 2**30)
         self._versions: dict[int, StoredVersion] = {}
+        self._frozen: dict[str, dict[str, str]] = {}
+        """The files of frozen tensors: name -> tensor name -> its hash."""
+
+    def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write and hash the tensors that every later version has (see `stretto.weights.FreezingPublisher`).
+
+        Raises:
+            WeightsError: if they cannot be written, or if `root` is not private.
+        """
+        folder = self._frozen_folder
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            expect_private(self._root)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(mode=0o700)
+            self._frozen = self._write_tensors(folder, "frozen", tensors)
+        except OSError as error:
+            raise WeightsError(f"frozen tensors cannot be written to {folder}: {error}") from error
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
@@ -222,16 +248,29 @@ class FolderPublisher:
         """Remove all versions and `root`."""
         shutil.rmtree(self._root, ignore_errors=True)
 
+    @property
+    def _frozen_folder(self) -> Path:
+        return self._root / "frozen"
+
     def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        files = self._write_tensors(folder, "model", tensors)
+        for name in self._frozen:
+            (folder / name).hardlink_to(self._frozen_folder / name)
+        return Manifest.write(folder, version, files | self._frozen, self._frozen).digest
+
+    def _write_tensors(
+        self, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]]
+    ) -> dict[str, dict[str, str]]:
+        """Write tensors to files. Return file name -> tensor name -> its hash."""
         from safetensors.torch import save_file
 
         files: dict[str, dict[str, str]] = {}
         for index, shard in enumerate(_shards(tensors, self._shard_bytes)):
-            name = f"model-{index:05d}.safetensors"
+            name = f"{stem}-{index:05d}.safetensors"
             save_file(shard, folder / name)
             files[name] = {key: tensor_hash(tensor) for key, tensor in shard.items()}
             shard.clear()  # free it before the next one is gathered
-        return Manifest.write(folder, version, files).digest
+        return files
 
 
 class FolderUpdate:
@@ -275,6 +314,51 @@ class FolderUpdate:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class FrozenFiles:
+    """The files of frozen tensors that one subscriber has checked: it neither hashes nor receives them again.
+
+    Args:
+        folder: where the subscriber keeps the files that it has received; None if it reads the publisher's.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._checked: dict[tuple[int, ...], dict[str, str]] = {}
+        """Identity of a file -> tensor name -> its hash."""
+
+    def hashes(self, path: Path) -> Mapping[str, str] | None:
+        """Return tensor name -> its hash for a file that was checked before, else None."""
+        return self._checked.get(_identity(path))
+
+    def find(self, name: str) -> tuple[Path, Mapping[str, str]] | None:
+        """Return the path of a file that is kept under this name, and its hashes; or None."""
+        if self._folder is None or not (path := self._folder / name).exists():
+            return None
+        hashes = self.hashes(path)
+        return (path, hashes) if hashes is not None else None
+
+    def keep(self, version: Path, manifest: Manifest) -> None:
+        """Keep the frozen files of a version that has just been checked.
+
+        Raises:
+            OSError: if a file cannot be kept.
+        """
+        if not manifest.frozen:
+            return
+        self._checked = {_identity(version / name): manifest.files[name] for name in manifest.frozen}
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(mode=0o700, parents=True)
+            for name in manifest.frozen:
+                (self._folder / name).hardlink_to(version / name)
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Return numbers that tell the file from every other, and change when it is written."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def expect_private(folder: Path) -> None:
     """Check that a folder is this user's own, and that nobody else can enter it.
 
@@ -295,15 +379,21 @@ def expect_private(folder: Path) -> None:
     raise WeightsError(f"{folder} is not private: {fault}; somebody else may have made it")
 
 
-def lay_out(outline: Outline, note: WeightsNote, folder: Path) -> dict[Path, int]:
+def lay_out(
+    outline: Outline, note: WeightsNote, folder: Path, frozen: FrozenFiles | None = None
+) -> dict[Path, int]:
     """Make the folder of a version that this process will receive. Return the path of each file that the
     caller must fill, with its size in bytes.
+
+    Args:
+        frozen: files that this process has; those that are in the version need not be filled.
 
     Raises:
         WeightsError: if the outline does not describe the announced version, or the folder cannot be written
             or has no room for it.
     """
-    files = [*_read_manifest(outline.manifest, note).files]
+    manifest = _read_manifest(outline.manifest, note)
+    files = [*manifest.files]
     if len(files) != len(outline.sizes):
         raise WeightsError(
             f"version {note.version} at {note.address} has {len(files)} files and {len(outline.sizes)} sizes "
@@ -314,22 +404,30 @@ def lay_out(outline: Outline, note: WeightsNote, folder: Path) -> dict[Path, int
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         (folder / "manifest.json").write_bytes(outline.manifest)
+        sizes = dict(zip(files, outline.sizes, strict=True))
+        for name in manifest.frozen:
+            kept = frozen.find(name) if frozen is not None else None
+            if kept is not None and kept[1] == manifest.files[name]:
+                (folder / name).hardlink_to(kept[0])
+                del sizes[name]
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise WeightsError(f"{folder} cannot be written: {error}", version=note.version) from error
-    if sum(outline.sizes) > free:
+    if (size := sum(sizes.values())) > free:
         raise WeightsError(
-            f"version {note.version} has {sum(outline.sizes)} bytes; {folder} has room for {free}",
-            version=note.version,
+            f"version {note.version} has {size} bytes; {folder} has room for {free}", version=note.version
         )
-    return {folder / name: size for name, size in zip(files, outline.sizes, strict=True)}
+    return {folder / name: size for name, size in sizes.items()}
 
 
-def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) -> FolderUpdate:
+def open_version(
+    note: WeightsNote, folder: Path, *, temporary: bool = False, frozen: FrozenFiles | None = None
+) -> FolderUpdate:
     """Open a version's folder and check that every tensor matches the announcement.
 
     Args:
         temporary: remove the folder when the update is closed.
+        frozen: files that were checked before and are not hashed again. The version's are added.
 
     Raises:
         WeightsError: if the folder is missing or damaged, or is not the announced version. The error names
@@ -338,16 +436,27 @@ def open_version(note: WeightsNote, folder: Path, *, temporary: bool = False) ->
     label = f"version {note.version} at {note.address}"
     try:
         manifest = _read_manifest((folder / "manifest.json").read_bytes(), note)
-        hashes = dict(pair for name in manifest.files for pair in _file_hashes(folder / name))
+        hashes: dict[str, str] = {}
+        for name in manifest.files:
+            checked = frozen.hashes(folder / name) if frozen is not None else None
+            hashes |= dict(_file_hashes(folder / name)) if checked is None else checked
     except (OSError, ValueError, WeightsError) as error:
         raise WeightsError(f"{label} cannot be read: {error}", version=note.version) from error
     if wrong := differing_names(hashes, manifest.hashes()):
         raise WeightsError(f"{label} is not the announced one: {wrong[:3]} differ", version=note.version)
+    if frozen is not None:
+        try:
+            frozen.keep(folder, manifest)
+        except OSError as error:
+            raise WeightsError(f"{label} cannot be kept: {error}", version=note.version) from error
     return FolderUpdate(note, folder, manifest, temporary=temporary)
 
 
-def open_shared_version(note: WeightsNote) -> FolderUpdate:
+def open_shared_version(note: WeightsNote, frozen: FrozenFiles | None = None) -> FolderUpdate:
     """Open the version in the folder `note.address`, which another process of this user made.
+
+    Args:
+        frozen: as for `open_version`.
 
     Raises:
         WeightsError: as `open_version`, or if others can enter the folder or its parent.
@@ -360,7 +469,7 @@ def open_shared_version(note: WeightsNote) -> FolderUpdate:
     except (OSError, WeightsError) as error:
         reason = f"version {note.version} at {folder} cannot be read: {error}"
         raise WeightsError(reason, version=note.version) from error
-    return open_version(note, folder)
+    return open_version(note, folder, frozen=frozen)
 
 
 def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
@@ -381,6 +490,8 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
             f"{label} has a file {bad_names[0]!r}; expected plain names that end in .safetensors",
             version=note.version,
         )
+    if not {*manifest.frozen} <= manifest.files.keys():
+        raise WeightsError(f"{label} has frozen files that it does not name", version=note.version)
     if manifest.version != note.version:
         raise WeightsError(
             f"{label} is not the announced one: its manifest is of version {manifest.version}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ from stretto.errors import NoAnswer, Refused, StrettoError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import open_version
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
-from stretto.weights import Publisher, Subscriber, WeightsNote, WeightsTransport, Wire
+from stretto.weights import FreezingPublisher, Publisher, Subscriber, WeightsNote, WeightsTransport, Wire
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,10 +86,16 @@ class _Ends:
         self._subscribers.append(self.transport(worker).subscriber(self._wire(worker)))
         return self._subscribers[-1]
 
-    async def publish(self, version: int, *needed: int) -> WeightsNote:
-        """Publish a version in a thread, as a trainer does."""
-        tensors = iter(_tensors(version).items())
+    async def publish(self, version: int, *needed: int, frozen: Collection[str] = ()) -> WeightsNote:
+        """Publish a version in a thread, as a trainer does: without the tensors that are frozen."""
+        tensors = iter([pair for pair in _tensors(version).items() if pair[0] not in frozen])
         return await anyio.to_thread.run_sync(self.publisher.publish, version, tensors, needed)
+
+    async def freeze(self, *names: str) -> None:
+        """Make these tensors, as version 0 has them, a part of all versions to come."""
+        assert isinstance(self.publisher, FreezingPublisher)
+        frozen = iter([(name, _tensors(0)[name]) for name in names])
+        await anyio.to_thread.run_sync(self.publisher.freeze, frozen)
 
     async def close(self) -> None:
         """Close all ends, and remove what they have left."""
@@ -128,6 +134,24 @@ class WeightsConformance(ComponentConformance):
 
         _run(under_test, body)
 
+    def test_frozen_tensors_are_a_part_of_every_version(self, under_test: ComponentUnderTest) -> None:
+        """For an engine that gets every version, and for one that comes later. Others may replace them."""
+        names = ("model.embed.weight", "model.steps")
+
+        async def body(ends: _Ends) -> None:
+            if not isinstance(ends.publisher, FreezingPublisher):
+                pytest.skip("its publisher takes all tensors with every version")
+            subscriber = ends.subscriber()
+            await ends.freeze(*names)
+            for version in range(3):
+                note = await ends.publish(version, frozen=names)
+                for each in (subscriber, ends.subscriber()):
+                    await _assert_arrives(each, note, names)
+            await ends.freeze()
+            await _assert_arrives(subscriber, await ends.publish(3))
+
+        _run(under_test, body)
+
     def test_a_late_engine_gets_the_newest_version(self, under_test: ComponentUnderTest) -> None:
         """Publishing did not wait for it. A version that is gone is a WeightsError."""
 
@@ -155,7 +179,7 @@ class WeightsConformance(ComponentConformance):
         async def body(ends: _Ends) -> None:
             note = await ends.publish(2)
             await anyio.to_thread.run_sync(ends.publisher.copy, 2, tmp_path / "copy")
-            _assert_equal(open_version(note, tmp_path / "copy").tensors(), 2)
+            _assert_equal(open_version(note, tmp_path / "copy").tensors(), _tensors(2))
             with pytest.raises(WeightsError):
                 await anyio.to_thread.run_sync(ends.publisher.copy, 3, tmp_path / "other")
 
@@ -221,27 +245,27 @@ def _run(under_test: ComponentUnderTest, body: Callable[[_Ends], Coroutine[Any, 
     anyio.run(whole)
 
 
-async def _assert_arrives(subscriber: Subscriber, note: WeightsNote) -> None:
+async def _assert_arrives(subscriber: Subscriber, note: WeightsNote, frozen: Collection[str] = ()) -> None:
     """Receive a version, and compare it with what was published."""
+    tensors = _tensors(note.version) | {name: _tensors(0)[name] for name in frozen}
     update = await subscriber.receive(note)
     try:
         assert update.note.version == note.version, f"received version {update.note.version} for {note}"
-        hashes = {name: tensor_hash(tensor) for name, tensor in _tensors(note.version).items()}
+        hashes = {name: tensor_hash(tensor) for name, tensor in tensors.items()}
         assert dict(update.hashes()) == hashes, f"the hashes of version {note.version} differ"
         assert digest_of(update.hashes().items()) == note.digest, "the digest of the hashes is not the note's"
-        _assert_equal(update.tensors(), note.version)
+        _assert_equal(update.tensors(), tensors)
     finally:
         update.close()
 
 
-def _assert_equal(found: Mapping[str, Tensor], version: int) -> None:
+def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     import torch
 
-    expected = _tensors(version)
-    assert found.keys() == expected.keys(), f"version {version} has the tensors {sorted(found)}"
+    assert found.keys() == expected.keys(), f"the version has the tensors {sorted(found)}"
     for name, tensor in expected.items():
         same = found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
-        assert same, f"tensor {name!r} of version {version} is not the published one"
+        assert same, f"tensor {name!r} is not the published one"
 
 
 async def _assert_refused(subscriber: Subscriber, note: WeightsNote, what: str) -> None:

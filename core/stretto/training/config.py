@@ -98,6 +98,11 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     """Recompute activations in the backward pass, to use less memory."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and keep the model's own weights fixed. null: train all weights."""
+    freeze_vision_tower: bool = False
+    """Keep the weights of a vision-language model's image encoder fixed: they have no gradient, no optimizer
+    state and no adapters, and are sent to inference workers once. For Qwen's models, this includes the merger
+    that maps its output to the text model; LLaVA's projector is trained. False by default: `lora` and this
+    key alone say what is not trained (docs/weights.md#frozen-weights)."""
     compile: bool = False
     """Apply torch.compile to the feed-forward part of every layer, because its shapes vary in only one
     dimension. It needs a C++ compiler on a CPU and Triton on a GPU. The first steps are slow."""
@@ -130,6 +135,11 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
         yield Problem(
             "training.packing",
             f"is 'packed', but {run.model!r} reads images, which need padded rows; leave it out",
+        )
+    known = known_config(run.model)
+    if config.freeze_vision_tower and known and not is_vision_language(known):
+        yield Problem(
+            "training.freeze_vision_tower", f"is true, but {run.model!r} reads no images; leave it out"
         )
     if config.optimizer == "adamw" and config.lr > _LARGE_LR:
         yield Problem(

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,14 @@ from stretto.training.lora import (
     merge_adapters,
     published_tensors,
 )
-from stretto.training.model import checkpoint_activations, compile_layers, load_model, reads_images
+from stretto.training.model import (
+    checkpoint_activations,
+    compile_layers,
+    load_model,
+    names_in_files,
+    reads_images,
+    vision_tower,
+)
 from stretto.training.packing import trial_inputs
 from stretto.training.token_head import Wanted, return_figures
 
@@ -113,7 +120,8 @@ class HFTraining:
         def after_model(number: int) -> bool:
             return in_turn(number + 1)
 
-        problem = write_tensors(folder / "model", "model", self._full_weights(), writes=in_turn)
+        every = itertools.chain(self._full_weights(frozen=False), self._full_weights(frozen=True))
+        problem = write_tensors(folder / "model", "model", every, writes=in_turn)
         if self._config.lora is not None:
             adapter = (
                 (f"{_PEFT_PREFIX}{name}", tensor) for name, tensor in layout.stream(self._trained.items())
@@ -135,12 +143,25 @@ class HFTraining:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, and the buffers that the model's files contain, on CPU; tied parameters appear once.
         Adapters are merged, or sent alone in the form of `stretto.models.lora_files`."""
-        dtype = getattr(torch, self._config.dtype)
+        yield from self.trained_weights()
+        yield from self.frozen_weights()
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The part of `weights` that a step changes: trained parameters, matrices with adapters, buffers."""
         if (lora := self._adapter_only) is not None:
             own = ((name, tensor.detach()) for name, tensor in self._trained.items())
-            tensors = adapter_factors(self._layout.stream(own), self._model, lora)
+            factors = adapter_factors(self._layout.stream(own), self._model, lora)
+            tensors = ((self._factor_in_files(name), tensor) for name, tensor in factors)
         else:
-            tensors = self._full_weights()
+            tensors = self._full_weights(frozen=False)
+        return self._as_published(tensors)
+
+    def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The rest of `weights`. Beside adapters that are sent alone there is none."""
+        return self._as_published(() if self._adapter_only is not None else self._full_weights(frozen=True))
+
+    def _as_published(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        dtype = getattr(torch, self._config.dtype)
         for name, tensor in tensors:
             yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
 
@@ -157,10 +178,15 @@ class HFTraining:
             raise EngineError(f"the {config.use} engine needs a model: give `model` in the run file")
         model, self._packing = load_model(source, config, self._head, self._layout.staging)
         self._reads_images = reads_images(model.config)
+        self._names_in_files = names_in_files(model, self._initial)
         if self._reads_images and self._layout.parts > 1:
             self._blank = _blank_image(self._initial or source)
+        freezes = self._reads_images and self._trainable and config.freeze_vision_tower
+        self._tower = vision_tower(model) if freezes else ""
         if has_adapters and config.lora is not None:
-            add_adapters(model, config.lora, self._head)
+            add_adapters(model, config.lora, self._head, self._tower)
+        if self._tower:
+            model.get_submodule(self._tower).requires_grad_(False)
         if not self._trainable:
             model.requires_grad_(False)
         elif config.gradient_checkpointing:
@@ -208,9 +234,26 @@ class HFTraining:
         self._steps = json.loads((folder / "engine.json").read_text())["optimizer_steps"]
         read_random(folder, self._layout.device)
 
-    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        own = ((self._layout.name(name), tensor) for name, tensor in published_tensors(self._model))
-        return merge_adapters(self._layout.stream(own), self._model, self._config.lora)
+    def _full_weights(self, *, frozen: bool) -> Iterator[tuple[str, Tensor]]:
+        """The full tensors that no step changes, or all others, under the names of the files."""
+        fixed = {
+            name
+            for name, parameter in self._model.named_parameters()
+            if not parameter.requires_grad and not name.endswith(".base_layer.weight")
+        }
+        own = (
+            (self._layout.name(name), tensor)
+            for name, tensor in published_tensors(self._model)
+            if (name in fixed) == frozen
+        )
+        merged = merge_adapters(self._layout.stream(own), self._model, self._config.lora)
+        return ((self._names_in_files.get(name, name), tensor) for name, tensor in merged)
+
+    def _factor_in_files(self, name: str) -> str:
+        """Return the name of an adapter's factor, from its name in the model."""
+        owner = matrix_of(name).removesuffix(".weight")
+        in_files = self._names_in_files.get(f"{owner}.weight", f"{owner}.weight").removesuffix(".weight")
+        return f"{in_files}{name.removeprefix(owner)}"
 
     @property
     def _adapter_only(self) -> LoraConfig | None:
@@ -223,7 +266,7 @@ class HFTraining:
         folder = folder_of_model(self._initial)
         own = tensors_of_model(Path(folder)) if folder is not None else {}
         for name in self._trained:
-            if (matrix := matrix_of(name)) not in own:
+            if (matrix := matrix_of(self._factor_in_files(name))) not in own:
                 raise EngineError(
                     f"training.lora.send is 'adapter', but the files of {self._initial!r} have no tensor "
                     f"{matrix!r} that workers could put it into; set it to 'merged'"
@@ -244,9 +287,8 @@ class HFTraining:
             if self._reads_images:
                 _copy_processor(self._initial, folder / "model")
             if config.lora is not None:
-                adapter_config(model, config.lora, self._head, self._initial).save_pretrained(
-                    folder / "adapter"
-                )
+                adapters = adapter_config(model, config.lora, self._head, self._initial, self._tower)
+                adapters.save_pretrained(folder / "adapter")
         (folder / "engine.json").write_text(json.dumps({"optimizer_steps": self._steps}))
 
     def _check_trainable(self, action: str) -> None:

@@ -5,6 +5,7 @@ Tensors have the names of the model's files. The names of the modules that peft 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,8 +31,11 @@ __all__ = [
 ]
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None:
+def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head, without: str = "") -> None:
     """Freeze the model and put adapters into it, in place. A value or reward head is trained in full.
+
+    Args:
+        without: name of a module that gets no adapters.
 
     Raises:
         EngineError: if a target matches no linear module.
@@ -44,6 +48,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None
         name
         for name, module in model.named_modules()
         if _is_linear(module) and cast("Any", module).weight is not embeddings.weight
+        if not (without and name.startswith(f"{without}."))
     ]
     for target in config.targets:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
@@ -54,15 +59,17 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head) -> None
             )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    inject_adapter_in_model(adapter_config(model, config, "policy", ""), model)
+    inject_adapter_in_model(adapter_config(model, config, "policy", "", without), model)
     if head != "policy":
         for name, parameter in model.named_parameters():
             if not name.startswith(f"{model.base_model_prefix}."):
                 parameter.requires_grad_(True)
 
 
-def adapter_config(model: PreTrainedModel, config: LoraConfig, head: Head, source: str) -> Any:
-    """Return peft's config of the adapters, and of a head that is trained in full."""
+def adapter_config(
+    model: PreTrainedModel, config: LoraConfig, head: Head, source: str, without: str = ""
+) -> Any:
+    """Return peft's config of the adapters, and of a head that is trained in full; see `add_adapters`."""
     from peft import LoraConfig as PeftConfig
 
     heads = sorted(
@@ -74,6 +81,7 @@ def adapter_config(model: PreTrainedModel, config: LoraConfig, head: Head, sourc
         r=config.rank,
         lora_alpha=cast("Any", config.alpha),
         target_modules=[*config.targets],
+        exclude_modules=rf"{re.escape(without)}\..*" if without else None,
         modules_to_save=None if head == "policy" else heads,
         fan_in_fan_out=any(_is_transposed(module) for module in model.modules()),
         inference_mode=bool(source),

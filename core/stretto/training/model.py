@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
+from stretto.models.files import folder_of_model, tensors_of_model
 from stretto.training.packing import (
     ATTENTION,
     InputRows,
@@ -40,7 +42,9 @@ __all__ = [
     "layers_of",
     "load_model",
     "load_policy",
+    "names_in_files",
     "reads_images",
+    "vision_tower",
 ]
 
 log = structlog.get_logger()
@@ -104,9 +108,44 @@ def load_policy(source: str) -> PreTrainedModel:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
 
+def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]:
+    """Return the name of a tensor in the model -> its name in the files of `source`, for tensors that
+    transformers renames when it loads them, as it does for most vision-language models. Workers that do not
+    load the model with transformers know only the names of the files."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    folder = folder_of_model(source)
+    if folder is None:
+        return {}
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    state, names = model.state_dict(), dict[str, str]()
+    for own in tensors_of_model(Path(folder)):
+        name, converter = rename_source_key(own, renamings, converters, model.base_model_prefix, state)
+        if converter is None and name != own and name in state:
+            names[name] = own
+    return names
+
+
 def reads_images(config: Any) -> bool:
     """Whether this is the config of a vision-language model."""
     return hasattr(config, "vision_config")
+
+
+def vision_tower(model: PreTrainedModel) -> str:
+    """Return the name of the module that encodes the images of a vision-language model.
+
+    Raises:
+        EngineError: if the model has no such module.
+    """
+    tower: Any = model.get_encoder(modality="image")
+    if tower is model or tower is model.base_model:
+        raise EngineError(
+            f"training.freeze_vision_tower: {type(model).__name__} has no module that encodes images alone"
+        )
+    return next(name for name, module in model.named_modules() if module is tower)
 
 
 def _vision_language(

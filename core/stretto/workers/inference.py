@@ -60,7 +60,7 @@ from stretto.errors import BusError, EngineError, WeightsError
 from stretto.models.digest import differing_names, digest_of
 from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, merge_adapter_files
-from stretto.models.version_files import RunFolders
+from stretto.models.version_files import FrozenFiles, RunFolders
 from stretto.serving.intake import final_chunks
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate
 from stretto.workers.context import WorkerContext
@@ -156,6 +156,7 @@ class InferenceWorker:
         subscriber = self._subscriber = context.make("weights").subscriber(BusWire(context))
         expect_contract(subscriber, Subscriber, context.composed.origin("weights").label)
         self._merged_root = RunFolders(context.component_context, None).own("whole")
+        self._unadapted = FrozenFiles(self._merged_root / "frozen")
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
@@ -391,7 +392,9 @@ class InferenceWorker:
             return update
         try:
             folder, merged = await self._model_folder(note), self._merged_root / f"v{note.version:08d}"
-            return await anyio.to_thread.run_sync(merge_adapter_files, update, folder, merged)
+            return await anyio.to_thread.run_sync(
+                merge_adapter_files, update, folder, merged, self._unadapted
+            )
         finally:
             update.close()
 

@@ -3,11 +3,13 @@
 The compute thread scores the canary and copies the weights, before the next call changes them. Another thread
 then checks, writes and hashes the copy. Weights above `_MOST_COPIED` are not copied: the compute thread
 publishes them itself, and the next call waits.
+
+Tensors that training does not change are published once, after a load of the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
@@ -16,12 +18,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stretto import tracing
-from stretto.engine import TrainingEngine
+from stretto.engine import PartlyFrozenEngine, TrainingEngine
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.finite import not_finite
 from stretto.models.version_files import open_version
-from stretto.weights import Canary, Publisher, WeightsNote
+from stretto.weights import Canary, FreezingPublisher, Publisher, WeightsNote
 from stretto.workers.canary import Probe
 from stretto.workers.context import ComputeThread
 
@@ -53,19 +55,24 @@ class Publication:
         self._compute = compute
         self._writer = ComputeThread("publish")
         """Only this thread calls the publisher, except for weights that are not copied."""
+        self._frozen: list[tuple[str, Tensor]] = []
+        """The frozen tensors, for a publisher that takes them with every version."""
 
-    def begin(self, version: int, needed: Collection[int], traceparent: str) -> Future[WeightsNote | None]:
+    def begin(
+        self, version: int, needed: Collection[int], traceparent: str, *, loaded: bool = False
+    ) -> Future[WeightsNote | None]:
         """Begin to publish the engine's present weights as a version. All ranks of the group call it; the
         result of ranks without a publisher is None. What the compute thread is asked for afterwards waits for
         its part of the work.
 
         Args:
             needed: published versions that must stay available.
+            loaded: whether the engine has loaded its state since the last version, or this is the first one.
 
         Raises (from the result):
             WeightsError: if a weight is not finite, or if the version cannot be written.
         """
-        taken = self._compute.submit(self._take, version, needed, traceparent)
+        taken = self._compute.submit(self._take, version, needed, traceparent, loaded=loaded)
         return self._writer.submit(self._publish, taken, version, needed, traceparent)
 
     async def copy(self, versions: Iterable[int], folder: str) -> None:
@@ -78,6 +85,8 @@ class Publication:
         """Publish the versions that a checkpoint keeps for evaluations, and return their new notes."""
         notes: list[WeightsNote] = []
         if (publisher := self._publisher) is not None:
+            if isinstance(publisher, FreezingPublisher):
+                await self._writer.run(publisher.freeze, ())  # the files of a checkpoint have all tensors
             for note in earlier:
                 update = await self._writer.run(open_version, note, _folder_of(note.version, folder))
                 new_note = await self._writer.run(
@@ -95,25 +104,39 @@ class Publication:
             self._writer.submit(self._publisher.close)
 
     def _take(
-        self, version: int, needed: Collection[int], traceparent: str
+        self, version: int, needed: Collection[int], traceparent: str, *, loaded: bool
     ) -> tuple[Canary | str, list[tuple[str, Tensor]] | WeightsNote | None]:
         """Return the canary and a copy of the weights; or the note of weights that are too large to copy.
         Ranks without a publisher only take part."""
         with tracing.span("canary", traceparent):
             canary = self._probe.score(self._engine) if isinstance(self._probe, Probe) else self._probe
+        weights = self._engine.weights()
+        if isinstance(self._engine, PartlyFrozenEngine):
+            weights = self._engine.trained_weights()
+            if loaded:
+                self._freeze(self._engine.frozen_weights(), version)
         if self._publisher is None:
-            _exhaust(self._engine.weights)
+            _exhaust(weights)
             return canary, None
         with tracing.span("copy weights", traceparent):
             copies: list[tuple[str, Tensor]] = []
-            size, weights = 0, self._engine.weights()
+            size = 0
             for name, tensor in weights:
                 size += tensor.nbytes
                 if size > _MOST_COPIED:
-                    rest = chain(_drain(copies), [(name, tensor)], weights)
+                    rest = chain(self._frozen, _drain(copies), [(name, tensor)], weights)
                     return canary, self._publisher.publish(version, _finite(rest, version), needed)
                 copies.append((name, tensor.clone()))
         return canary, copies
+
+    def _freeze(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Publish the frozen tensors for all versions to come. No step changes them, so they need no copy."""
+        if self._publisher is None:
+            _exhaust(weights)
+        elif isinstance(self._publisher, FreezingPublisher):
+            self._publisher.freeze(_finite(weights, version))
+        else:
+            self._frozen = [*weights]
 
     def _publish(
         self,
@@ -127,12 +150,20 @@ class Publication:
             return None
         if isinstance(weights, list):
             with tracing.span("publish", traceparent, version=version):
-                weights = self._publisher.publish(version, _finite(weights, version), needed)
+                every = chain(self._frozen, weights)
+                weights = self._publisher.publish(version, _finite(every, version), needed)
         return msgspec.structs.replace(weights, canary=canary)
 
 
 class DigestPublisher:
     """The publisher of a run without inference engines: it computes the digest and writes no weights."""
+
+    def __init__(self) -> None:
+        self._frozen: list[tuple[str, str]] = []
+
+    def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Hash the tensors of all versions to come."""
+        self._frozen = [(name, tensor_hash(tensor)) for name, tensor in tensors]
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
@@ -140,7 +171,7 @@ class DigestPublisher:
         """Return a note without an address."""
         del needed
         hashes = [(name, tensor_hash(tensor)) for name, tensor in tensors]
-        return WeightsNote(version, "", digest_of(hashes))
+        return WeightsNote(version, "", digest_of([*self._frozen, *hashes]))
 
     def copy(self, version: int, folder: Path) -> None:
         """Refuse: no version is kept.
@@ -183,6 +214,6 @@ def _drain(copies: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         yield copies.pop()
 
 
-def _exhaust(weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-    for _ in weights():
+def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in weights:
         pass

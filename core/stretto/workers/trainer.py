@@ -275,7 +275,8 @@ class TrainerWorker:
             if self._publication is None:
                 return Loaded(None, ())
             needed = await self._publication.again(message.needed, folder)
-        self._note = self._publication.begin(self._version, [note.version for note in needed], "")
+        versions = [note.version for note in needed]
+        self._note = self._publication.begin(self._version, versions, "", loaded=True)
         return Loaded(await asyncio.wrap_future(self._note), needed)
 
     async def _save(self, message: Save) -> Saved:

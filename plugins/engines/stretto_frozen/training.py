@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from stretto.errors import EngineError
 from stretto.rl.functional import logprobs_of
 from stretto.training.lora import published_tensors
-from stretto.training.model import image_arguments, load_policy, reads_images
+from stretto.training.model import image_arguments, load_policy, names_in_files, reads_images
 
 if TYPE_CHECKING:
     from stretto import Context
@@ -41,11 +41,13 @@ class FrozenTraining:
             raise EngineError("the frozen engine needs a model: give `model` in the run file")
         self._model = load_policy(self._source).eval()
         self._image_arguments = image_arguments(self._model) if reads_images(self._model.config) else None
+        self._names_in_files = names_in_files(self._model, self._source)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's parameters, tied ones once, and the buffers that its files hold."""
         for name, tensor in published_tensors(self._model):
-            yield name, (tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
+            in_files = self._names_in_files.get(name, name)
+            yield in_files, (tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:

@@ -121,7 +121,8 @@ class Batcher:
         return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self._intake)]
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
-        """Use these checked weights from the next token on. Return how many seconds the swap took."""
+        """Use these checked weights from the next token on, and go on with the others as they are. Return how
+        many seconds the swap took."""
         start, self._decoding_since = monotonic(), None
         self.targets.load(tensors)
         self.version = version
@@ -142,7 +143,7 @@ class Batcher:
     @property
     def targets(self) -> Targets:
         """The model's tensors that a swap overwrites."""
-        return self._model.decoder.targets
+        return self._model.targets
 
     @property
     def reader(self) -> ImageReader | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -67,7 +67,10 @@ class _SwapCommand:
     """Number of the `swap` call; if several swaps are due, the one with the highest number is loaded."""
     version: int
     hashes: Mapping[str, str]
+    """Of all tensors."""
     tensors: Mapping[str, Tensor]
+    assumed: Collection[str]
+    """Names of the tensors that the engine held with the published hash, so that nobody read them."""
     report: Future[SwapReport] = field(default_factory=Future[SwapReport])
 
 
@@ -120,6 +123,8 @@ class TorchInferenceEngine:
         self._samples_taken = 0
         self._swaps_due: list[_SwapCommand] = []
         self._newest_swap = 0
+        self._held: Mapping[str, str] = {}
+        """Tensor name -> hash of what the decoder holds; replaced as a whole, and read by another thread."""
         self._served = SwapReport(-1, "", 0.0)
 
     # --------------------------------------------------------------------------- on the event loop
@@ -160,11 +165,10 @@ class TorchInferenceEngine:
             EngineError: if the engine broke or was stopped.
         """
         self._swaps_called += 1
-        order, version = self._swaps_called, update.note.version
-        tensors, hashes = await anyio.to_thread.run_sync(self._inspect, update)
+        order = self._swaps_called
+        command = await anyio.to_thread.run_sync(self._inspect, update, order)
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
-        command = _SwapCommand(order, version, hashes, tensors)
         self._commands.put(command)
         # The compute thread may be reading the tensors now, so the caller must not go and close them.
         report = asyncio.wrap_future(command.report)
@@ -257,11 +261,13 @@ class TorchInferenceEngine:
         if self._failure is not None:
             raise self._failure
 
-    def _inspect(self, update: WeightUpdate) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
-        """Check and hash an update; runs in a separate thread."""
-        tensors = update.tensors()
+    def _inspect(self, update: WeightUpdate, order: int) -> _SwapCommand:
+        """Check an update, and hash the tensors that the engine does not hold; runs in a separate thread."""
+        tensors, published, held = update.tensors(), update.hashes(), self._held
         self._loaded.result().targets.check(tensors, update.note.version)
-        return tensors, hashes_of(tensors)
+        same = {name: held[name] for name in tensors if name in held and held[name] == published.get(name)}
+        changed = {name: tensor for name, tensor in tensors.items() if name not in same}
+        return _SwapCommand(order, update.note.version, same | hashes_of(changed), tensors, same.keys())
 
     def _deliver(self, chunks: list[Chunk]) -> None:
         if self._emit is not None and chunks:
@@ -386,10 +392,13 @@ class TorchInferenceEngine:
         """Load the newest of the due swaps, and answer all of them."""
         newest = max(self._swaps_due, key=lambda swap: swap.order)
         if newest.order > self._newest_swap:
-            pause_s = batcher.swap(newest.tensors, newest.version)
-            self._newest_swap = newest.order
-            digest = digest_of(newest.hashes.items())
-            self._served = SwapReport(newest.version, digest, pause_s, newest.hashes)
+            held, hashes = self._held, dict(newest.hashes)
+            changed = {name: each for name, each in newest.tensors.items() if held.get(name) != hashes[name]}
+            # Another swap may have come between: what it replaced is loaded again, and has not been read yet.
+            hashes |= hashes_of({name: changed[name] for name in newest.assumed if name in changed})
+            pause_s = batcher.swap(changed, newest.version)
+            self._newest_swap, self._held = newest.order, hashes
+            self._served = SwapReport(newest.version, digest_of(hashes.items()), pause_s, hashes)
             newest.report.set_result(self._served)
             self._swaps_due.remove(newest)
         for command in self._swaps_due:

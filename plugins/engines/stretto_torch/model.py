@@ -19,13 +19,14 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.errors import ConfigError, EngineError
 from stretto.models.finite import not_finite
-from stretto.training.model import reads_images
+from stretto.training.model import names_in_files, reads_images
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
 from stretto_torch.decoder_hf import HFDecoder, layer_shapes
 from stretto_torch.images import ImageReader
 from stretto_torch.linear import prefers_onednn
 from stretto_torch.shapes import Shapes, TokenSpan, padded_length, padded_rows
+from stretto_torch.swap import Targets
 
 if TYPE_CHECKING:
     from stretto_torch import TorchInferenceConfig
@@ -44,6 +45,8 @@ class LoadedModel:
     """A model ready to be served."""
 
     decoder: Decoder
+    targets: Targets
+    """The tensors that new weights are copied into, by their names in the model's files."""
     shapes: Shapes
     eos: tuple[int, ...]
     """Tokens that end an answer."""
@@ -71,7 +74,8 @@ def load_model(folder: str, config: TorchInferenceConfig) -> LoadedModel:
     model.to(device).eval().requires_grad_(False)
     shapes = Shapes(config.slots, _context(model.config, config.context_length))
     decoder = _choose(model, shapes, config) if reader is None else _seeing(model, shapes, config, reader)
-    return LoadedModel(decoder, shapes, _eos(model), reader)
+    targets = decoder.targets.renamed(names_in_files(model, folder))
+    return LoadedModel(decoder, targets, shapes, _eos(model), reader)
 
 
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:

@@ -43,6 +43,16 @@ class Targets:
     products: Sequence[Linear] = ()
     """Products with these tensors, which may have to rearrange their weights."""
 
+    def renamed(self, names: Mapping[str, str]) -> Targets:
+        """Return the same targets under other names.
+
+        Args:
+            names: the names to change -> their new names.
+        """
+        by_name = {names.get(name, name): target for name, target in self.by_name.items()}
+        tied = frozenset(names.get(name, name) for name in self.tied)
+        return Targets(by_name, tied, self.products)
+
     def check(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Check that the tensors are the model's, by name, shape and kind of number.
 
@@ -73,9 +83,10 @@ class Targets:
                 )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors that passed `check` into place."""
-        for name, target in self.by_name.items():
-            target.load(tensors[name])
+        """Copy tensors of a set that passed `check` into place."""
+        for name, tensor in tensors.items():
+            if name not in self.tied:
+                self.by_name[name].load(tensor)
         for product in self.products:
             product.pack()
 

@@ -14,7 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, WeightsError, one_error
-from stretto.models.version_files import FolderUpdate, Outline, lay_out, open_version
+from stretto.models.version_files import FolderUpdate, FrozenFiles, Manifest, Outline, lay_out, open_version
 from stretto_bus.questions import AskOutline, AskPiece, Question, TensorPiece, checksum
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class BusSubscriber:
     def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
         self._root = root
         self._source = _TensorSource(wire, deadline_s)
+        self._frozen = FrozenFiles(root / "frozen")
         self._piece = piece - _ENVELOPE
         self._in_flight = in_flight
         self._fetch: _Fetch | None = None
@@ -56,7 +57,7 @@ class BusSubscriber:
         await fetch.run(self._in_flight)
         self._fetch = None
         # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-        open_update = partial(open_version, note, fetch.folder, temporary=True)
+        open_update = partial(open_version, note, fetch.folder, temporary=True, frozen=self._frozen)
         try:
             return await anyio.to_thread.run_sync(open_update)
         except WeightsError:
@@ -71,7 +72,10 @@ class BusSubscriber:
     async def _begin(self, note: WeightsNote) -> _Fetch:
         outline = await self._source.ask(note, AskOutline(note.version), Outline)
         folder = self._root / f"v{note.version:08d}"
-        return _Fetch(self._source, note, folder, lay_out(outline, note, folder), self._piece)
+        missing = lay_out(outline, note, folder, self._frozen)
+        names = [*msgspec.json.decode(outline.manifest, type=Manifest).files]
+        files = {names.index(path.name): (path, size) for path, size in missing.items()}
+        return _Fetch(self._source, note, folder, files, self._piece)
 
     def _drop(self) -> None:
         if self._fetch is not None:
@@ -106,19 +110,24 @@ class _Fetch:
     """The fetch of one version.
 
     Args:
-        sizes: the version's files, in the order of the manifest, with the size of each in bytes.
+        files: number of each file to fetch, in the manifest -> its path and its size in bytes.
     """
 
     def __init__(
-        self, source: _TensorSource, note: WeightsNote, folder: Path, sizes: dict[Path, int], piece: int
+        self,
+        source: _TensorSource,
+        note: WeightsNote,
+        folder: Path,
+        files: dict[int, tuple[Path, int]],
+        piece: int,
     ) -> None:
         self.note = note
         self.folder = folder
         self._source = source
-        self._files = list(sizes)
+        self._files = {number: path for number, (path, _) in files.items()}
         self._missing = deque(
-            AskPiece(note.version, file, start, min(piece, size - start))
-            for file, size in enumerate(sizes.values())
+            AskPiece(note.version, number, start, min(piece, size - start))
+            for number, (_, size) in files.items()
             for start in range(0, size, piece)
         )
 

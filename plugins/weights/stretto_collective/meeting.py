@@ -60,13 +60,15 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Ask the publisher to meet and to send the files of a version. The answer is empty, and comes when all
-    files have been sent."""
+    """Ask the publisher to meet and to send files of a version. The answer is empty, and comes when they have
+    been sent."""
 
     transfer: str
     version: int
-    gpu: str = ""
+    gpu: str
     """UUID of the receiver's GPU; empty if it has none, or uses none."""
+    files: tuple[str, ...]
+    """Names of the files that the receiver lacks. They are sent in the order of the manifest."""
 
 
 Question = AskOutline | Put | Take | Send

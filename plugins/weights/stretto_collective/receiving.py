@@ -16,7 +16,7 @@ import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, StrettoError, WeightsError, one_error
-from stretto.models.version_files import FolderUpdate, Outline, lay_out, open_version
+from stretto.models.version_files import FolderUpdate, FrozenFiles, Outline, lay_out, open_version
 from stretto_collective.meeting import (
     BACKEND,
     AskOutline,
@@ -45,6 +45,7 @@ class CollectiveSubscriber:
         self._wire = wire
         self._config = config
         self._gpu = gpu_for(config.backend)
+        self._frozen = FrozenFiles(root / "frozen")
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Ask for a version, receive it, and compare every tensor's hash with the announcement."""
@@ -57,9 +58,10 @@ class CollectiveSubscriber:
             reason = f"version {note.version} cannot be received: {error}"
             raise WeightsError(reason, version=note.version) from error
         try:
-            await self._transfer(note, lay_out(outline, note, folder))
+            await self._transfer(note, lay_out(outline, note, folder, self._frozen))
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-            return await anyio.to_thread.run_sync(partial(open_version, note, folder, temporary=True))
+            open_update = partial(open_version, note, folder, temporary=True, frozen=self._frozen)
+            return await anyio.to_thread.run_sync(open_update)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -75,7 +77,7 @@ class CollectiveSubscriber:
         store = _Meeting(self._wire, note.address, transfer, deadline_s)
         with one_error():
             async with anyio.create_task_group() as tasks:
-                question = Send(transfer, note.version, self._gpu)
+                question = Send(transfer, note.version, self._gpu, tuple(path.name for path in files))
                 tasks.start_soon(self._ask, note, question, deadline_s * (number + 2))
                 await anyio.to_thread.run_sync(self._fill, note, store, files, abandon_on_cancel=True)
 

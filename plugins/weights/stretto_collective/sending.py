@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,9 @@ class CollectivePublisher(FolderPublisher):
                 return b""
             case Take(transfer, key):
                 return await anyio.to_thread.run_sync(self._store(transfer).get, key)
-            case Send(transfer, version, gpu):
+            case Send(transfer, version, gpu, files):
                 if transfer not in self._sent:  # if it is, the files were sent but the answer was lost
-                    await anyio.to_thread.run_sync(self._send, self._store(transfer), version, gpu)
+                    await anyio.to_thread.run_sync(self._send, self._store(transfer), version, gpu, files)
                     self._sent.add(transfer)
                 return b""
 
@@ -73,9 +74,10 @@ class CollectivePublisher(FolderPublisher):
                 self._sent.discard(self._stores.popitem(last=False)[0])
         return self._stores[transfer]
 
-    def _send(self, store: Store, version: int, gpu: str) -> None:
+    def _send(self, store: Store, version: int, gpu: str, names: Collection[str]) -> None:
         stored, config = self.find(version), self._config
-        files = zip(stored.files, stored.outline.sizes, strict=True)
+        sizes = zip(stored.files, stored.outline.sizes, strict=True)
+        files = [(file, size) for file, size in sizes if file.name in names]
         try:
             backend = choose_backend(config.backend, gpu_for(config.backend), gpu)
             store.set(BACKEND, backend)

@@ -17,6 +17,7 @@ from stretto.component import PositiveFloat, PositiveInt
 from stretto.models.version_files import (
     FolderPublisher,
     FolderUpdate,
+    FrozenFiles,
     RunFolders,
     open_shared_version,
 )
@@ -65,10 +66,13 @@ class FileTransport:
 class FileSubscriber:
     """Opens and checks versions."""
 
+    def __init__(self) -> None:
+        self._frozen = FrozenFiles()
+
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Map the files of a version and compare every tensor's hash with the announcement."""
         # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-        return await anyio.to_thread.run_sync(open_shared_version, note)
+        return await anyio.to_thread.run_sync(open_shared_version, note, self._frozen)
 
     def close(self) -> None:
         """Do nothing: the subscriber holds no resources."""
