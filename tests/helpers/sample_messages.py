@@ -29,7 +29,13 @@ def name_of(ticket: int, attempt: int, purpose: Purpose) -> str:
 
 
 def trajectories(
-    ticket: int, attempt: int = 1, purpose: Purpose = "train", *, version: int = 0, reward: float = 1.0
+    ticket: int,
+    attempt: int = 1,
+    purpose: Purpose = "train",
+    *,
+    version: int = 0,
+    reward: float = 1.0,
+    images: tuple[int | str, ...] | None = None,
 ) -> TrajectoryBundle:
     """Two trajectories of four tokens, the last two of which are sampled."""
     return TrajectoryBundle(
@@ -48,6 +54,7 @@ def trajectories(
                 finish="stop",
                 engine="inference-0",
                 sample=index,
+                images=images,
             )
             for index in (0, 1)
         ),

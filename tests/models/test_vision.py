@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from stretto.cli.checks import problems
 from stretto.errors import ConfigError, EngineError
 from stretto.models.images import images_of
 from stretto.models.vision import Vision
+from stretto.records.samples import SampleFilter, SampleStore
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
@@ -493,7 +495,8 @@ def test_a_run_of_several_turns_adds_images(
     start: Start, vision_models: Models, rows: Path, tmp_path: Path
 ) -> None:
     """Trainer and engine agree on conversations whose environment shows images. A resumed run repeats steps
-    whose images the log has: the worker that wrote them is gone."""
+    whose images the log has: the worker that wrote them is gone. A replay has the images from the kept
+    samples, also those that the log has forgotten."""
     (tmp_path / "env.py").write_text(LOOK)
     run = start(
         f"model={vision_models('qwen2_5_vl')}",
@@ -519,6 +522,24 @@ def test_a_run_of_several_turns_adds_images(
         assert metrics["mismatch_max"] < 1e-4
         assert metrics["reward/shown"] == 3
     run.assert_audit_is_clean()
+    said = replay(run.folder, run.folder.with_name("again"))
+    assert "identical: all 5 steps reached the recorded digests" in said
+    rows = SampleStore(run.folder).find(SampleFilter(step=(1, 1)), limit=None)
+    names = {name for row in rows for name in row["images"] if isinstance(name, str)}
+    images = run.folder / "samples" / "images"
+    assert names <= {path.name for path in images.iterdir()}
+    images.rename(tmp_path / "images")
+    said = replay(run.folder, run.folder.with_name("without"), status=1)
+    [name] = re.findall(r"image (\w{64}) of ticket \d+, attempt \d+ is neither in the kept samples", said)
+    assert name in names
+
+
+def replay(run: Path, out: Path, status: int = 0) -> str:
+    """What `stretto replay` says."""
+    command = [sys.executable, "-m", "stretto", "replay", str(run), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow

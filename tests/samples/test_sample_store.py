@@ -12,8 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from kept_samples import Kept
-from sample_messages import failed, record, retired, trained
+from sample_messages import failed, record, retired, trained, trajectories
 from stretto.errors import ConfigError
+from stretto.records.kept_sample import digest_of, kept_samples
 from stretto.records.sample_files import segments_in
 from stretto.records.samples import SampleFilter, SampleStore
 from stretto.samples.segments import SegmentWriter
@@ -149,6 +150,31 @@ def test_a_merge_that_was_interrupted_doubles_no_row(kept: Kept) -> None:
     assert SampleStore(kept.folder).count() == 16
     SegmentWriter(folder)
     assert [path.name for path in folder.iterdir()] == ["samples-00000001-00000008.parquet"]
+
+
+def test_segments_of_an_older_version_lack_a_column(kept: Kept) -> None:
+    """They are read, merged and checked as if no workflow had added an image."""
+    image = "0a" * 32
+    for ticket in range(8):
+        kept.group(ticket, images=(0, image) if ticket else None)
+        kept.flush()
+    [old, *_] = sorted((kept.folder / "samples").iterdir())
+    parquet.write_table(parquet.read_table(old).drop_columns(["images"]), old)
+    expected = [None, None, *[[0, image]] * 14]
+    assert [row["images"] for row in SampleStore(kept.folder).find(tokens=True)] == expected
+    assert kept.segments.images() == {image}
+    assert kept.segments.merge()
+    store = SampleStore(kept.folder)
+    assert [row["images"] for row in store.find()] == expected
+    digests = [next(iter(store.digests(ticket).values())) for ticket in range(8)]
+    assert all(stored == found for stored, found in digests)
+
+
+def test_digests_of_groups_without_added_images_are_those_of_older_versions() -> None:
+    bundle, images = trajectories(3), trajectories(3, images=(0, "0a" * 32))
+    digest, other = (digest_of(kept_samples(record(3), each.trajectories)) for each in (bundle, images))
+    assert digest == "c7e5e3bd7fade1275022441e6869f5f699ef2050b6cb6f7ea1a368eaa81285fa"
+    assert other != digest
 
 
 def test_the_digest_is_that_of_the_rows(kept: Kept) -> None:

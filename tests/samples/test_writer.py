@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +16,8 @@ import pytest
 from bus_testing import raw_client, until
 from sample_messages import done, record, retired, trained, trajectories
 from stretto.bus.client import Bus
-from stretto.bus.messages import Follow, Following, Kept, Subjects
+from stretto.bus.messages import Follow, Following, Kept, StoredImage, Subjects
+from stretto.models.images import MAX_FILE_BYTES, ImageFile
 from stretto.records.samples import SampleFilter, SampleStore
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -32,7 +33,7 @@ class Log:
         self.follows = 0
 
     async def open(self) -> None:
-        await self.bus.make_log(self.names.log_stream, [*self.names.of_samples, self.names.kept_answers])
+        await self.bus.make_log(self.names.log_stream, self.names.of_log)
         await self.bus.serve(self.names.kernel("samples", "follow"), Follow, self._follow)
         await self.bus.subscribe(self.names.kernel("samples", "kept"), Kept, self._take_in)
 
@@ -46,10 +47,13 @@ class Log:
     def _take_in(self, message: Kept) -> None:
         self.kept_below = message.below
 
-    async def group(self, ticket: int) -> int:
-        """Append a finished group, and return the sequence number of its outcome."""
-        bundle, kept = trajectories(ticket), record(ticket)
+    async def group(self, ticket: int, version: int = 0, images: Mapping[str, bytes] | None = None) -> int:
+        """Append a finished group with its images, and return the sequence number of its outcome."""
+        bundle = trajectories(ticket, version=version, images=None if images is None else (0, *images))
+        kept = record(ticket)
         sequence = await self.bus.append(self.names.trajectories, bundle, id=f"{ticket}/0")
+        for name, file in (images or {}).items():
+            await self.bus.append(self.names.image(name), StoredImage(file), id=f"{ticket}/{name}")
         await self.bus.append(self.names.records, kept, id=f"{ticket}/record")
         return await self.bus.append(self.names.groups, done(bundle, kept, sequence), id=f"{ticket}/end")
 
@@ -77,6 +81,16 @@ async def writer(folder: Path, last: int = 0) -> AsyncGenerator[subprocess.Popen
 async def ended(process: subprocess.Popen[bytes]) -> int:
     await until(lambda: process.poll() is not None, 60)
     return process.returncode
+
+
+def named(*files: bytes) -> dict[str, bytes]:
+    """Files by their SHA-256."""
+    return {ImageFile(file).digest: file for file in files}
+
+
+def images_in(folder: Path) -> dict[str, bytes]:
+    """All that is in the folder of images."""
+    return {path.name: path.read_bytes() for path in (folder / "samples" / "images").iterdir()}
 
 
 def rows_of(folder: Path) -> list[str]:
@@ -111,6 +125,31 @@ async def test_a_killed_writer_goes_on_and_doubles_nothing(
         assert [row["id"] for row in store.find(SampleFilter(outcome="trained"))] == ["5/1/0"]
         assert [row["ticket"] for row in store.find(SampleFilter(outcome="expired"))] == [4, 4, 5]
         assert len(list((tmp_path / "samples").glob("samples-*"))) == 1  # tidy at the end
+
+
+async def test_added_images_are_kept_once_and_before_their_row(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path
+) -> None:
+    """Whoever may write to the log may write something else than the image, or more than an image has."""
+    first, second, other, large = named(b"1"), named(b"2"), named(b"3"), named(bytes(MAX_FILE_BYTES + 1))
+    lie = dict.fromkeys(other, b"4")
+    async with log_of(open_bus, names) as log:
+        await log.group(0, images=first)
+        await log.group(1, images=first | second | lie)
+        last = await log.group(2, images=large)
+        async with writer(tmp_path) as process:
+            await until(lambda: log.kept_below > last, 60)
+            process.send_signal(signal.SIGTERM)
+            assert await ended(process) == 0
+    assert images_in(tmp_path) == first | second
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "samples" / "images").iterdir())
+    assert [row["images"] for row in SampleStore(tmp_path).find()] == [
+        *[[0, *first]] * 2,
+        *[[0, *first, *second, *other]] * 2,
+        *[[0, *large]] * 2,
+    ]
+    said = (tmp_path / "logs" / "samples.jsonl").read_text()
+    assert said.count("an image is too large, or another one than its name says") == 2
 
 
 async def test_a_group_without_its_outcome_keeps_its_place_in_the_log(
@@ -185,10 +224,7 @@ async def test_only_the_last_steps_are_kept(open_bus: OpenBus, names: Subjects, 
     async with log_of(open_bus, names) as log:
         async with writer(tmp_path, last=3) as process:
             for step in range(1, 9):
-                bundle, kept = trajectories(step, version=step - 1), record(step)
-                sequence = await log.bus.append(log.names.trajectories, bundle, id=f"{step}/0")
-                await log.bus.append(log.names.records, kept, id=f"{step}/record")
-                await log.bus.append(log.names.groups, done(bundle, kept, sequence), id=f"{step}/end")
+                await log.group(step, version=step - 1, images=named(b"in all", b"%d" % step))
                 ids = [f"{step}/1/{index}" for index in (0, 1)]
                 last = await log.bus.append(log.names.trained, trained(ids, step - 1), id=f"t{step}")
                 with anyio.fail_after(60):
@@ -199,3 +235,7 @@ async def test_only_the_last_steps_are_kept(open_bus: OpenBus, names: Subjects, 
         steps = {row["step"] for row in SampleStore(tmp_path).find(SampleFilter(outcome="trained"))}
         assert {6, 7, 8} <= steps
         assert 1 not in steps
+        kept = {name for row in SampleStore(tmp_path).find(limit=None) for name in row["images"][1:]}
+        assert images_in(tmp_path).keys() == kept
+        assert kept >= named(b"in all", b"6", b"7", b"8").keys()
+        assert not kept & named(b"1").keys()

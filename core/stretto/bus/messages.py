@@ -525,10 +525,15 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The images, in the order of their places in the tokens: the index of an image of the row, or the
     SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
 
+    @property
+    def added_images(self) -> list[str]:
+        """SHA-256 of each image that the workflow added, in the order of their places."""
+        return [image for image in self.images or () if isinstance(image, str)]
+
 
 class StoredImage(Message, frozen=True):
     """Rollout worker to the log, after the trajectories that name it: an image that a workflow added. The
-    subject names its SHA-256."""
+    subject names its SHA-256. Training reads it, and the sample writer keeps it."""
 
     file: bytes
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -26,7 +26,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NotFoundError
 
 from stretto.bus.client import decoder, open_once, without_logins
 from stretto.bus.guard import is_locked
@@ -36,6 +36,8 @@ from stretto.children.protocol import die_with_parent
 from stretto.errors import BusError, RunError
 
 __all__ = ["StoredMessage", "StoredRun", "open_store"]
+
+M = TypeVar("M", bound=Message)
 
 _START_S = 60.0
 _CONNECT_S = 5.0
@@ -131,6 +133,25 @@ class StoredRun:
                     content = None
                 yield StoredMessage(sequence, id, content)
 
+    async def newest(self, stream: str, subject: str, kind: type[M]) -> M | None:
+        """Return the newest message of a subject; None if there is none, or if its bytes are not of this
+        kind.
+
+        Raises:
+            BusError: if the stream cannot be read.
+        """
+        parts: dict[int, bytes] = {}
+        try:
+            data = (await self._jetstream.get_last_msg(stream, subject)).data or b""
+            for sequence in _parts_of(data):
+                part = await self._jetstream.get_msg(stream, sequence)
+                parts[sequence] = (part.data or b"")[_PART_HEAD_BYTES:]
+            return decoder(kind)(_join(data, parts))
+        except (NotFoundError, msgspec.DecodeError):
+            return None
+        except (APIError, nats.errors.Error, TimeoutError) as error:
+            raise BusError(f"{subject} cannot be read: {error}") from error
+
     async def _raw(self, stream: str) -> AsyncIterator[tuple[str, int, str, bytes]]:
         """Yield subject, sequence number, id and bytes of every message of a stream."""
         left = (await self._jetstream.stream_info(stream)).state.messages
@@ -159,12 +180,21 @@ def _join(data: bytes, parts: dict[int, bytes]) -> bytes:
     Raises:
         msgspec.DecodeError: if a part is missing.
     """
-    if data[:1] != bytes([_PART]):
+    sequences = _parts_of(data)
+    if not sequences:
         return data
-    sequences = msgspec.msgpack.decode(data[1:], type=list[int])
     if missing := [sequence for sequence in sequences if sequence not in parts]:
         raise msgspec.DecodeError(f"its part {missing[0]} is missing")
     return b"".join(parts.pop(sequence) for sequence in sequences)
+
+
+def _parts_of(data: bytes) -> list[int]:
+    """Return the sequence numbers of a payload's parts; none if it was stored whole.
+
+    Raises:
+        msgspec.DecodeError: if the message does not list them.
+    """
+    return msgspec.msgpack.decode(data[1:], type=list[int]) if data[:1] == bytes([_PART]) else []
 
 
 def _copy_streams(folder: Path, store: Path) -> str:

@@ -7,7 +7,7 @@ newest groups it may be in the log alone. Both are read from the run's folder, w
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from stretto.bus.messages import (
     GroupFailed,
     JournalBatch,
     RowRef,
+    StoredImage,
     TrainedRow,
     TrainedRows,
     TrajectoryBundle,
@@ -30,10 +31,14 @@ from stretto.bus.messages import (
 )
 from stretto.cli.audit_records import JournalRecord, read_journal
 from stretto.cli.audit_store import StoredRun, open_store
+from stretto.component import NonNegativeInt
+from stretto.engine import Digest
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.replay import Attempt, RecordedGroup, rows_of
+from stretto.models.images import ImageFile
 from stretto.records.kept_sample import KeptSample, digest_of
-from stretto.records.sample_files import FOLDER, SegmentKind, schema_of, segments_in
+from stretto.records.sample_files import FOLDER, SegmentKind, schema_of, segments_in, with_columns
+from stretto.records.sample_images import SampleImages
 
 __all__ = [
     "KeptGroups",
@@ -149,6 +154,7 @@ class KeptGroups:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._images = SampleImages(folder)
 
     def missing(self, batches: Sequence[JournalBatch]) -> list[int]:
         """Return the versions of those batches whose data the run has not kept.
@@ -168,15 +174,21 @@ class KeptGroups:
     async def groups(self, rows: Mapping[Attempt, Sequence[RowRef]]) -> AsyncIterator[RecordedGroup]:
         """See `stretto.kernel.replay.GroupSource`."""
         left = dict(rows)
+        without_images: list[RecordedGroup] = []
         kept = groups_in_samples(self._folder, rows)
         while (group := await anyio.to_thread.run_sync(next, kept, None)) is not None:
             if left.pop((group.ticket, group.attempt), None) is not None:
-                yield group
-        if left:
+                if not _added(group) - (seen := self._kept_images(group)).keys():
+                    yield replace(group, images=seen)
+                else:
+                    without_images.append(group)
+        if left or without_images:
             async with open_store(self._folder) as store:
+                for group in without_images:
+                    yield await self._with_images(group, store)
                 async for group in _groups_in_log(store, left):
                     if left.pop((group.ticket, group.attempt), None) is not None:
-                        yield group
+                        yield await self._with_images(group, store)
         if left:
             ticket, attempt = min(left)
             raise RunError(
@@ -184,9 +196,37 @@ class KeptGroups:
                 "or they differ from their digest"
             )
 
+    def _kept_images(self, group: RecordedGroup) -> dict[str, bytes]:
+        files = {name: self._images.read(name) for name in sorted(_added(group))}
+        return {name: file for name, file in files.items() if file is not None}
+
+    async def _with_images(self, group: RecordedGroup, store: StoredRun) -> RecordedGroup:
+        """Return a group with the images that its workflow added, from the kept samples or else from the log.
+
+        Raises:
+            RunError: if an image is in neither.
+            ConfigError: if a file of a kept image is another one.
+            BusError: if the log cannot be read.
+        """
+        images = self._kept_images(group)
+        for name in sorted(_added(group) - images.keys()):
+            stored = await store.newest(store.names.log_stream, store.names.image(name), StoredImage)
+            if stored is None or ImageFile(stored.file).digest != name:
+                raise RunError(
+                    f"{self._folder}: image {name} of ticket {group.ticket}, attempt {group.attempt} is "
+                    "neither in the kept samples nor in the log"
+                )
+            images[name] = stored.file
+        return replace(group, images=images)
+
     async def _in_log(self, rows: Mapping[Attempt, Sequence[RowRef]]) -> set[Attempt]:
         async with open_store(self._folder) as store:
             return {(group.ticket, group.attempt) async for group in _groups_in_log(store, rows)}
+
+
+def _added(group: RecordedGroup) -> set[str]:
+    """Return the names of the images that a group's workflow added."""
+    return {name for each in group.trajectories for name in each.added_images}
 
 
 def _ids_in_samples(folder: Path) -> set[str]:
@@ -235,10 +275,17 @@ def _group_of(attempt: Attempt, rows: Sequence[Mapping[str, Any]]) -> RecordedGr
                 finish=row["finish"],
                 engine=row["engine"],
                 sample=row["sample"],
+                images=_images_of(row["images"]),
             )
             for row in rows
         ),
+        images={},
     )
+
+
+def _images_of(text: str | None) -> tuple[str | int, ...] | None:
+    """Return `WireTrajectory.images` from the column of that name."""
+    return None if text is None else msgspec.json.decode(text, type=tuple[Digest | NonNegativeInt, ...])
 
 
 async def _groups_in_log(
@@ -265,6 +312,7 @@ async def _groups_in_log(
                         done.generate_s,
                         done.score_s,
                         tuple(bundles[ref.sequence].trajectories[ref.index] for ref in refs),
+                        images={},
                     )
                 for ref in refs:
                     bundles.pop(ref.sequence, None)
@@ -352,7 +400,7 @@ def _tables(folder: Path, kind: SegmentKind, columns: Sequence[str]) -> Iterator
         try:
             with pq.ParquetFile(folder / FOLDER / name.file) as file:
                 for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(columns)):
-                    yield pa.Table.from_batches([batch])
+                    yield with_columns(kind, pa.Table.from_batches([batch]), columns)
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{folder / FOLDER / name.file} cannot be read: {error}") from error
 

@@ -151,9 +151,8 @@ def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> N
 
 
 def _flat(name: str, value: Any) -> Any:
-    return (
-        json.dumps(value) if name in ("metrics", "messages", "dataset_row") and value is not None else value
-    )
+    is_json = name in ("metrics", "messages", "dataset_row", "images") and value is not None
+    return json.dumps(value) if is_json else value
 
 
 def _headline(row: Row) -> str:

@@ -31,6 +31,7 @@ from stretto.bus.messages import (
     JournalDraws,
     Member,
     RowRef,
+    StoredImage,
     TrajectoryBundle,
     WireTrajectory,
 )
@@ -69,6 +70,8 @@ class RecordedGroup:
     score_s: float
     trajectories: tuple[WireTrajectory, ...]
     """In the order of the group's members."""
+    images: Mapping[str, bytes]
+    """SHA-256 -> file, of the images that the workflow added."""
 
 
 class GroupSource(Protocol):
@@ -222,7 +225,8 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource) ->
 
 
 async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict[str, RowRef]:
-    """Append a group's trajectories and its outcome to the log, and return its rows by their ids."""
+    """Append a group's trajectories, its images and its outcome to the log, and return its rows by their
+    ids."""
     names, name = setup.names, f"{group.ticket}/{group.attempt}"
     members: list[Member] = []
     former = -1
@@ -232,6 +236,10 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict
         for index, trajectory in enumerate(bundle):
             members.append(_member_of(trajectory, sequence, index, part=trajectory.sample == former))
             former = trajectory.sample
+    images = [
+        await bus.append(names.image(digest), StoredImage(file), id=f"{name}/{digest}")
+        for digest, file in group.images.items()
+    ]
     done = GroupDone(
         "train",
         group.ticket,
@@ -241,6 +249,7 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> dict
         group.seconds,
         group.generate_s,
         group.score_s,
+        images=tuple(images),
     )
     await bus.append(names.groups, done, id=f"{name}/end")
     return {

@@ -47,6 +47,8 @@ class KeptSample:
     """The conversation as a JSON list, with its tool calls; empty if the workflow had none."""
     dataset_row: str
     """The row of the dataset as a JSON object, with the expected answer."""
+    images: str | None
+    """`WireTrajectory.images` as a JSON list; None: all images of the row."""
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
@@ -68,6 +70,8 @@ _ARRAYS: dict[str, Any] = {
     "logprobs": np.float32,
     "versions": np.int32,
 }
+_FACTS = [name for name in KeptSample.__dataclass_fields__ if name not in (*_ARRAYS, "images")]
+"""What the digest of every sample has. Older runs have no images."""
 
 
 def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -> list[KeptSample]:
@@ -87,7 +91,9 @@ def digest_of(samples: Iterable[KeptSample]) -> str:
     """Return the SHA-256 over all that is kept of a group, in hex."""
     hashed = hashlib.sha256()
     for sample in samples:
-        facts = [getattr(sample, name) for name in sample.__dataclass_fields__ if name not in _ARRAYS]
+        facts = [getattr(sample, name) for name in _FACTS]
+        if sample.images is not None:
+            facts.append(sample.images)
         arrays = (np.ascontiguousarray(getattr(sample, name), _ARRAYS[name]).tobytes() for name in _ARRAYS)
         for piece in (_encode(facts), *arrays):
             hashed.update(len(piece).to_bytes(8, "little"))
@@ -111,6 +117,9 @@ def _kept(record: TicketRecord, index: int | None, trajectory: WireTrajectory | 
         text=text.text,
         messages=text.messages,
         dataset_row=record.dataset_row,
+        images=None
+        if trajectory is None or trajectory.images is None
+        else _encode(trajectory.images).decode(),
         **arrays,
     )
 

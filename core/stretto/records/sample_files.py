@@ -8,16 +8,28 @@ There are three kinds, joined by the id of a trajectory or the number of its tic
 
 A segment is named after the flushes that it holds, `samples-00000001-00000008.parquet`. It never changes. A
 segment whose flushes are all in another one was merged into that one, and does not count any more.
+
+`images/` has the files of the images that workflows added to these trajectories (`sample_images.py`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["FOLDER", "Schema", "SegmentKind", "SegmentName", "Table", "schema_of", "segments_in"]
+__all__ = [
+    "FOLDER",
+    "Schema",
+    "SegmentKind",
+    "SegmentName",
+    "Table",
+    "schema_of",
+    "segments_in",
+    "with_columns",
+]
 
 Table = Any
 """A `pyarrow.Table`: pyarrow has no types."""
@@ -99,6 +111,7 @@ def schema_of(kind: SegmentKind) -> Schema:
             "text": text,
             "messages": text,
             "dataset_row": text,
+            "images": text,
             "tokens": pa.list_(pa.int32()),
             "loss_mask": pa.list_(pa.bool_()),
             "logprobs": pa.list_(pa.float32()),
@@ -117,3 +130,15 @@ def schema_of(kind: SegmentKind) -> Schema:
         "retired": {"ticket": number, "sequence": number, "outcome": text, "reason": text},
     }
     return pa.schema(list(columns[kind].items()))
+
+
+def with_columns(kind: SegmentKind, table: Table, columns: Sequence[str]) -> Table:
+    """Return a table that was read from a segment with these columns, in this order. Those that the segment
+    lacks, because an older version of stretto wrote it, are null."""
+    import pyarrow as pa
+
+    schema = schema_of(kind)
+    for name in columns:
+        if name not in table.column_names:
+            table = table.append_column(schema.field(name), pa.nulls(len(table), schema.field(name).type))
+    return table.select(list(columns))

@@ -17,7 +17,15 @@ import msgspec
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.records.sample_files import FOLDER, SegmentKind, SegmentName, Table, schema_of, segments_in
+from stretto.records.sample_files import (
+    FOLDER,
+    SegmentKind,
+    SegmentName,
+    Table,
+    schema_of,
+    segments_in,
+    with_columns,
+)
 from stretto.records.timeline import Purpose
 
 if TYPE_CHECKING:
@@ -53,7 +61,7 @@ CHEAP_COLUMNS = (
         "step",
     ),
     *("reward", "metrics", "finish", "length", "sampled", "oldest", "newest", "staleness"),
-    *("worker", "engine", "seconds", "generate_s", "score_s", "digest"),
+    *("worker", "engine", "seconds", "generate_s", "score_s", "digest", "images"),
 )
 """Fields that every row has."""
 TEXT_COLUMNS = ("prompt_text", "text", "messages", "dataset_row")
@@ -236,6 +244,7 @@ class SampleStore:
         for number, place, row in zip(found, trained_at, rows, strict=True):
             row |= index.judgement(number, row)
             row["metrics"] = _from_json(row["metrics"], {})
+            row["images"] = _from_json(row["images"], None)
             if texts:
                 row["messages"] = _from_json(row["messages"], None)
                 row["dataset_row"] = _from_json(row["dataset_row"], None)
@@ -347,7 +356,8 @@ class _SegmentReader:
     def read(self, part: int, columns: Sequence[str]) -> Table:
         """Return these columns of one row group."""
         place = self._places[part]
-        return self._open[place.segment].read_row_group(place.group, list(columns))
+        table = self._open[place.segment].read_row_group(place.group, list(columns))
+        return with_columns(self._kind, table, columns)
 
     def last_ticket(self) -> int | None:
         """Return the ticket of the last row; None without rows."""

@@ -75,6 +75,16 @@ class Joiner:
         """Bytes, about, of the complete rows."""
         return self._rows.size
 
+    @property
+    def images(self) -> set[str]:
+        """Names of the added images of the complete rows."""
+        return self._rows.images
+
+    def images_of(self, message: Any) -> list[str]:
+        """Return the names of the added images of the rows that a message will complete, each once."""
+        waiting = self._to_keep(message) if isinstance(message, GroupDone | GroupFailed) else None
+        return waiting.images if waiting is not None else []
+
     def add(self, sequence: int, message: Any) -> None:
         """Take in the next message."""
         self.following = sequence + 1
@@ -110,10 +120,11 @@ class Joiner:
         return self._waiting.setdefault(attempt, _Waiting(sequence))
 
     def _complete(self, sequence: int, outcome: Outcome) -> None:
-        attempt = (outcome.purpose, outcome.ticket, outcome.attempt)
-        waiting = self._waiting.pop(attempt, None)
-        if attempt in self._written or waiting is None or waiting.record is None:
-            return  # written before a restart, or not to be kept
+        attempt = _attempt_with(outcome)
+        waiting = self._to_keep(outcome)
+        self._waiting.pop(attempt, None)
+        if waiting is None or waiting.record is None:
+            return
         self._written.add(attempt)
         try:
             kept = kept_samples(waiting.record, waiting.trajectories)
@@ -125,6 +136,15 @@ class Joiner:
             log.warning("the samples of a group differ from its digest", attempt=attempt)
         for sample in kept:
             self._rows.add(sample, waiting.record, outcome, sequence)
+        self._rows.images.update(waiting.images)
+
+    def _to_keep(self, outcome: Outcome) -> _Waiting | None:
+        """Return the attempt that an outcome completes; None if it was written before a restart, or if it is
+        not to be kept."""
+        attempt = _attempt_with(outcome)
+        waiting = self._waiting.get(attempt)
+        is_new = attempt not in self._written
+        return waiting if is_new and waiting is not None and waiting.record is not None else None
 
     def _add_trained(self, sequence: int, message: TrainedRows) -> None:
         self.newest_step = max(self.newest_step, message.version + 1)
@@ -147,6 +167,15 @@ class _Waiting:
     trajectories: tuple[WireTrajectory, ...] = ()
     record: TicketRecord | None = None
 
+    @property
+    def images(self) -> list[str]:
+        """Names of the added images, each once."""
+        return list(dict.fromkeys(name for each in self.trajectories for name in each.added_images))
+
+
+def _attempt_with(outcome: Outcome) -> Attempt:
+    return outcome.purpose, outcome.ticket, outcome.attempt
+
 
 def _attempt_of(trajectory: WireTrajectory) -> Attempt | None:
     """Return the attempt that a trajectory's id names; None if it names none."""
@@ -166,6 +195,7 @@ class _Rows:
         self._trained: list[dict[str, Any]] = []
         self.retired: list[tuple[int, int, str, str]] = []
         """(ticket, sequence number, account, reason)."""
+        self.images: set[str] = set()
         self.size = 0
 
     def add(self, kept: KeptSample, record: TicketRecord, outcome: Outcome, sequence: int) -> None:

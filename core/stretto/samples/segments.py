@@ -10,10 +10,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from stretto.records.sample_files import Schema, SegmentKind, SegmentName, Table, schema_of, segments_in
+from stretto.records.sample_files import (
+    Schema,
+    SegmentKind,
+    SegmentName,
+    Table,
+    schema_of,
+    segments_in,
+    with_columns,
+)
 
 __all__ = ["SegmentWriter"]
 
@@ -90,12 +99,26 @@ class SegmentWriter:
             if len(names) > 1 and sum(map(self._size, names)) <= _TIDY:
                 self._replace(names)
 
-    def prune(self, below: int, kind: SegmentKind, column: str) -> None:
-        """Remove the oldest segments of a kind in which no value of a column is `below` or higher."""
+    def prune(self, below: int, kind: SegmentKind, column: str) -> bool:
+        """Remove the oldest segments of a kind in which no value of a column is `below` or higher. Return
+        whether there were any."""
+        removed = False
         for name in segments_in(self._folder, kind):
             if self._most(name, column) >= below:
-                return
+                break
             (self._folder / name.file).unlink()
+            removed = True
+        return removed
+
+    def images(self) -> set[str]:
+        """Return the names of the added images of all rows."""
+        names: set[str] = set()
+        for name in segments_in(self._folder, "samples"):
+            table = pq.ParquetFile(self._folder / name.file).read(["images"])
+            for text in with_columns("samples", table, ["images"])["images"].unique().to_pylist():
+                images: list[str | int] = msgspec.json.decode(text) if text else []
+                names.update(image for image in images if isinstance(image, str))
+        return names
 
     def rows_since(
         self, sequence: int, kind: SegmentKind, columns: Iterable[str]
@@ -173,7 +196,8 @@ class SegmentWriter:
     def _row_groups(self, name: SegmentName) -> Iterator[Table]:
         file = pq.ParquetFile(self._folder / name.file)
         for group in range(file.num_row_groups):
-            yield file.read_row_group(group)
+            table = file.read_row_group(group)
+            yield with_columns(name.kind, table, schema_of(name.kind).names)
 
     def _size(self, name: SegmentName) -> int:
         return (self._folder / name.file).stat().st_size

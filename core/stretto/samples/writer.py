@@ -1,8 +1,9 @@
 """The process that writes a run's samples. The kernel starts it on its own machine, and starts it again.
 
 It follows the log from its cursor, joins messages to rows, and writes the rows as segments every few seconds.
-When they are on disk, it moves the cursor and tells the kernel, which keeps the log up to there. After a
-crash it reads again from the cursor on, and leaves out the rows that it had written.
+The images that workflows added to a row are on disk before the row is. When the rows are on disk, it moves
+the cursor and tells the kernel, which keeps the log up to there. After a crash it reads again from the cursor
+on, and leaves out the rows that it had written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,18 @@ from stretto.bus.messages import (
     GroupFailed,
     Kept,
     RetiredTickets,
+    StoredImage,
     Subjects,
     TicketRecord,
     TrainedRows,
     TrajectoryBundle,
 )
 from stretto.bus.server import Bootstrap
-from stretto.errors import RunError, leaves
+from stretto.errors import Malformed, MessageGone, NoAnswer, RunError, leaves
+from stretto.models.images import MAX_FILE_BYTES, ImageFile
 from stretto.private_file import write_private
 from stretto.records.sample_files import FOLDER, SegmentKind, Table
+from stretto.records.sample_images import SampleImages
 from stretto.samples.join import Joiner
 from stretto.samples.segments import SegmentWriter
 
@@ -119,6 +123,10 @@ class _SampleWriter:
         self._last = last
         self._staleness = staleness
         self._segments = SegmentWriter(self._folder)
+        self._images = SampleImages(folder)
+        self._images_move = anyio.Lock()
+        """Held from the moment when the images of a row are kept until the joiner has the row, and while
+        images that no row has are removed."""
         self._joiner = Joiner(1)
         self._unwritten: dict[SegmentKind, Table] = {}
         """Rows that were taken from the joiner and are not on disk yet."""
@@ -179,10 +187,52 @@ class _SampleWriter:
             self._names.log_stream, kinds, consumer_at, start=self._joiner.following
         )
         async for sequence, message in messages:
-            self._joiner.add(sequence, message)
+            await self._add(sequence, message)
             while self._joiner.size > _FLUSH_BYTES:
                 self._wake.set()
                 await self._taken.wait()
+
+    async def _add(self, sequence: int, message: Any) -> None:
+        """Keep the images of the rows that a message completes, and give it to the joiner. While the disk is
+        full, try again and again: the log keeps what is not written."""
+        images = self._joiner.images_of(message)
+        if not images:
+            self._joiner.add(sequence, message)
+            return
+        complained = False
+        while True:
+            try:
+                async with self._images_move:
+                    for name in images:
+                        await self._keep_image(name)
+                    self._joiner.add(sequence, message)
+                    return
+            except (OSError, NoAnswer) as error:
+                if not complained:
+                    complained = True
+                    log.warning("images of samples cannot be kept; trying again", error=str(error))
+                await anyio.sleep(_RETRY_S)
+
+    async def _keep_image(self, name: str) -> None:
+        """Copy an image from the log, unless it is on disk. If the log lacks it, its row is kept without it.
+
+        Raises:
+            OSError: if the disk is full or cannot be written.
+            NoAnswer: if the server does not answer in time.
+        """
+        if name in self._images:
+            return
+        names = self._names
+        try:
+            stored = await self._bus.read_newest(names.log_stream, names.image(name), StoredImage)
+        except (MessageGone, Malformed) as error:
+            log.warning("an image of a sample is not in the log", image=name, reason=str(error))
+            return
+        image = ImageFile(stored.file)
+        if len(image.file) > MAX_FILE_BYTES or image.digest != name:
+            log.warning("an image is too large, or another one than its name says", image=name)
+            return
+        await anyio.to_thread.run_sync(self._images.write, image)
 
     async def _ask(self, start: int) -> Following:
         subject = self._names.kernel("samples", "follow")
@@ -225,7 +275,10 @@ class _SampleWriter:
                     return
                 await anyio.sleep(_RETRY_S)
         await self._confirm(self._position)
-        await anyio.to_thread.run_sync(self._merge_and_prune)
+        if self._last:
+            async with self._images_move:
+                await self._change_files(self._prune)
+        await self._change_files(lambda: self._segments.merge(self._last))
 
     async def _write_one(self) -> None:
         """Write the rows of one kind.
@@ -251,17 +304,18 @@ class _SampleWriter:
         if self._bus.connected:
             await self._bus.publish(self._names.kernel("samples", "kept"), Kept(position))
 
-    def _merge_and_prune(self) -> None:
+    async def _change_files(self, work: Callable[[], object]) -> None:
         try:
-            if self._last:
-                oldest = self._joiner.newest_step - self._last
-                # A trajectory whose newest token has version v is trained at step v + staleness + 1 or
-                # before.
-                self._segments.prune(oldest - self._staleness, "samples", "newest")
-                self._segments.prune(oldest + 1, "trained", "step")
-            self._segments.merge(self._last)
+            await anyio.to_thread.run_sync(work)
         except OSError as error:
             log.warning("samples cannot be merged", error=str(error))
+
+    def _prune(self) -> None:
+        oldest = self._joiner.newest_step - self._last
+        # A trajectory whose newest token has version v is trained at step v + staleness + 1 or before.
+        if self._segments.prune(oldest - self._staleness, "samples", "newest"):
+            self._images.keep_only(self._segments.images() | self._joiner.images)
+        self._segments.prune(oldest + 1, "trained", "step")
 
     # ------------------------------------------------------------------------------------- the end
 

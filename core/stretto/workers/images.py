@@ -110,6 +110,10 @@ class TicketImages:
             self._tokens[names[0]] = self._images.vision.count(ids)
         return ids
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the ticket has an image of this name."""
+        return name in self._files
+
     def files(self, names: Sequence[str]) -> list[bytes]:
         """Return the files of images.
 

@@ -185,11 +185,11 @@ class TicketRunner:
 
     async def _append_images(self, attempt: _RunningTicket, wires: Sequence[WireTrajectory]) -> list[int]:
         """Write the images that the workflow added to the log, each once. They follow the trajectories, so
-        they are kept at least as long."""
+        they are kept at least as long. Those of a failed ticket may also name images that it never had."""
         images, names = attempt.session.images, self._context.names
-        added = dict.fromkeys(each for wire in wires for each in wire.images or () if isinstance(each, str))
         if images is None:
             return []
+        added = dict.fromkeys(each for wire in wires for each in wire.added_images if each in images)
         return [
             await self._context.bus.append(
                 names.image(digest), StoredImage(file), id=f"{attempt.ticket.name}/{digest}"
@@ -218,6 +218,7 @@ class TicketRunner:
         wires = attempt.wires()
         if failed or ticket.purpose == "eval":
             await self._append(ticket, wires, names.kept_trajectories)
+            await self._append_images(attempt, wires)
 
         def make_record() -> tuple[TicketRecord, str]:
             record = record_of(
