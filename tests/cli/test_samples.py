@@ -27,6 +27,14 @@ CHAT: list[dict[str, Any]] = [
     },
     {"role": "tool", "name": "add", "content": "2"},
     {"role": "assistant", "content": "2\x1b[2J"},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "see "},
+            {"type": "image", "sha256": "1a2b" * 16},
+            {"type": "image", "sha256": "../../key"},
+        ],
+    },
 ]
 
 
@@ -68,6 +76,7 @@ def test_a_conversation_shows_its_tool_calls_and_no_control_characters(run: Path
     assert '[assistant]\n      <think>a tool\n      calls {"name": "add"' in shown.replace("  [", "[")
     assert "[tool add]" in shown
     assert "2\\x1b[2J" in shown
+    assert 'see [image 1a2b1a2b…]{"type": "image", "sha256": "../../key"}' in shown.replace("\n", "")
     assert "\x1b" not in shown
 
 

@@ -37,6 +37,7 @@ def make_run(
     finished: bool = True,
     answer: str = "8 17",
     row: str = '{"prompt": "3+5+9=", "answer": "8 17"}',
+    messages: str = "",
 ) -> Path:
     """Make a run folder and return it.
 
@@ -46,6 +47,7 @@ def make_run(
         finished: write a summary.
         answer: text of every answer. A token is a byte of it.
         row: JSON of the row of every ticket.
+        messages: JSON of every conversation; empty for none.
     """
     folder.mkdir(parents=True)
     (folder / "bus").mkdir()
@@ -61,7 +63,8 @@ def make_run(
     lines = _lines(steps, groups, samples, np.random.default_rng(seed))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     _write_timeline(folder, steps, groups, samples)
-    _write_samples(folder, steps, groups, samples, answer, row, np.random.default_rng(seed))
+    texts = {"text": answer, "dataset_row": row, "messages": messages}
+    _write_samples(folder, steps, groups, samples, texts, np.random.default_rng(seed))
     if finished:
         (folder / "summary.json").write_text(json.dumps(_summary(name, lines, steps, groups, samples)))
     return folder
@@ -158,13 +161,13 @@ def _write_timeline(folder: Path, steps: int, groups: int, samples: int) -> None
 
 
 def _write_samples(
-    folder: Path, steps: int, groups: int, samples: int, answer: str, row: str, draw: np.random.Generator
+    folder: Path, steps: int, groups: int, samples: int, texts: dict[str, str], draw: np.random.Generator
 ) -> None:
     (folder / "samples").mkdir()
     total = steps * groups * samples
     for flush, first in enumerate(range(0, total, _SEGMENT_ROWS), start=1):
         numbers = np.arange(first, min(total, first + _SEGMENT_ROWS))
-        kept, trained = _tables(numbers, groups, samples, answer, row, draw)
+        kept, trained = _tables(numbers, groups, samples, texts, draw)
         for name, table in (
             (SegmentName("samples", flush, flush), kept),
             (SegmentName("trained", flush, flush), trained),
@@ -174,13 +177,17 @@ def _write_samples(
 
 
 def _tables(
-    numbers: np.ndarray[Any, Any], groups: int, samples: int, answer: str, row: str, draw: np.random.Generator
+    numbers: np.ndarray[Any, Any],
+    groups: int,
+    samples: int,
+    texts: dict[str, str],
+    draw: np.random.Generator,
 ) -> tuple[Any, Any]:
     count = len(numbers)
     ticket, place = numbers // samples, numbers % samples
     step = ticket // groups + 1
     oldest = np.maximum(0, step - 1 - numbers % 3)
-    prompt, ids = b"3+5+9=", list(answer.encode())
+    prompt, ids = b"3+5+9=", list(texts["text"].encode())
     tokens = [*prompt, *ids]
     mask = [False] * len(prompt) + [True] * len(ids)
     names = [f"{one}/1/{other}" for one, other in zip(ticket.tolist(), place.tolist(), strict=True)]
@@ -211,9 +218,7 @@ def _tables(
         "score_s": np.full(count, 0.01),
         "digest": ["0" * 16] * count,
         "prompt_text": [prompt.decode()] * count,
-        "text": [answer] * count,
-        "messages": [None] * count,
-        "dataset_row": [row] * count,
+        **{name: [text] * count for name, text in texts.items()},
         "tokens": _lists(np.tile(tokens, count), len(tokens), pa.int32()),
         "loss_mask": _lists(np.tile(mask, count), len(tokens), pa.bool_()),
         "logprobs": _lists(logprobs.ravel(), len(tokens), pa.float32()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from PIL import Image
 
 from made_run import make_run
+from stretto.models.images import ImageFile, file_of
+from stretto.records.sample_images import SampleImages
 from stretto.ui import runs as ui_runs
 from stretto.ui.access import Access
 from stretto.ui.server import application
@@ -194,6 +197,33 @@ async def test_the_images_of_a_row_are_shown_small(tmp_path: Path) -> None:
         assert "secret" not in refused
         assert "has no image 3 in a file" in (await ask("one/image", 400, ticket=3, number=3))["error"]
         assert "has no image 0 in a file" in (await ask("one/image", 400, ticket=99, number=0))["error"]
+
+
+async def test_images_of_conversations_are_shown_by_their_names_alone(tmp_path: Path) -> None:
+    """An image that the workflow added, or one of the row. A file with another content has no name."""
+    colours = ("red", "blue", "green")
+    added, of_row, other = (ImageFile(file_of(Image.new("RGB", (50, 30), each))) for each in colours)
+    text = ImageFile(b"secret")
+    (tmp_path / "row.png").write_bytes(of_row.file)
+    (tmp_path / "other.png").write_bytes(other.file)
+    images = [str(tmp_path / "missing.png"), str(tmp_path / "row.png")]
+    run = make_run(tmp_path / "runs" / "one", name="one", steps=2, row=json.dumps({"images": images}))
+    for image in (added, text):
+        SampleImages(run).write(image)
+    false = run / "samples" / "images" / other.digest
+    false.write_bytes(added.file)
+    async for ask in _asking(tmp_path / "runs"):
+        refused = partial(ask, "one/image", 400, ticket=3)
+        for image, colour in ((added, (255, 0, 0)), (of_row, (0, 0, 255))):
+            shown = Image.open(io.BytesIO(await ask("one/image", ticket=3, sha256=image.digest)))
+            assert (shown.size, shown.getpixel((0, 0))) == ((50, 30), colour)
+        for name in ("../../../other.png", str(tmp_path / "other.png"), "", other.digest.upper(), "a" * 63):
+            assert "is no image's name" in (await refused(sha256=name))["error"]
+        assert "cannot identify image file" in (await refused(sha256=text.digest))["error"]
+        assert "has no image" in (await refused(sha256=other.digest))["error"]
+        false.unlink()
+        false.symlink_to(tmp_path / "other.png")
+        assert "cannot be read" in (await refused(sha256=other.digest))["error"]
 
 
 async def test_the_configuration_by_dotted_keys(ask: Ask) -> None:

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
 from browser import complaints, open_browser, requested
 from made_run import make_run
 from pages import Page, curve_of, served
+from stretto.models.images import ImageFile, file_of
+from stretto.records.sample_images import SampleImages
 
 pytestmark = pytest.mark.slow
 
 HOSTILE = '<script>document.title="owned"</script><img src=x onerror="document.title=1">\x1b[31m'
+TEXT = {"type": "text", "text": HOSTILE}
+PICTURE = ImageFile(file_of(Image.new("RGB", (500, 40), "red")))
+OTHERS = [{"type": "image", "sha256": "../config.yaml"}, {"type": "image"}, None]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "one", name="one", steps=40)
     make_run(folder / "two", name="two", steps=30, seed=2)
-    make_run(folder / "hostile", name="hostile", steps=3, answer=HOSTILE)
+    chat = [{"role": "user", "content": [TEXT, {"type": "image", "sha256": PICTURE.digest}, *OTHERS]}]
+    make_run(folder / "hostile", name="hostile", steps=3, answer=HOSTILE, messages=json.dumps(chat))
+    SampleImages(folder / "hostile").write(PICTURE)
     with (
         served(folder) as address,
         open_browser(tmp_path_factory.mktemp("browser") / "profile") as driver,
@@ -204,6 +212,12 @@ def test_text_of_a_model_is_no_markup(page: Page) -> None:
 
     assert page.driver.title == "hostile · stretto"
     assert page.all("main script, main img") == []
+    page.one("[data-value=conversation]").click()
+    page.until(lambda: "<script>" in page.text(".turn"))
+    assert page.all("main script") == []
+    assert page.text(".turn .text").splitlines()[-3:] == ["[image]", "[image]", "[part]"]
+    shown = "return [...document.querySelectorAll('main img')].map((image) => image.naturalWidth)"
+    page.until(lambda: page.driver.execute_script(shown) == [384] * 4)
     page.one("[data-value=text]").click()
 
 

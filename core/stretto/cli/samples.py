@@ -13,6 +13,7 @@ from rich.text import Text
 
 from stretto.errors import ConfigError, offer, printable
 from stretto.records.sample_files import FOLDER
+from stretto.records.sample_images import is_image_name
 from stretto.records.samples import Bounds, SampleFilter, SampleOutcome, SampleStore
 from stretto.records.timeline import Purpose
 
@@ -231,12 +232,26 @@ def _conversation(messages: Any) -> Iterator[str]:
             continue
         name = f" {message['name']}" if message.get("name") else ""
         yield printable(f"[{message.get('role', '?')}{name}]")
-        content = message.get("content")
-        yield from (f"  {line}" for line in _lines(content if isinstance(content, str) else _short(content)))
+        yield from (f"  {line}" for line in _lines(_content(message.get("content"))))
         for call in message.get("tool_calls") or ():
             yield printable(
                 f"  calls {_short(call.get('function', call) if isinstance(call, Mapping) else call)}"
             )
+
+
+def _content(content: Any) -> str:
+    """Return the content of a message as a text, in which each image is a name in its place."""
+    return "".join(map(_part, content)) if isinstance(content, list) else _short(content)
+
+
+def _part(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "image", "sha256": name} if is_image_name(name):
+            return f"[image {name[:8]}…]"
+        case _:
+            return _short(part)
 
 
 def _side_by_side(group: Sequence[Row]) -> Table:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from stretto.errors import ConfigError
-from stretto.models.images import images_of, names_in
+from stretto.models.images import ImageError, ImageFile, decode, file_of, images_of, names_in
+from stretto.records.sample_images import SampleImages
 from stretto.records.samples import SampleFilter, SampleStore
 from stretto.ui.token_text import pieces
 
@@ -30,6 +32,7 @@ class Samples:
 
     def __init__(self, folder: Path) -> None:
         self._store = SampleStore(folder)
+        self._images = SampleImages(folder)
         self._lock = threading.Lock()
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -58,20 +61,41 @@ class Samples:
             return self._store.find(_ticket_of(query), limit=None, texts=True)
 
     def image(self, query: Mapping[str, str]) -> bytes:
-        """Return a small PNG of an image of a ticket's row, whose file this machine has.
+        """Return a small PNG of an image whose file this machine has: the one with the SHA-256 `sha256` in a
+        conversation of a ticket, or else number `number` of the ticket's row.
 
         Raises:
-            ConfigError: if the row is not kept or has no such image, or if its file cannot be read.
+            ConfigError: if the row is not kept or has no such image, if no image of that SHA-256 is kept, or
+                if its file cannot be read.
         """
-        number = _count(query, "number", 0, 2**53)
         names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
-        if number >= len(names) or not isinstance(names[number], str):
-            raise ConfigError(f"the row of ticket {query['ticket']} has no image {number} in a file")
-        [image] = images_of({"image": names[number]})
-        image.pixels.thumbnail((_THUMBNAIL, _THUMBNAIL))
+        if (digest := query.get("sha256")) is not None:
+            file = self._file_of(digest, names)
+            if file is None:
+                raise ConfigError(f"ticket {query['ticket']} has no image {digest} in a file")
+            pixels = decode(file)
+        else:
+            number = _count(query, "number", 0, 2**53)
+            if number >= len(names) or not isinstance(names[number], str):
+                raise ConfigError(f"the row of ticket {query['ticket']} has no image {number} in a file")
+            [image] = images_of({"image": names[number]})
+            pixels = image.pixels
+        pixels.thumbnail((_THUMBNAIL, _THUMBNAIL))
         png = io.BytesIO()
-        image.pixels.save(png, "PNG")
+        pixels.save(png, "PNG")
         return png.getvalue()
+
+    def _file_of(self, digest: str, names: Sequence[Any]) -> bytes | None:
+        """Return the file of an image that a workflow added, or of one of a row's images; None if it is
+        neither."""
+        if (file := self._images.read(digest)) is not None:
+            return file
+        for name in names:
+            # The image of another name may be missing here.
+            with suppress(ImageError):
+                if isinstance(name, str) and ImageFile(file := file_of(name)).digest == digest:
+                    return file
+        return None
 
     def tokens(self, query: Mapping[str, str], model: str | None) -> dict[str, Any]:
         """Return one trajectory of a ticket with its tokens and the text of each.

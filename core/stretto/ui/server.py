@@ -122,7 +122,7 @@ class _Page:
         return run.samples.tokens(query, model)
 
     def image(self, run: ListedRun, query: Query) -> bytes:
-        """A small PNG of one image of a ticket's row."""
+        """A small PNG of one image of a ticket's row or conversations."""
         return run.samples.image(query)
 
     def config(self, run: ListedRun, query: Query) -> Any:

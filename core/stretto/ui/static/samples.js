@@ -141,7 +141,7 @@ async function groupView(id, facts, query) {
     fill(detail);
     if (!(mode in FIGURES)) {
       fill(legend);
-      for (const { row, content } of cards) fill(content, mode === "conversation" && row.messages ? conversation(row.messages) : plain(row));
+      for (const { row, content } of cards) fill(content, mode === "conversation" && row.messages ? conversation(id, row, purpose) : plain(row));
       return;
     }
     const now = mode;
@@ -195,10 +195,13 @@ function images(id, row, purpose) {
   const names = [row.dataset_row?.images, row.dataset_row?.image].flat().filter((name) => name);
   return names.map((path, number) => {
     if (typeof path !== "string") return null;
-    const src = `/api/runs/${id}/image?${new URLSearchParams({ ticket: row.ticket, purpose, number })}`;
-    const image = h("img", { src, alt: printable(path), title: printable(path), onerror: () => image.replaceWith(h("p", { class: "muted" }, `${printable(path)} cannot be read here.`)) });
-    return image;
+    return picture(id, { ticket: row.ticket, purpose, number }, printable(path));
   });
+}
+
+function picture(id, wanted, name) {
+  const image = h("img", { src: `/api/runs/${id}/image?${new URLSearchParams(wanted)}`, alt: name, title: name, onerror: () => image.replaceWith(h("p", { class: "muted" }, `${name} cannot be read here.`)) });
+  return image;
 }
 
 function context(id, row, purpose) {
@@ -220,15 +223,17 @@ function sampleHead(row) {
 
 const plain = (row) => h("div", { class: "text tall", "data-part": "answer" }, printable(row.text ?? "not kept"));
 
-function conversation(messages) {
-  return h("div", {}, messages.map((message) => h("div", { class: `turn ${/^(assistant|user|tool|system)$/.test(message.role) ? message.role : ""}` },
+function conversation(id, row, purpose) {
+  const parts = (value) => (Array.isArray(value) ? value.map((part, at) => (isImage(part) ? h("div", { class: "images" }, picture(id, { ticket: row.ticket, purpose, sha256: part.sha256 }, `image ${part.sha256.slice(0, 8)}…`)) : `${at && !isImage(value[at - 1]) ? "\n" : ""}${printable(content([part]))}`)) : printable(content(value)));
+  return h("div", {}, row.messages.map((message) => h("div", { class: `turn ${/^(assistant|user|tool|system)$/.test(message.role) ? message.role : ""}` },
     h("div", { class: "who" }, printable(message.role), message.name && ` ${printable(message.name)}`),
-    h("div", { class: "text" }, printable(content(message.content))),
+    h("div", { class: "text" }, parts(message.content)),
     (Array.isArray(message.tool_calls) ? message.tool_calls : []).map((call) => h("div", { class: "call text" }, printable(`${call.function?.name ?? call.name ?? "call"}(${shown(call.function?.arguments ?? call.arguments ?? "")})`))))));
 }
 
 const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-const content = (value) => (Array.isArray(value) ? value.map((part) => part.text ?? `[${part.type ?? "part"}]`).join("\n") : typeof value === "string" ? value : value === null || value === undefined ? "" : JSON.stringify(value));
+const isImage = (part) => part?.type === "image" && /^[0-9a-f]{64}$/.test(part.sha256);
+const content = (value) => (Array.isArray(value) ? value.map((part) => part?.text ?? `[${part?.type ?? "part"}]`).join("\n") : typeof value === "string" ? value : value === null || value === undefined ? "" : JSON.stringify(value));
 
 function tokens(row, mode, all = false) {
   const figures = FIGURES[mode].of(row), ramp = FIGURES[mode].ramp(row), most = all ? Infinity : MOST_TOKENS;
