@@ -177,11 +177,13 @@ class KeptGroups:
         without_images: list[RecordedGroup] = []
         kept = groups_in_samples(self._folder, rows)
         while (group := await anyio.to_thread.run_sync(next, kept, None)) is not None:
-            if left.pop((group.ticket, group.attempt), None) is not None:
-                if not _added(group) - (seen := self._kept_images(group)).keys():
-                    yield replace(group, images=seen)
-                else:
-                    without_images.append(group)
+            if left.pop((group.ticket, group.attempt), None) is None:
+                continue
+            images = self._kept_images(group)
+            if images.keys() == _added(group):
+                yield replace(group, images=images)
+            else:
+                without_images.append(group)
         if left or without_images:
             async with open_store(self._folder) as store:
                 for group in without_images:
