@@ -389,3 +389,5 @@ async def test_a_trainer_makes_the_arrays_of_the_images_that_a_trajectory_names(
     assert lie.group_contains(BusError, match="is another image than its name says")
     with pytest.raises(ConfigError, match="1/1/0 has 4 image tokens, and its images make 8"):
         await media_of(*store_of(trajectory(0, names[1:], 1)))
+    with pytest.raises(ConfigError, match="a sample names its image 1, and the row has 1"):
+        await media_of(*store_of(trajectory(0, [0, 1], 2)))

@@ -571,7 +571,7 @@ class TicketRecord(Message, frozen=True):
     """Index in the dataset of its purpose."""
     worker: str
     dataset_row: str
-    """The row of the dataset as a JSON object, without its images."""
+    """The row of the dataset as a JSON object, as `stretto.models.images.with_names` returns it."""
     prompt: str
     """The prompt as the model got it; of several, that of the first trajectory."""
     texts: tuple[KeptText, ...]

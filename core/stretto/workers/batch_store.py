@@ -339,6 +339,8 @@ class BatchStore:
         if images is None or not all(isinstance(each, str) for each in images):
             pixels = [image.pixels for image in images_of(self._dataset[place])]
         if images is not None:
+            if missing := [each for each in images if isinstance(each, int) and each >= len(pixels)]:
+                raise ConfigError(f"a sample names its image {missing[0]}, and the row has {len(pixels)}")
             pixels = [decode(added[each]) if isinstance(each, str) else pixels[each] for each in images]
         if not pixels:
             return _Media({}, 0)
