@@ -262,24 +262,24 @@ def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _rows_of(sample: Mapping[str, Any], parts: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a trajectory; none if its prompt or its conversation was not kept as a whole, or if
-    it has images that are no files.
+    """Yield the rows of a trajectory; none if its prompt or its conversation was not kept as a whole, if the
+    dataset has its images in itself, or if it is a conversation with images.
 
     Args:
         parts: number of trajectories of its sample. Only the last one has the conversation.
     """
     row, text = sample["dataset_row"], sample["text"]
     columns = cast("dict[str, Any]", row) if isinstance(row, dict) else {}
-    shared: dict[str, Any] = {"reward": sample["reward"]}
-    if images := names_in(columns):
-        if not all(isinstance(name, str) for name in images):
-            return
-        shared["images"] = images
-    if sample["messages"]:
-        if isinstance(sample["messages"], list):
-            for number, (prompt, answer) in enumerate(_turns(cast("list[Any]", sample["messages"]))):
-                yield {"id": f"{sample['id']}/{number}", "prompt": prompt, "completion": answer, **shared}
+    reward = {"reward": sample["reward"]}
+    messages, images = sample["messages"], names_in(columns)
+    if messages:
+        if isinstance(messages, list) and not images and sample["images"] is None:
+            for number, (prompt, answer) in enumerate(_turns(cast("list[Any]", messages))):
+                yield {"id": f"{sample['id']}/{number}", "prompt": prompt, "completion": answer, **reward}
         return
+    if not all(isinstance(name, str) for name in images):
+        return
+    shared = {**reward, "images": images} if images else reward
     prompt = columns.get("prompt")
     # In a longer conversation without messages, the turns of others are part of the text.
     if prompt and text and parts == 1 and sample["metrics"].get("turns", 1) == 1:
