@@ -18,6 +18,7 @@ __all__ = [
     "ByteTokenizer",
     "Message",
     "Tokenizer",
+    "apply_chat_template",
     "characters_of",
     "fault_of",
     "load_tokenizer",
@@ -110,6 +111,32 @@ def load_tokenizer(model: str | None) -> Tokenizer:
         raise ConfigError(f"model {model!r} has no tokenizer that can be loaded: {error}") from error
 
 
+def apply_chat_template(
+    owner: Any, model: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return chat messages as text, with the beginning of an answer.
+
+    Args:
+        owner: has the chat template: a tokenizer or a processor of transformers.
+
+    Raises:
+        ConfigError: if there is no template, or if it refuses the messages.
+    """
+    from jinja2 import TemplateError
+
+    if owner.chat_template is None:
+        raise ConfigError(f"the prompt is chat messages, and model {model!r} has no chat template")
+    try:
+        return owner.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except TemplateError as error:
+        raise ConfigError(f"the chat template of {model!r} refuses the messages: {error}") from error
+
+
 def shows_tools(tokenizer: Tokenizer) -> bool:
     """Whether the chat template of a model puts the given tools into the prompt.
 
@@ -199,21 +226,7 @@ class _Fast:
         return self.encode_text(self.render(prompt))
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        from jinja2 import TemplateError
-
-        if self._tokenizer.chat_template is None:
-            raise ConfigError(f"the prompt is chat messages, and model {self._model!r} has no chat template")
-        try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except TemplateError as error:
-            raise ConfigError(
-                f"the chat template of {self._model!r} refuses the messages: {error}"
-            ) from error
+        return apply_chat_template(self._tokenizer, self._model, messages, tools)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)

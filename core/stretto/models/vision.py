@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from stretto.errors import ConfigError
 from stretto.models.files import fetch_config
 from stretto.models.images import OpenImage, decode, images_of
-from stretto.models.tokenizer import Message, Tokenizer, load_tokenizer
+from stretto.models.tokenizer import Message, Tokenizer, apply_chat_template, load_tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -250,22 +250,8 @@ class Vision:
     def _render(
         self, messages: Sequence[Message], *, with_images: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        from jinja2 import TemplateError
-
-        if self._processor.chat_template is None:
-            raise ConfigError(f"the prompt is chat messages, and model {self._model!r} has no chat template")
         turns = [{**turn, "content": _parts(turn["content"], with_images=with_images)} for turn in messages]
-        try:
-            return self._processor.apply_chat_template(
-                turns,
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except TemplateError as error:
-            raise ConfigError(
-                f"the chat template of {self._model!r} refuses the messages: {error}"
-            ) from error
+        return apply_chat_template(self._processor, self._model, turns, tools)
 
 
 class RowTokenizer:

@@ -5,7 +5,6 @@ This module manages the weights and the server itself; `stretto.serving.streams`
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -34,6 +33,7 @@ from stretto.models.files import (
     shapes_in,
     text_config,
 )
+from stretto.models.images import ImageFile
 from stretto.models.version_files import open_version
 from stretto.models.vision import image_token_of, is_vision_language, newest_name
 from stretto.serving.config import ServerEngineConfig, context_of_model
@@ -213,7 +213,7 @@ class ServerEngine(ABC):
         self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
     ) -> list[NDArray[np.float32]]:
         """See `VisionEngine`."""
-        digests = [hashlib.sha256(file).hexdigest() for file in images]
+        digests = [ImageFile(file).digest for file in images]
         results: list[NDArray[np.float32]] = []
         async with self._control:
             server = self._current_server()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from stretto.bus.messages import AskColumn, Column, RowRef, StoredImage, Traject
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused
 from stretto.models.files import fetch_config
-from stretto.models.images import decode, images_of
+from stretto.models.images import ImageFile, decode, images_of
 from stretto.models.tokenizer import Tokenizer, load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.workers.context import WorkerContext
@@ -371,7 +370,7 @@ class BatchStore:
                 names = self._context.names
                 subject = names.image(digest)
                 image = await self._context.bus.read_newest(names.log_stream, subject, StoredImage)
-            if hashlib.sha256(image.file).hexdigest() != digest:
+            if ImageFile(image.file).digest != digest:
                 raise BusError(f"{subject} of {names.log_stream} is another image than its name says")
             files[digest] = image.file
 

@@ -6,7 +6,6 @@ worker that sent the request, in parts that fit into a message, and keeps what i
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -250,7 +249,7 @@ class ImageFetcher:
             file += part.data
             if len(file) >= part.size or not part.data or part.size > MAX_FILE_BYTES:
                 break
-        if hashlib.sha256(file).hexdigest() != digest:
+        if ImageFile(file).digest != digest:
             raise BusError(f"{worker} sent another image than it had named, of {part.size} bytes")
         return file
 
