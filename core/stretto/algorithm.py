@@ -67,8 +67,9 @@ their tokens; `sequence_sum`: mean over sequences of the sum over their tokens."
 # statistics. The engine averages each statistic over the trained tokens; of a statistic whose name ends in
 # `_max` it takes the maximum.
 LossFunction = Callable[["Tensor", "Batch"], "tuple[Tensor, Mapping[str, Tensor]]"]
-# Statistics of the batch of an optimizer step, before the step -> factor of the step's learning rate, >= 0.
-LearningRateScale = Callable[[Mapping[str, float]], float]
+# Statistics of the batch of an optimizer step, before the step, and the factor of the step before (1 before
+# the first step) -> factor of the step's learning rate, >= 0.
+LearningRateScale = Callable[[Mapping[str, float], float], float]
 # The batch -> the columns that the call writes.
 Function = Callable[["Batch"], "Mapping[str, Tensor]"]
 
@@ -114,8 +115,8 @@ class Loss:
     """Weight of an entropy bonus: at each trained token, the engine subtracts this weight times the entropy,
     in nats, of the policy's whole distribution. Only for a `policy` head."""
     lr_scale: LearningRateScale | None = None
-    """Returns the factor of the learning rate of an optimizer step; None leaves the learning rate
-    unchanged."""
+    """Returns the factor of the learning rate of an optimizer step. The engine keeps the factor from step to
+    step and in checkpoints. None leaves the learning rate unchanged."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def push_up(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor
 
 def engine_of(model: Path, send: Send, *targets: str, **options: Any) -> TorchTraining:
     lora = LoraConfig(rank=4, alpha=8, targets=targets or ("q_proj", "down_proj"), send=send)
-    config = TorchTrainingConfig(lr=1e-2, lora=lora, **options)
+    config = TorchTrainingConfig(lr=1e-2, warmup_steps=0, lora=lora, **options)
     engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
     engine.load(None)
     return engine

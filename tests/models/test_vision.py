@@ -72,7 +72,7 @@ def batch_of(vision: Vision) -> Batch:
 
 def engine_of(model: Path, **options: Any) -> TorchTraining:
     """AdamW made nearly linear in the gradient, so that updates tell it."""
-    config = TorchTrainingConfig(use="torch", lr=0.1, eps=1.0, clip_norm=None, **options)
+    config = TorchTrainingConfig(use="torch", lr=0.1, eps=1.0, clip_norm=None, warmup_steps=0, **options)
     engine = TorchTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
     engine.load(None)
     return engine

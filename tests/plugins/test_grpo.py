@@ -142,12 +142,17 @@ def test_by_default_stale_tokens_that_moved_far_enough_have_no_gradient() -> Non
     torch.testing.assert_close(statistics["behaviour_kl"], expected)
 
 
-def test_steps_on_samples_of_a_distant_policy_are_shorter() -> None:
-    assert grpo().lr_scale({"behaviour_kl": 0.01}) == 1.0
-    assert grpo().lr_scale({"behaviour_kl": 0.05}) == pytest.approx(0.2)
-    assert grpo(correction=CorrectionConfig(target_kl=0.1)).lr_scale({"behaviour_kl": 0.05}) == 1.0
-    assert grpo(correction=CorrectionConfig(target_kl=None)).lr_scale({"behaviour_kl": 9.0}) == 1.0
-    assert grpo().lr_scale({"behaviour_kl": math.nan}) == 1.0  # a step that is skipped anyway
+def test_steps_on_samples_of_a_distant_policy_are_shorter_until_the_target_holds() -> None:
+    scale = grpo().lr_scale
+    assert scale({"behaviour_kl": 0.01}, 1.0) == 1.0
+    assert scale({"behaviour_kl": 0.05}, 1.0) == pytest.approx(0.2)  # target / KL
+    assert scale({"behaviour_kl": 0.0101}, 0.2) == pytest.approx(0.2 / 1.2)  # still above: falls further
+    assert scale({"behaviour_kl": 0.007}, 0.2) == 0.2  # near the target: stays
+    assert scale({"behaviour_kl": 0.001}, 0.2) == pytest.approx(0.22)
+    assert scale({"behaviour_kl": 0.0}, 0.95) == 1.0
+    assert scale({"behaviour_kl": math.nan}, 0.2) == 0.2  # a step that is skipped anyway
+    assert grpo(correction=CorrectionConfig(target_kl=0.1)).lr_scale({"behaviour_kl": 0.05}, 1.0) == 1.0
+    assert grpo(correction=CorrectionConfig(target_kl=None)).lr_scale({"behaviour_kl": 9.0}, 1.0) == 1.0
 
 
 def test_without_correction_stale_tokens_weigh_one() -> None:

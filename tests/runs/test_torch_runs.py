@@ -76,7 +76,7 @@ async def test_logprobs_are_those_of_each_tokens_own_version(
 ) -> None:
     """A full batch of 32 x 8 samples, with three swaps in flight, against the training engine's forward."""
     model = tiny_models("qwen2")
-    trainer = TorchTraining(TorchTrainingConfig(lr=3e-3), context(model, tmp_path))
+    trainer = TorchTraining(TorchTrainingConfig(lr=3e-3, warmup_steps=0), context(model, tmp_path))
     trainer.load(None)
     publisher, subscriber = FolderPublisher(tmp_path / "weights", 3, 2.0), FileSubscriber()
     config = TorchInferenceConfig(

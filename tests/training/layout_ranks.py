@@ -39,7 +39,7 @@ ENGINES: dict[str, Component[Any]] = {
 
 def config_of(options: Mapping[str, Any]) -> Any:
     """The struct of an engine's section; micro-batches are fewer tokens than the batch."""
-    defaults = {"micro_batch_tokens": 24, "clip_norm": None}
+    defaults = {"micro_batch_tokens": 24, "clip_norm": None, "warmup_steps": 0}
     return msgspec.convert({**defaults, **options}, ENGINES[options["use"]].config)
 
 

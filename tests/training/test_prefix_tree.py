@@ -131,7 +131,7 @@ def test_micro_batches_hold_a_budget_of_nodes(
 
 
 def engine_of(model: Path, *, head: Head = "policy", **options: Any) -> TorchTraining:
-    options = {"lr": 1e-6, "optimizer": "sgd", "clip_norm": None, **options}
+    options = {"lr": 1e-6, "optimizer": "sgd", "clip_norm": None, "warmup_steps": 0, **options}
     context = Context(run="r", name="n", seed=1, model=str(model), head=head)
     engine = TorchTraining(TorchTrainingConfig(**options), context)
     engine.load(None)

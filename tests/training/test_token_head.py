@@ -72,7 +72,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def engine_of(model: Path, **options: Any) -> TorchTraining:
-    options = {"lr": 1.0, "optimizer": "sgd", "clip_norm": None, **options}
+    options = {"lr": 1.0, "optimizer": "sgd", "clip_norm": None, "warmup_steps": 0, **options}
     engine = TorchTraining(
         TorchTrainingConfig(**options), Context(run="r", name="n", seed=1, model=str(model))
     )

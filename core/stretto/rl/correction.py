@@ -47,9 +47,9 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     masked. `none`: no correction, as if the proximal policy had sampled the tokens; only with
     `queue.max_staleness: 0`."""
     target_kl: PositiveFloat | None = 0.01
-    """Target for the metric `behaviour_kl`, in nats per token. If the metric of a step is above it, the
-    learning rate of that step is multiplied by target_kl / behaviour_kl: smaller steps on samples of a policy
-    far from the current one. null: the learning rate is never reduced."""
+    """Target for the metric `behaviour_kl`, in nats per token. While the metric is above it, the learning
+    rate falls: smaller steps on samples of a policy far from the current one. The rate rises again while the
+    metric is below half of the target; `lr_scale` is its factor. null: the learning rate is never reduced."""
     cap: PositiveFloat | None = None
     """Upper bound that `use` applies. null: 5 for `decoupled` and `icepop`, 2 for `token_tis` and
     `sequence_tis`, 1.01 for `sequence_mask`."""
@@ -61,6 +61,24 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def anchor(self) -> Literal["proximal", "behaviour"]:
         """The policy in the denominator of the objective's ratio."""
         return "behaviour" if self.use == "behaviour" else "proximal"
+
+    def lr_scale(self, kl: float, former: float) -> float:
+        """Return the factor of the learning rate of an optimizer step, in (0, 1].
+
+        Above the target the factor is at most target_kl / kl, and at most 1 / 1.2 of the former factor: it
+        falls until the target holds. Below half of the target it rises by a tenth. As in rsl_rl's adaptive
+        schedule (Schwarke et al. 2025, arXiv 2509.10771), each step starts from the former factor. Without
+        that, one batch near the target would undo the reduction.
+
+        Args:
+            kl: the batch's `behaviour_kl`, in nats per token; NaN keeps the factor.
+            former: the factor of the optimizer step before; 1 before the first.
+        """
+        if self.target_kl is None:
+            return 1.0
+        if kl > self.target_kl:
+            return min(former / 1.2, self.target_kl / kl)
+        return min(1.0, former * 1.1) if kl < self.target_kl / 2 else former
 
     def weights(self, proximal: Tensor, behaviour: Tensor, batch: Batch) -> Tensor:
         """Return the weight of each token's loss: (T,) float32, without gradient; all 1 without a correction.

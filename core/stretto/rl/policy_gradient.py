@@ -272,11 +272,10 @@ class PolicyGradient(ABC, Generic[ConfigT]):
             "behaviour_kl": bounded_kl(logprobs.detach(), behaviour),
         }
 
-    def lr_scale(self, statistics: Mapping[str, float]) -> float:
+    def lr_scale(self, statistics: Mapping[str, float], former: float) -> float:
         """Return the factor for the learning rate of an optimizer step on a batch with these statistics; see
-        `CorrectionConfig.target_kl`."""
-        target, kl = self.config.correction.target_kl, statistics["behaviour_kl"]
-        return target / kl if target is not None and kl > target else 1.0
+        `CorrectionConfig.lr_scale`."""
+        return self.config.correction.lr_scale(statistics["behaviour_kl"], former)
 
 
 class _Clip(Protocol):

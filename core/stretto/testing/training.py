@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingConformance"]
 
-_NUMBERS = {"lr": 0.1, "eps": 1.0, "clip_norm": None}
+_NUMBERS = {"lr": 0.1, "eps": 1.0, "clip_norm": None, "warmup_steps": 0}
 """Keys of both engines, if they have them. A large epsilon makes AdamW's step nearly linear."""
 _LENGTHS = (6, 13, 4, 9)
 

@@ -67,8 +67,9 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     """Maximum norm of the gradient over all parameters. null: no clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
-    warmup_steps: NonNegativeInt = 0
-    """Number of optimizer steps over which the learning rate rises to `lr`."""
+    warmup_steps: NonNegativeInt = 10
+    """Number of optimizer steps over which the learning rate rises to `lr`. No KL shortens the first steps,
+    and one step at a rate that is far too high destroys a policy."""
     decay_steps: NonNegativeInt | None = None
     """Optimizer step at which a `linear` or `cosine` schedule reaches its final learning rate. 0 is accepted
     only if `steps` is 0, for example when both come from `${steps}`."""

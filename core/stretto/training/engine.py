@@ -102,6 +102,8 @@ class HFTraining:
         if self._adapter_only is not None:
             self._check_adapter_files()
         self._steps = 0
+        self._lr_scale = 1.0
+        """Factor of the learning rate of the newest optimizer step, from `Loss.lr_scale`."""
         if self._trainable:
             self._optimizer = self._make_optimizer()
         if folder is not None:
@@ -231,7 +233,8 @@ class HFTraining:
             restore_parameters(folder / "adapter", "adapter_model", self._trained, self._layout, _PEFT_PREFIX)
         restore_optimizer(folder, self._optimizer, self._trained, self._layout)
         restore_layout(folder, self._layout, self._trained.values())
-        self._steps = json.loads((folder / "engine.json").read_text())["optimizer_steps"]
+        state = json.loads((folder / "engine.json").read_text())
+        self._steps, self._lr_scale = state["optimizer_steps"], state["lr_scale"]
         read_random(folder, self._layout.device)
 
     def _full_weights(self, *, frozen: bool) -> Iterator[tuple[str, Tensor]]:
@@ -289,7 +292,8 @@ class HFTraining:
             if config.lora is not None:
                 adapters = adapter_config(model, config.lora, self._head, self._initial, self._tower)
                 adapters.save_pretrained(folder / "adapter")
-        (folder / "engine.json").write_text(json.dumps({"optimizer_steps": self._steps}))
+        state = {"optimizer_steps": self._steps, "lr_scale": self._lr_scale}
+        (folder / "engine.json").write_text(json.dumps(state))
 
     def _check_trainable(self, action: str) -> None:
         if not self._trainable:
@@ -346,9 +350,10 @@ class HFTraining:
         with tracing.span("optimizer"):
             norm = self._layout.clip(self._model, self._config.clip_norm)
             figures = statistics.together(self._layout)
-            lr = self._config.lr * _lr_factor(self._config, self._steps)
             if loss.lr_scale is not None:
-                lr *= loss.lr_scale(figures)
+                self._lr_scale = loss.lr_scale(figures, self._lr_scale)
+                figures["lr_scale"] = self._lr_scale
+            lr = self._config.lr * _lr_factor(self._config, self._steps) * self._lr_scale
             self._step(lr, skipped=not math.isfinite(norm))
         return {
             **figures,

@@ -2,7 +2,8 @@
 
 Zheng et al. 2025 (arXiv 2510.01161): among the trained tokens of the batch, those with the largest squared
 log-ratio between behaviour and proximal policy are masked until the mean square of the others is at most
-`tau`. This removes a few outliers and keeps stale tokens with small ratios. Everything else is GRPO.
+`tau`. This removes a few outliers and keeps stale tokens with small ratios. Everything else is GRPO: its clip
+and dual clip are additions to the paper, whose objective has neither.
 
 Masked tokens still count in the loss's denominator. The proximal logprobs are always computed, with one
 forward pass per step.
