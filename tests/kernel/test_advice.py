@@ -52,11 +52,14 @@ class Steps:
             "train_s": float(random.uniform(0.55, 0.9)),
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std()),
+            "reward_max": float(rewards.max()),
             "zero_variance_groups": float(np.mean((answers == 0) | (answers == 8))),
             "truncated": float(random.uniform(0, 0.1)),
             "entropy": float(random.uniform(0.25, 0.35)),
             "grad_norm": float(random.lognormal(0, 0.7)),
             "lr": 3e-4,
+            "lr_scale": 1.0,
+            "behaviour_kl": 0.002,
             "masked_fraction": float(random.uniform(0, 0.05)),
             "canary_mean": 1e-5,
             "generate_busy_s": float(random.uniform(0.5, 0.9)),
@@ -94,8 +97,8 @@ def test_a_collapse_of_the_reward_is_said_soon_with_the_keys_that_hold_a_policy(
     assert 20 < advice.since < advice.said <= 40
     assert advice.until is None
     for suggestion in (
-        "set `queue.max_staleness` to 1 (now 2)",
         "set `training.lr` to 0.0001 (now 0.0003)",
+        "set `queue.max_staleness` to 1 (now 2)",
         "set `training.clip_norm` to 0.3 (now 1)",
         "set `algorithm.correction.use` to behaviour (now decoupled)",
     ):
@@ -108,6 +111,68 @@ def test_a_collapse_is_one_of_any_scale_and_sign_of_the_reward() -> None:
     for line in lines:
         line["reward"], line["reward_std"] = 40 * line["reward"] - 100, 40 * line["reward_std"]
     only(advised(lines), "reward_collapse")
+
+
+@pytest.mark.parametrize("start", [0.15, 0.25, 0.6])
+def test_a_policy_that_the_first_steps_destroy_is_said_with_the_learning_rate_alone(start: float) -> None:
+    steps = Steps()
+    broken = {"entropy": 0.01, "grad_norm": 0.0, "truncated": 1.0, "reward_std": 0.0, "train_s": 0.2}
+    lines = [*steps(2, start), *steps(2, start / 2), *steps(40, 0.0, **broken, zero_variance_groups=1.0)]
+    advice = only(advised(lines), "reward_collapse")
+    assert advice.said < 20
+    assert (
+        "the policy is broken: its answers are nearly certain (entropy 0.01 nats a token), they all end at "
+        "the limit of tokens, the gradient is 0, so no step changes it any more; set `training.lr` to 3e-05 "
+        "(now 0.0003), or set `queue.max_staleness` to 1"
+    ) in advice.message
+
+
+def test_a_fall_ends_the_advice_that_explains_it_falsely() -> None:
+    adviser, steps = Adviser(RUN), Steps()
+    for line in [*steps(30, 0.5, truncated=0.4), *steps(15, 0.0, truncated=1.0)]:
+        adviser.step(line)
+    assert [(advice.rule, advice.until is None) for advice in adviser.given] == [
+        ("truncation", False),
+        ("reward_collapse", True),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_between_batches_is_no_collapse(seed: int) -> None:
+    random, steps = np.random.default_rng(seed), Steps(seed)
+    rewards = np.clip(0.4 + 0.1 * random.normal(size=60), 0, 1)  # few groups of very different rows
+    assert advised(line for reward in rewards for line in steps(1, float(reward))) == []
+
+
+def test_held_out_accuracy_that_falls_is_a_collapse() -> None:
+    adviser = Adviser(RUN)
+    adviser.evaluated(0, 0.25, 400)
+    for line in Steps()(20, 0.3):
+        adviser.step(line)
+    adviser.evaluated(20, 0.05, 400)
+    for line in Steps()(3, 0.3):
+        adviser.step(line | {"step": line["step"] + 20})
+    advice = only(adviser.given, "reward_collapse")
+    assert advice.message.startswith("held-out accuracy fell from 0.25 (version 0) to 0.05 (version 20)")
+
+
+def test_steps_that_target_kl_shortens_are_said_unless_the_run_learns() -> None:
+    steps = Steps()
+    shortened = {"lr_scale": 0.2, "lr": 6e-5, "behaviour_kl": 0.03}
+    advice = only(advised(steps(60, 0.3, **shortened)), "shortened_steps")
+    assert "keeps the learning rate at 0.2 of the scheduled one" in advice.message
+    assert "set `training.lr` to 6e-05 (now 0.0003)" in advice.message
+    assert advised(Steps()(60, (0.3, 0.7), **shortened)) == []
+
+
+def test_no_plateau_is_said_where_the_policy_has_learnt_what_the_reward_shows() -> None:
+    adviser, steps = Adviser(RUN), Steps()
+    adviser.evaluated(0, 0.04, 512)
+    for line in [*steps(60, (0.2, 0.77)), *steps(150, 0.77)]:
+        if line["step"] == 60:
+            adviser.evaluated(60, 0.93, 512)
+        adviser.step(line)
+    assert adviser.given == []
 
 
 def test_a_plateau_is_said_while_answers_are_mixed() -> None:
@@ -399,6 +464,13 @@ def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
     before = run.summary()["advice"]
     assert [advice["rule"] for advice in before] == ["constant_reward"]
     assert start(resume=run).assert_completed(30)["advice"][0] == before[0]
+
+
+def test_a_run_that_ends_with_a_worse_policy_says_so_in_its_first_line(start: Start, tmp_path: Path) -> None:
+    run = start(*reward(tmp_path, COLLAPSING), "steps=40", "training.seconds_per_step=0.02")
+    reason = run.assert_completed(40)["reason"]
+    assert reason.startswith("mean reward fell from 0.")
+    assert f": {reason}" in next(line for line in run.text().splitlines() if line.startswith("completed at"))
 
 
 @pytest.mark.slow

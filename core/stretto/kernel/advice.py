@@ -100,6 +100,9 @@ class Adviser:
         self._true[rule.name] += 1
         if self._true[rule.name] == 1:
             self._since[rule.name] = finding.since
+        if advice is not None and self._explained(rule):
+            advice.until = step
+            return advice
         if advice is not None:
             advice.message = finding.message
         elif self._true[rule.name] >= rule.holds and not self._explained(rule):
@@ -142,11 +145,16 @@ class _History:
         """(version, accuracy, samples)."""
         self.first: dict[str, _Window] = {}
         """Name -> the first 10 steps with that figure, for `reward` and `entropy`."""
+        self.start: _Window | None = None
+        """The first 3 steps with a reward. Its error is from the differences between successive steps of the
+        first 10, so a fall among them does not hide itself."""
         self.best: _Window | None = None
         """The 10 steps in a row with the highest mean reward."""
         self.spread = 0.0
         self.lr = 0.0
         """Largest learning rate so far."""
+        self.limit = -math.inf
+        """Largest reward of an answer so far."""
         self.varied = False
         """Whether two answers of one batch ever had different rewards."""
 
@@ -156,15 +164,25 @@ class _History:
             if (value := _number(line, name)) is not None:
                 self._figures.setdefault(name, deque(maxlen=_KEPT)).append((line["step"], value))
         self.lr = max(self.lr, _number(line, "lr") or 0.0)
+        self.limit = max(self.limit, _number(line, "reward_max") or -math.inf)
         self.varied = self.varied or bool(_number(line, "reward_std"))
         for name in ("reward", "entropy"):
             if name not in self.first and (window := self.window(name, 10)):
                 self.first[name] = window
         reward, spread = self.window("reward", 10), self.window("reward_std", 10)
+        if self.start is None and reward:
+            self.start = self._start()
         if reward and (self.best is None or reward.mean > self.best.mean):
             self.best = reward
         if spread:
             self.spread = max(self.spread, spread.mean)
+
+    def _start(self) -> _Window:
+        """Return the first 3 of 10 steps. The variance of a step is half of the mean squared difference
+        between successive steps (von Neumann 1941)."""
+        steps, rewards = zip(*self.known("reward"), strict=True)
+        error = math.sqrt(float(np.square(np.diff(rewards)).mean()) / 2 / 3)
+        return _Window(math.fsum(rewards[:3]) / 3, error, steps[0], steps[2])
 
     def known(self, name: str) -> list[tuple[int, float]]:
         """Return the newest (step, figure) pairs of the lines that have a finite figure of this name."""
@@ -269,23 +287,91 @@ def _finding(since: int, what: str, *suggestions: str) -> _Finding:
 
 
 def _reward_collapse(history: _History, knobs: _Knobs) -> _Finding | None:
-    best, now = history.best, history.window("reward", 8)
-    if best is None or now is None or now.since <= best.until:
+    fall = _fall_from_best(history) or _fall_from_start(history) or _fall_held_out(history)
+    if fall is None:
         return None
-    rise, error = now.rise(best)
-    if rise >= 0 or -rise < max(0.5 * history.spread, 5 * error):
-        return None
+    start, best = history.start, history.best
+    never_learnt = start is not None and best is not None and best.mean <= start.mean
     return _finding(
-        now.since,
-        f"mean reward fell from {best.mean:.3g} (steps {best.since}-{best.until}) to {now.mean:.3g} (steps "
-        f"{now.since}-{now.until})",
+        fall.since,
+        fall.message + _state(history),
+        knobs.scale("training.lr", 1 / 10 if never_learnt else 1 / 3),
         knobs.set("queue.max_staleness", knobs.number("queue.max_staleness", 0) // 2),
-        knobs.scale("training.lr", 1 / 3),
         knobs.set("training.clip_norm", min(0.3, knobs.number("training.clip_norm", 1.0))),
         knobs.set("algorithm.correction.use", "behaviour"),
         knobs.set(
             "algorithm.correction.target_kl", min(0.01, knobs.number("algorithm.correction.target_kl", 1.0))
         ),
+    )
+
+
+def _fall_from_start(history: _History) -> _Finding | None:
+    start, now = history.start, history.window("reward", 10)
+    if start is None or now is None or now.since <= start.until:
+        return None
+    rise, error = now.rise(start)
+    return _fall(start, now) if -rise > max(0.2 * history.spread, 3.5 * error) else None
+
+
+def _fall_from_best(history: _History) -> _Finding | None:
+    best, now = history.best, history.window("reward", 8)
+    if best is None or now is None or now.since <= best.until:
+        return None
+    rise, error = now.rise(best)
+    return _fall(best, now) if -rise > max(0.5 * history.spread, 5 * error) else None
+
+
+def _fall(before: _Window, now: _Window) -> _Finding:
+    return _Finding(
+        now.since,
+        f"mean reward fell from {before.mean:.3g} (steps {before.since}-{before.until}) to {now.mean:.3g} "
+        f"(steps {now.since}-{now.until})",
+    )
+
+
+def _fall_held_out(history: _History) -> _Finding | None:
+    """Find that the newest evaluation is below the first by five standard errors."""
+    if len(history.evaluations) < 2:
+        return None
+    (first, before, samples), (version, now, _) = history.evaluations[0], history.evaluations[-1]
+    if before - now <= 5 * math.sqrt(2 * 0.25 / samples):  # 0.25: the largest variance of a share
+        return None
+    return _Finding(
+        version,
+        f"held-out accuracy fell from {before:.3g} (version {first}) to {now:.3g} (version {version})",
+    )
+
+
+def _state(history: _History) -> str:
+    """Return what else shows that the policy is broken, as the end of a sentence."""
+    entropy, first = history.window("entropy", 3), history.first.get("entropy")
+    norm, truncated = history.window("grad_norm", 3), history.window("truncated", 3)
+    parts = [
+        f"its answers are nearly certain (entropy {entropy.mean:.2g} nats a token)"
+        if entropy and first and entropy.mean < max(0.02, 0.1 * first.mean)
+        else "",
+        "they all end at the limit of tokens" if truncated and truncated.mean > 0.9 else "",
+        "the gradient is 0, so no step changes it any more" if norm and norm.mean < 1e-6 else "",
+    ]
+    known = [part for part in parts if part]
+    return f": the policy is broken: {', '.join(known)}" if known else ""
+
+
+def _shortened_steps(history: _History, knobs: _Knobs) -> _Finding | None:
+    """Find that `target_kl` keeps the learning rate below half of the scheduled one, and that the reward does
+    not rise."""
+    scale, kl, start = history.window("lr_scale", 20), history.window("behaviour_kl", 20), history.start
+    if scale is None or kl is None or start is None or scale.mean >= 0.5:
+        return None
+    now = history.window("reward", 10)
+    if now is None or now.rise(start)[0] > 0:
+        return None
+    return _finding(
+        scale.since,
+        f"`target_kl` keeps the learning rate at {scale.mean:.2g} of the scheduled one (steps {scale.since}-"
+        f"{scale.until}; behaviour_kl {kl.mean:.2g}), and the reward does not rise",
+        knobs.scale("training.lr", max(0.03, scale.mean)),
+        knobs.set("queue.max_staleness", knobs.number("queue.max_staleness", 0) // 2),
     )
 
 
@@ -296,8 +382,10 @@ def _plateau(history: _History, knobs: _Knobs) -> _Finding | None:
     rise, error = now.rise(before)
     if rise > error or max(rise, 0.0) + 2 * error > 0.1 * history.spread:
         return None  # the reward rises, or the noise could hide a rise
-    rates = [lr for _, lr in history.known("lr")[-20:]]  # the rate of a single step may be scaled down
-    if (rates and max(rates) < 0.5 * history.lr) or _evaluations_rise(history, before.since):
+    rate = history.window("lr", 20)
+    if rate is not None and rate.mean < 0.5 * history.lr:
+        return None  # the schedule or `target_kl` made the steps short
+    if _evaluations_rise(history, before.since) or _near_limit(history, now):
         return None
     return _finding(
         before.since,
@@ -316,6 +404,16 @@ def _evaluations_rise(history: _History, since: int) -> bool:
         return False
     (_, before, samples), (_, now, _) = recent[0], recent[-1]
     return now - before > 2 * math.sqrt(2 * 0.25 / samples)  # 0.25: the largest variance of a share
+
+
+def _near_limit(history: _History, now: _Window) -> bool:
+    """Whether the run has learnt most of what the reward can show: held-out accuracy or mean reward has gone
+    0.8 of the way from its first value to the largest reward of an answer."""
+    pairs = [(history.start.mean, now.mean)] if history.start else []
+    if history.evaluations:
+        pairs.append((history.evaluations[0][1], history.evaluations[-1][1]))
+    known = math.isfinite(history.limit)
+    return known and any(newest - first >= 0.8 * (history.limit - first) for first, newest in pairs)
 
 
 def _gradient_spikes(history: _History, knobs: _Knobs) -> _Finding | None:
@@ -652,9 +750,10 @@ RULES = (
     Rule("engine_mismatch", _mismatch, holds=1),
     Rule("reward_collapse", _reward_collapse, holds=3),
     Rule("constant_reward", _constant_reward, holds=1),
+    Rule("shortened_steps", _shortened_steps, holds=5, unless=("reward_collapse",)),
     Rule("masked_tokens", _masked_tokens, holds=5),
-    Rule("gradient_spikes", _gradient_spikes, holds=3),
-    Rule("truncation", _truncation, holds=5),
+    Rule("gradient_spikes", _gradient_spikes, holds=3, unless=("reward_collapse",)),
+    Rule("truncation", _truncation, holds=5, unless=("reward_collapse",)),
     Rule("entropy_collapse", _entropy_collapse, holds=5, unless=("reward_collapse",)),
     Rule("zero_variance_groups", _zero_variance, holds=5, unless=("reward_collapse", "constant_reward")),
     Rule(
@@ -664,7 +763,12 @@ RULES = (
     Rule("slow_swaps", _slow_swaps, holds=10),
     Rule("kv_bound", _kv_bound, holds=10),
     Rule("slot_bound", _slot_bound, holds=10, unless=("kv_bound",)),
-    Rule("training_waits", _training_waits, holds=10, unless=("slow_swaps", "kv_bound", "slot_bound")),
+    Rule(
+        "training_waits",
+        _training_waits,
+        holds=10,
+        unless=("reward_collapse", "slow_swaps", "kv_bound", "slot_bound"),
+    ),
     Rule("generation_waits", _generation_waits, holds=10),
 )
 

@@ -200,10 +200,10 @@ class Report:
             "tokens": tokens,
             "train_tokens_per_s": round(tokens / train_s) if train_s else 0,
             "step_tokens_per_s": round(tokens / step_s) if step_s else 0,
-            **{name: round(value, 6) for name, value in statistics.items()},
+            **{name: _figure(value) for name, value in statistics.items()},
             **(self._of_variants(start) if self.sampled else {}),
             **self._of_sources(start),
-            **{name: round(value, 6) for name, value in self._scheduler.draws.figures().items()},
+            **{name: _figure(value) for name, value in self._scheduler.draws.figures().items()},
             **self._of_gate(divergence),
             **self._drifts.news(),
             **(self._of_speed(start, max(0.0, generate_busy_s - generated_s)) if self.sampled else {}),
@@ -236,8 +236,8 @@ class Report:
         """Return the step's divergence and the staleness limit of the gate; empty without a gate."""
         if self._scheduler.settings.max_divergence is None:
             return {}
-        figure = {} if divergence is None else {"divergence": round(divergence, 6)}
-        return {**figure, "staleness_limit": self._scheduler.staleness_limit}
+        known = {} if divergence is None else {"divergence": _figure(divergence)}
+        return {**known, "staleness_limit": self._scheduler.staleness_limit}
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Report a complete evaluation: write its line. The line follows those of the steps that were trained
@@ -273,7 +273,8 @@ class Report:
         equal = [float(len(set(group)) == 1) for group in groups if len(group) > 1]
         return {
             "reward": _mean(rewards),
-            "reward_std": round(pstdev(rewards), 6),
+            "reward_std": _figure(pstdev(rewards)),
+            "reward_max": max(rewards),
             **({"zero_variance_groups": _mean(equal)} if equal else {}),
             **{
                 f"reward/{name}": _mean(
@@ -302,7 +303,7 @@ class Report:
                 **({"seconds": _mean([group.seconds for group in groups])} if groups else {}),
                 "tokens": sum(member.sampled for member in members),
             }
-            figures |= {f"variant/{name}/{key}": round(value, 6) for key, value in of_variant.items()}
+            figures |= {f"variant/{name}/{key}": _figure(value) for key, value in of_variant.items()}
         return figures
 
     def _of_sources(self, start: StartBatch) -> dict[str, float]:
@@ -432,7 +433,7 @@ class Report:
         return {
             "run": self._run,
             "status": status,
-            "reason": reason,
+            "reason": reason or self._collapse(),
             "seed": scheduler.settings.seed,
             "steps": scheduler.version,
             "version": scheduler.version,
@@ -464,6 +465,11 @@ class Report:
             "problems": self._all_problems(),
             "advice": msgspec.to_builtins(self.adviser.given),
         }
+
+    def _collapse(self) -> str:
+        """Return what the open advice says of a policy that became worse; empty if there is none."""
+        given = [advice.message for advice in self.adviser.open if advice.rule == "reward_collapse"]
+        return given[0].partition(";")[0] if given else ""
 
     def _best(self) -> dict[str, Any] | None:
         """Return the best evaluation, with the checkpoint of its version if there is one."""
@@ -508,6 +514,11 @@ def _counts(account: VariantAccount) -> dict[str, int]:
     return {name: getattr(account, name) for name in get_args(Account)}
 
 
+def _figure(value: float) -> float:
+    """Round a figure to six significant digits: small figures, such as learning rates, keep their digits."""
+    return float(f"{value:.6g}")
+
+
 def _finite(value: Any) -> Any:
     """Return the figures with None, which is null in JSON, in place of every float that is not finite."""
     if isinstance(value, dict):
@@ -522,4 +533,4 @@ def _is_skipped(name: str) -> bool:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return round(math.fsum(values) / len(values), 6) if values else 0.0
+    return _figure(math.fsum(values) / len(values)) if values else 0.0
