@@ -6,7 +6,8 @@
 and 4. `grid`: the defaults on three tasks × three learning rates × η 0, 1, 2, 4, 8 × three seeds, and seven
 more seeds where a cell's mean is suspicious. `drawn`: the same at five settings drawn at random. `gate`:
 `queue.max_divergence` at a third and at three times the rate. `speed`: time to equal accuracy on the
-long-tailed task, η 2 against 0. Without a stage, all of them.
+long-tailed task, η 2 against 0. `collapse`: rates that are 15 and 50 times too high, and whether the advice
+says so; and the advice at the right rate and at 3 times it. Without a stage, all of them.
 
 Every finished run is a line of `benchmarks/staleness.jsonl`, and is not run again: delete the file to begin
 from nothing. `--quick` takes a few short runs of each stage, to see that they work, and keeps nothing.
@@ -16,6 +17,7 @@ Tables, `docs/staleness.svg`, and as the last line one JSON object.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -41,6 +43,7 @@ FIGURE = HERE.parent / "docs" / "staleness.svg"
 WORK = HERE.parent / "build" / "staleness"
 
 RATES = {"1/3": 1 / 3, "1": 1.0, "3": 3.0}
+TUNED = ("sums", "chains", "sorting")
 MORE_SEEDS = range(3, 10)
 WINDOW = 10
 """Number of steps over which rewards are averaged."""
@@ -90,6 +93,11 @@ class Result:
     """End time of each step, in seconds."""
     advice: tuple[str, ...] = ()
     """Rules of docs/advice.md that gave advice."""
+    said: tuple[int, ...] = ()
+    """Step of each advice."""
+    names_lr: tuple[bool, ...] = ()
+    """Whether each advice names `training.lr`."""
+    status: str = "completed"
 
     @property
     def collapsed(self) -> bool:
@@ -139,7 +147,7 @@ class Runner:
             ]
             command = [sys.executable, "-m", "stretto", "run", str(RUN_FILE), f"out={out}", *options]
             done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
+            if done.returncode and "on_collapse=stop" not in run.options:
                 raise SystemExit(f"{run.key} failed: {' '.join(command)}\n{done.stderr[-2000:]}")
             return _result_of(out)
 
@@ -168,6 +176,9 @@ def _result_of(out: Path) -> Result:
         rewards=tuple(rewards),
         times_s=tuple(step["time_s"] for step in steps),
         advice=tuple(advice["rule"] for advice in summary["advice"]),
+        said=tuple(advice["said"] for advice in summary["advice"]),
+        names_lr=tuple("`training.lr`" in advice["message"] for advice in summary["advice"]),
+        status=summary["status"],
     )
 
 
@@ -204,7 +215,7 @@ def grid(runner: Runner) -> dict[str, Any]:
     """The defaults on every task and rate."""
     cells = {
         f"{task.name} × {name}": Cell(task.name, (f"training.lr={task.lr * rate}",))
-        for task in TASKS.values()
+        for task in (TASKS[name] for name in TUNED)
         for name, rate in RATES.items()
     }
     report = compare(runner, "grid", cells)
@@ -269,7 +280,89 @@ def speed(runner: Runner) -> dict[str, Any]:
     return {"ratio": statistics.median(ratios)}
 
 
-STAGES = {"screening": screening, "grid": grid, "drawn": drawn, "gate": gate, "speed": speed}
+LEARNING = {
+    *("reward_collapse", "shortened_steps", "constant_reward", "masked_tokens", "gradient_spikes"),
+    *("truncation", "entropy_collapse", "zero_variance_groups", "plateau"),
+}
+"""Rules whose advice is about learning."""
+
+
+def collapse(runner: Runner) -> dict[str, Any]:
+    """Does the advice name a learning rate that destroys the policy, and only that? 40 steps, three tasks
+    with a first reward of at least 0.15."""
+    tasks, steps = ("sums", "chains", "modulo"), "steps=40"
+
+    def run(task: str, rate: int, eta: int, seed: int, *more: str) -> Run:
+        lr = f"training.lr={TASKS[task].lr * rate}"
+        cell = " ".join([f"{task} × {rate}", *more])
+        return Run("collapse", cell, task, eta, seed, (lr, steps, *more))
+
+    high = [run(*each) for each in itertools.product(tasks, (15, 50), (0, 4), runner.seeds)]
+    found = runner.results(high)
+    fallen = [each for each in high if _has_fallen(found[each].rewards)]
+    named = [each for each in fallen if _names_lr_alone(found[each])]
+    stops = [
+        run(each.task, int(each.cell.split()[-1]), each.staleness, each.seed, "on_collapse=stop")
+        for each in fallen
+    ]
+    stopped = [each for each, result in runner.results(stops).items() if result.status == "failed"]
+    usual = [
+        run(task, rate, eta, seed)
+        for task in tasks
+        for rate, seeds in ((1, range(5)), (3, range(5, 10)))
+        for seed in seeds
+        for eta in (4 * (seed % 2),)
+    ]
+    results = runner.results(usual)
+    risen = [each for each in usual if results[each].last > statistics.fmean(results[each].rewards[:3])]
+    false = [each for each in risen if LEARNING & set(results[each].advice)]
+    print(f"\n{'rate too high':24} {'first 3':>8} {'last 10':>8}  advice (step)")
+    for each in [*high, *usual]:
+        result = found.get(each) or results[each]
+        told = ", ".join(f"{rule} ({at})" for rule, at in zip(result.advice, result.said, strict=True))
+        mark = "!" if each in false or (each in fallen and each not in named) else ""
+        print(
+            f"{each.cell:14} η {each.staleness} {each.seed:3} {statistics.fmean(result.rewards[:3]):>8.3f} "
+            f"{result.last:>8.3f}{mark:1} {told}"
+        )
+    return {
+        "high": len(high),
+        "fallen": len(fallen),
+        "named": len(named),
+        "stopped": len(stopped),
+        "usual": len(usual),
+        "risen": len(risen),
+        "false_advice": len(false),
+    }
+
+
+def _has_fallen(rewards: Sequence[float]) -> bool:
+    """Whether the last ten steps are below the first three by 3 standard errors. The variance of a step is
+    half of the mean squared difference between successive steps."""
+    error = math.sqrt(statistics.fmean((b - a) ** 2 for a, b in itertools.pairwise(rewards[:10])) / 2 / 3)
+    last = rewards[-WINDOW:]
+    error = math.hypot(error, statistics.stdev(last) / math.sqrt(len(last)))
+    return statistics.fmean(rewards[:3]) - statistics.fmean(last) > 3 * error
+
+
+def _names_lr_alone(result: Result) -> bool:
+    """Whether advice before step 30 names `training.lr`, and no advice about learning does not."""
+    about = [
+        (at, names)
+        for rule, at, names in zip(result.advice, result.said, result.names_lr, strict=True)
+        if rule in LEARNING
+    ]
+    return any(at < 30 and names for at, names in about) and all(names for _, names in about)
+
+
+STAGES = {
+    "screening": screening,
+    "grid": grid,
+    "drawn": drawn,
+    "gate": gate,
+    "speed": speed,
+    "collapse": collapse,
+}
 
 
 def _time_to(result: Result, level: float) -> float:

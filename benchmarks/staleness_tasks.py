@@ -6,6 +6,8 @@
   long tail. The answer goes through all partial sums, and only the last one is rewarded.
 - `sorting`: the digits of a number in ascending order. The teacher of the starting model nearly always swaps
   two of them, so right answers are rare at first.
+- `modulo`: running sums modulo 10 of 4 to 10 terms, of which only the last is rewarded. Nothing was tuned on
+  it.
 """
 
 from __future__ import annotations
@@ -52,6 +54,16 @@ def sorting(rng: random.Random) -> Problem:
         i = rng.choice(places)
         written[i], written[i + 1] = written[i + 1], written[i]
     return f"sort {''.join(digits)}=", "".join(sorted(digits)), "".join(written)
+
+
+def modulo(rng: random.Random) -> Problem:
+    """`3+5+9+1=`, 8, `8 7 8`; the teacher forgets to add a term in one of five steps."""
+    terms = [rng.randint(1, 9) for _ in range(rng.randint(4, 10))]
+    total, written = terms[0], list[str]()
+    for term in terms[1:]:
+        total += term if rng.random() > 0.2 else 0
+        written.append(str(total % 10))
+    return "+".join(map(str, terms)) + "=", str(sum(terms) % 10), " ".join(written)
 
 
 def last_result(completion: str, answer: str) -> float:
@@ -165,5 +177,11 @@ TASKS = {
             chain,
         ),
         Task("sorting", 2e-4, ("sampling.max_tokens=12",), sorting),
+        Task(
+            "modulo",
+            2e-4,
+            ("sampling.max_tokens=48", f"reward={{use: function, function: {__file__}:last_result}}"),
+            modulo,
+        ),
     )
 }
