@@ -61,6 +61,13 @@ def test_figures_are_those_worked_out_by_hand() -> None:
     assert (result.length, result.truncated) == (20.0, 0.5)
 
 
+def test_pass_at_n_is_there_for_every_n() -> None:
+    answers = [answer(0, float(index == 5), sample=index) for index in range(6)]
+    result = result_of(answers, source="m", failed=0, threshold=1.0, tokens_per_s=0.0)
+    assert list(result.pass_at) == [1, 2, 4, 6]
+    assert result.pass_at[6].mean == 1.0
+
+
 def test_accuracy_goes_before_reward_and_one_row_has_no_interval() -> None:
     scores = [(0.9, 0.0), (2.5, 1.0), (0.5, 0.0)]
     answers = [
@@ -70,7 +77,8 @@ def test_accuracy_goes_before_reward_and_one_row_has_no_interval() -> None:
     result = result_of(answers, source="m", failed=0, threshold=1.0, tokens_per_s=0.0)
     assert (result.avg.mean, result.avg.ci95) == (pytest.approx(1 / 3), None)
     assert result.reward.mean == pytest.approx(1.3)
-    assert {k: estimate.mean for k, estimate in result.pass_at.items()} == pytest.approx({1: 1 / 3, 2: 2 / 3})
+    means = {k: estimate.mean for k, estimate in result.pass_at.items()}
+    assert means == pytest.approx({1: 1 / 3, 2: 2 / 3, 3: 1.0})
 
 
 def test_a_sample_that_became_several_trajectories_counts_once() -> None:

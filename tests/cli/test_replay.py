@@ -24,8 +24,8 @@ from stretto.records.sample_images import SampleImages
 
 def test_importance_weights_give_the_off_policy_error() -> None:
     weights = WeightSums()
-    weights.add(np.array([1.0, 2.0], np.float16))
-    weights.add(np.array([0.5], np.float16))
+    weights.add(np.array([1.0, 2.0], np.float32))
+    weights.add(np.array([0.5], np.float32))
     figures = off_policy(weights)
     # k3 = w - 1 - log w: 0, 1 - log 2, -1/2 + log 2
     assert figures["kl"] == pytest.approx(0.5 / 3)
@@ -36,9 +36,9 @@ def test_importance_weights_give_the_off_policy_error() -> None:
 
 def test_equal_policies_have_no_error_and_a_weight_of_0_is_finite() -> None:
     equal, far = WeightSums(), WeightSums()
-    equal.add(np.ones(5, np.float16))
+    equal.add(np.ones(5, np.float32))
     assert off_policy(equal) == {"kl": 0, "ess": 1, "ess_sequences": 1, "outside": 0}
-    far.add(np.zeros(2, np.float16))
+    far.add(np.zeros(2, np.float32))
     assert all(math.isfinite(value) for value in off_policy(far).values())
 
 

@@ -231,7 +231,7 @@ def _tables(
         "step": step,
         "incarnation": np.zeros(count),
         "advantages": _lists(rewards - 0.5, 1, pa.float32()),
-        "importance_weights": _lists(np.tile(1.0, count * len(ids)), len(ids), pa.float16()),
+        "importance_weights": _lists(np.tile(1.0, count * len(ids)), len(ids), pa.float32()),
     }
     return _table("samples", values), _table("trained", trained)
 

@@ -104,7 +104,7 @@ def failed(ticket: int, reason: str, attempt: int = 1) -> GroupFailed:
 def trained(
     ids: Sequence[str], version: int, advantages: Sequence[float] = (0.5,), weights: Sequence[float] = (1, 1)
 ) -> TrainedRows:
-    arrays: Any = (Array.of(advantages, np.float32), Array.of(weights, np.float16))
+    arrays: Any = (Array.of(advantages, np.float32), Array.of(weights, np.float32))
     return TrainedRows(0, version, tuple(TrainedRow(id, *arrays) for id in ids))
 
 

@@ -594,7 +594,7 @@ class TrainedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     advantages: Array
     """(K,) float32; (1,) if all are equal, (0,) if the algorithm has no advantages."""
     importance_weights: Array
-    """(K,) float16: current / behaviour, at the optimizer step that is the first to train the trajectory."""
+    """(K,) float32: current / behaviour, at the optimizer step that is the first to train the trajectory."""
 
 
 class TrainedRows(Message, frozen=True):

@@ -83,7 +83,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     reward: Estimate
     """Reward of an answer."""
     pass_at: dict[int, Estimate]
-    """k -> pass@k, for the powers of two up to n."""
+    """k -> pass@k, for the powers of two up to n, and n itself."""
     threshold: float
     """An answer with at least this score passes."""
     length: float
@@ -291,7 +291,7 @@ def result_of(
         reward=estimate([fmean(answer.reward for answer in of_row) for of_row in rows.values()]),
         pass_at={
             k: estimate([pass_at_k(of_row, correct, k) for of_row, correct in counts])
-            for k in (2**power for power in range(n.bit_length()))
+            for k in sorted({n, *(2**power for power in range(n.bit_length()))})
         },
         threshold=threshold,
         length=tokens / len(answers),

@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 _ROWS_AT_ONCE = 512
-_FLOAT16_LEAST = 2.0**-24
-"""The least positive number of float16. A weight that was rounded to 0 counts as this one."""
+_LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
+"""A weight that was rounded to 0 counts as this one."""
 
 
 # ------------------------------------------------------------------------------ batches and digests
@@ -339,9 +339,9 @@ class WeightSums:
     sequences: list[float] = field(default_factory=list[float])
     """For each sequence the logarithm of the product of its weights."""
 
-    def add(self, weights: NDArray[np.float16]) -> None:
+    def add(self, weights: NDArray[np.float32]) -> None:
         """Add the weights of one trajectory."""
-        values = np.maximum(weights.astype(np.float64), _FLOAT16_LEAST)
+        values = np.maximum(weights.astype(np.float64), _LEAST_WEIGHT)
         logs = np.log(values)
         self.tokens += len(values)
         self.total += float(values.sum())
@@ -362,7 +362,7 @@ def read_weights(folder: Path) -> dict[int, WeightSums]:
     steps: dict[int, WeightSums] = {}
     known: set[tuple[int, str]] = set()
 
-    def add(step: int, id: str, weights: NDArray[np.float16]) -> None:
+    def add(step: int, id: str, weights: NDArray[np.float32]) -> None:
         if (step, id) not in known and len(weights):
             known.add((step, id))
             steps.setdefault(step, WeightSums()).add(weights)

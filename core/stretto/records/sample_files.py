@@ -125,7 +125,7 @@ def schema_of(kind: SegmentKind) -> Schema:
             "incarnation": number,
             # One value for each sampled token; a single value if all are equal.
             "advantages": pa.list_(pa.float32()),
-            "importance_weights": pa.list_(pa.float16()),
+            "importance_weights": pa.list_(pa.float32()),
         },
         "retired": {"ticket": number, "sequence": number, "outcome": text, "reason": text},
     }

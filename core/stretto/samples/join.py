@@ -235,7 +235,7 @@ class _Rows:
                 "step": message.version + 1,
                 "incarnation": message.incarnation,
                 "advantages": row.advantages.numpy().astype(np.float32).ravel(),
-                "importance_weights": row.importance_weights.numpy().astype(np.float16).ravel(),
+                "importance_weights": row.importance_weights.numpy().astype(np.float32).ravel(),
             }
         )
         self.size += len(row.advantages.data) + len(row.importance_weights.data) + 100

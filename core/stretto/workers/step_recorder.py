@@ -39,8 +39,7 @@ _MOST_WAITING = 64
 """Messages that wait for the store, and steps that wait to become messages. With more, the oldest are
 dropped: training does not wait for them."""
 _LEAVE_S = 2.0
-_LARGEST_WEIGHT = 65504.0
-"""Largest number of float16."""
+_LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class _MicroBatch:
     mask: Tensor
     """(T,)"""
     weights: Tensor
-    """(T,) float16."""
+    """(T,) float32."""
     advantages: Tensor | None
     """(T,) or (S,)."""
 
@@ -71,10 +70,8 @@ class StepFigures:
         self._rows += rows
 
         def watched(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-            import torch
-
             log_ratio = logprobs.detach().float() - batch["behaviour_logprobs"]
-            weights = log_ratio.exp().clamp(max=_LARGEST_WEIGHT).to(torch.float16)
+            weights = log_ratio.exp().clamp(max=_LARGEST_WEIGHT)
             advantages = batch["advantages"].detach() if "advantages" in batch else None
             self._parts.append(
                 _MicroBatch(batch[ROW], batch.lengths, batch["loss_mask"], weights, advantages)
@@ -104,11 +101,11 @@ class StepFigures:
                 yield TrainedRow(
                     ids[int(row)],
                     Array.of(_shortened(own), np.float32),
-                    Array.of(weights[span][mask[span]], np.float16),
+                    Array.of(weights[span][mask[span]], np.float32),
                 )
                 start += length
         for row in without:
-            yield TrainedRow(ids[row], Array.of([], np.float32), Array.of([], np.float16))
+            yield TrainedRow(ids[row], Array.of([], np.float32), Array.of([], np.float32))
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,15 @@ def _text_of(trajectory: Trajectory, prompts: _PromptTexts, tokenizer: Tokenizer
     start = int(np.argmax(trajectory.loss_mask))
     return KeptText(
         prompts.text_of(trajectory.tokens[:start]),
-        tokenizer.decode(trajectory.tokens[start:])[:limit],
+        "\n".join(tokenizer.decode(turn) for turn in _turns(trajectory, start))[:limit],
         _as_json(trajectory.messages, limit) if trajectory.messages else "",
     )
+
+
+def _turns(trajectory: Trajectory, start: int) -> list[NDArray[np.int32]]:
+    """Return the tokens of each turn from `start` on: in turn, those of the policy and those of others."""
+    places = np.flatnonzero(np.diff(trajectory.loss_mask[start:])) + 1
+    return np.split(trajectory.tokens[start:], places)
 
 
 def _as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
