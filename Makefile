@@ -2,7 +2,7 @@
 # make vision       the same for examples/vision, a tiny model that reads images
 # make test         set everything up and run the tests
 # make coverage     the same tests, and which lines they run in all processes; fails below the floor in pyproject.toml
-# make lint         ruff, pyright (strict), import rules, spelling
+# make lint         ruff, pyright (strict), import rules, declared dependencies, spelling
 # make format       what ruff can mend
 # make docs         the documentation site, into build/site; fails if a link does not hold
 # make test-slow   the tests that take a minute or more
@@ -84,6 +84,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python .ci/lint_imports.py
+	$(BIN)/deptry core plugins/* examples/quickstart
 	$(BIN)/codespell
 
 format: $(VENV)/installed

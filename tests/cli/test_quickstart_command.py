@@ -1,12 +1,10 @@
-"""`stretto quickstart`: the packaged files, copied into a folder and run from a checkout and from a wheel."""
+"""`stretto quickstart`: the packaged files, copied into a folder and run."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -20,13 +18,9 @@ SHORT = ("steps=2", "evaluation=null", "queue.batch_size=4")
 MOCK = ("inference=mock", "training=mock", "samples.keep=none")
 
 
-def quickstart(
-    where: Path, *arguments: str, command: str = "", env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    stretto = [command] if command else [sys.executable, "-m", "stretto"]
-    return subprocess.run(
-        [*stretto, "quickstart", *arguments], capture_output=True, text=True, check=False, cwd=where, env=env
-    )
+def quickstart(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stretto", "quickstart", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=where)
 
 
 def summary_of(where: Path) -> dict[str, object]:
@@ -82,56 +76,3 @@ def test_a_refused_run_leaves_no_copy_behind(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert "did you mean 'lr'?" in done.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
-
-
-@pytest.mark.slow
-def test_the_wheel_alone_runs_the_quickstart(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    binaries = _venv_with(wheel, tmp_path / "venv")
-    where = tmp_path / "elsewhere"
-    where.mkdir()
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # nats-server of the libraries
-    found = subprocess.run(
-        [
-            str(binaries / "python"),
-            "-c",
-            "import stretto, stretto_grpo; print(stretto.__file__, stretto_grpo.__file__)",
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=where,
-        env=env,
-    )
-    assert all(Path(file).is_relative_to(tmp_path) for file in found.stdout.split()), (
-        "the checkout is on the path"
-    )
-    done = quickstart(where, *SHORT, command=str(binaries / "stretto"), env=env)
-    assert done.returncode == 0, done.stderr
-    assert summary_of(where)["version"] == 2
-
-
-def _venv_with(wheel: Path, folder: Path) -> Path:
-    """Programs of a virtual environment with the wheel and the libraries installed here, but no checkout."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = str(folder / "bin" / "python")
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    # Python reads no .pth files in folders that a .pth file names, so the editable install stays out.
-    (packages / "libraries.pth").write_text("".join(f"{path}\n" for path in libraries))
-    return folder / "bin"

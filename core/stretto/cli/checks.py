@@ -418,6 +418,8 @@ def _tool_problems(config: RunConfig) -> Iterator[Problem]:
     for index, reference in enumerate(section.tools):
         if fault := fault_of_importable(reference):
             yield Problem(f"workflow.tools.{index}", fault)
+    if section.mcp and importlib.util.find_spec("mcp") is None:
+        yield Problem("workflow.mcp", "needs mcp: pip install 'stretto[mcp]'", "environment")
     for index, server in enumerate(section.mcp):
         if server.url is not None and not section.network:
             yield Problem(
