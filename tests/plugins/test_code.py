@@ -85,7 +85,6 @@ RIGHT_CALLS = {
     "a helper and a main": f"{ADD}\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))",
     "lambda": "add = lambda a, b: a + b",
     "float": "def add(a, b): return float(a + b)",
-    "nearly": "def add(a, b): return a + b + 1e-9",
     "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    a: int\n    b: int\n"
     "def add(a, b):\n    p = P(a, b)\n    return p.a + p.b",
     "future": f"from __future__ import annotations\n{ADD}",
@@ -112,7 +111,7 @@ WRONG_CALLS = {
     "unclosed fence": f"```python\n{ADD}",
     "another language": "```javascript\nconst add = (a, b) => a + b\n```",
     "empty": "",
-    "not near enough": "def add(a, b): return a + b + 0.01",
+    "not a whole number": "def add(a, b): return a + b + 1e-9",
 }
 RIGHT_TEXTS = {
     "plain": PRINT_SUM,
@@ -401,6 +400,10 @@ def test_a_row_without_tests_is_named() -> None:
         (True, 1, False),
         (1, True, False),
         (0.1 + 0.2, 0.3, True),
+        (0.31, 0.3, False),
+        (1000000400.0, 1000000007, False),
+        (5.000000001, 5, False),
+        (5, 5.000000001, True),
         (10**400, 10**400, True),
         (10**400, 1.5, False),
         ([1, [2]], (1, [2]), True),
@@ -434,6 +437,17 @@ def test_values_are_compared_as_json(value: Any, expected: Any, same: bool) -> N
         ("yes", "YES", False),
         ("nan", "1.0", False),
         ("", "", True),
+        ("1000000400.0", "1000000007", False),
+        ("1000000007.0", "1000000007", True),
+        ("0.0000001", "0", False),
+        ("1e3", "1000", True),
+        ("1e400", "1e999", False),
+        ("10e399", "1e400", True),
+        ("1e9999999999", "5", False),
+        ("٣.0", "3", False),
+        ("5\u20286", "5\n6", False),
+        ("5\x0b6", "5\n6", False),
+        ("5\r\n6\r\n", "5\n6", True),
     ],
 )
 def test_output_is_compared_by_lines_and_words(output: str, expected: str, same: bool) -> None:
@@ -449,7 +463,25 @@ def test_output_is_compared_by_lines_and_words(output: str, expected: str, same:
         ("```\na\n```", "a\n"),
         ("```rust\na\n```", ""),
         ("```python\na", ""),
+        ("```py\n```\n", ""),
+        ("```py\n```x\n``` \nb", "```x\n"),
+        ("```a```\n```py\na\n```", "a\n"),
     ],
 )
 def test_the_program_is_the_last_block_of_python(answer: str, program: str) -> None:
     assert program_of(answer) == program
+
+
+@pytest.mark.parametrize("word", ["{}x", "1.{}x", "{}.5", "1e{}", "1.{}e1"])
+def test_a_long_word_costs_little_time(word: str) -> None:
+    before = time.process_time()
+    for expected in ("5", "5.5"):
+        assert not same_text(word.format("1" * 2**20), expected, 1e-6)
+    assert time.process_time() - before < 1
+
+
+@pytest.mark.parametrize("line", ["```x", "```", "`````", "``` py"])
+def test_many_fences_cost_little_time(line: str) -> None:
+    before = time.process_time()
+    assert "\n" not in program_of(f"{line}\n" * (200_000 // len(line)))
+    assert time.process_time() - before < 1

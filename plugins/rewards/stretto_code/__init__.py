@@ -55,8 +55,8 @@ class CodeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Programs that each scoring process runs at the same time. A run has `verifier.processes` ×
     `verifier.children` scoring processes."""
     tolerance: NonNegativeFloat = 1e-6
-    """Largest relative or absolute difference at which a number with a fraction equals the expected one. 0
-    compares exactly."""
+    """Largest relative or absolute difference at which a number equals an expected one with a fraction. Whole
+    expected numbers are compared exactly."""
     imports: tuple[str, ...] = _COMMON
     """Modules that are imported before programs start, so that programs get them at no cost. Programs may
     import other installed modules too."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
@@ -16,7 +15,6 @@ from stretto_code.suites import Case
 
 __all__ = ["Marker", "program_of"]
 
-_FENCED = re.compile(r"^```([^\n`]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 _PYTHON = ("python", "python3", "py")
 
 
@@ -25,10 +23,22 @@ def program_of(completion: str) -> str:
     Without fences the whole answer is the program. Empty if there is none."""
     if "```" not in completion:
         return completion.strip()
-    blocks = [(language.strip().lower(), text) for language, text in _FENCED.findall(completion)]
+    blocks = list(_blocks(completion))
     python = [text for language, text in blocks if language in _PYTHON]
     bare = [text for language, text in blocks if not language]
     return (python or bare or [""])[-1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and content of each fenced block that is closed."""
+    lines = text.split("\n")
+    start = 0  # the line after an opening fence; 0 outside of blocks
+    for number, line in enumerate(lines, 1):
+        if not start:
+            start = number if line.startswith("```") and "`" not in line[3:] else 0
+        elif line.rstrip() == "```":
+            yield lines[start - 1][3:].strip().lower(), "\n".join([*lines[start : number - 1], ""])
+            start = 0
 
 
 class Marker:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stretto_math.prose import ENVIRONMENT, plain_notation, results
 from stretto_math.values import Unreadable, Value, equal, read
 
 __all__ = ["Choices", "Gold", "Words", "is_right", "read_gold"]
@@ -36,7 +37,11 @@ _WORD = r"[A-Za-z][A-Za-z'’-]*"
 _WORDS = re.compile(rf"({_WORD})(?:[ ,]+[A-Za-z0-9][A-Za-z0-9'’.-]*)*[.!]?$")
 _LETTER = r"\(?(?<![A-Za-z])[A-J](?![A-Za-z'’])\)?"
 _CHOICES = re.compile(rf"{_LETTER}(?:(?:\s*(?:,|;|/|and|or|&)\s*|\s+){_LETTER})*")
-_ENVIRONMENT = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_REASON = re.compile(
+    r"[-–—:=]|(?:because|since|as|for|due|by|which|where|with|while|whereas|thanks|so|not)\b"
+    r"|is (?:the )?(?:correct|right|best|true|only|answer)\b"
+)
+"""What follows the letter of a choice that is not the beginning of a sentence."""
 
 # ------------------------------------------------------------------------------------- expected answers
 
@@ -47,7 +52,7 @@ def read_gold(text: str) -> Gold:
     Raises:
         Unreadable: if the text states no result.
     """
-    text = text.strip()
+    text = plain_notation(text).strip()
     if "####" in text:
         text = text.rpartition("####")[2].strip()
     elif boxes := _boxes(text):
@@ -70,7 +75,7 @@ def read_gold(text: str) -> Gold:
 def _bare(text: str) -> str:
     """Remove math delimiters around the whole text."""
     text = text.strip()
-    match = _ENVIRONMENT.fullmatch(text)
+    match = ENVIRONMENT.fullmatch(text)
     if match and not (match[3] or match[4] or "").count("\\)"):
         return next(group for group in match.groups() if group is not None).strip()
     return text
@@ -84,7 +89,8 @@ def _plain(text: str) -> str:
 
 def _normal(text: str) -> str:
     words = re.sub(r"[^\w\s'’-]", " ", _plain(text).lower()).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
+    plain = " ".join(word for word in words if word not in ("a", "an", "the"))
+    return plain.replace("solutions", "solution")
 
 
 def _choices(plain: str) -> frozenset[str]:
@@ -94,7 +100,13 @@ def _choices(plain: str) -> frozenset[str]:
         return frozenset()
     rest = plain[match.end() :].strip()
     letters = match[0].strip()
-    is_choice = not rest or letters.startswith("(") or letters.endswith(")") or rest[0] in ".):,"
+    is_choice = (
+        not rest
+        or letters.startswith("(")
+        or letters.endswith(")")
+        or rest[0] in ".):,"
+        or _REASON.match(rest)
+    )
     return frozenset(re.findall(r"[A-J]", match[0])) if is_choice else frozenset()
 
 
@@ -112,11 +124,19 @@ class _Statement:
 
 def is_right(gold: Gold, completion: str) -> bool:
     """Whether the last result that a completion states is the expected one."""
+    completion = plain_notation(completion)
     for statement in _statements(completion):
         verdict = _verdict(gold, statement)
         if verdict is not None:
-            return verdict
+            if isinstance(gold, Choices | Words) or not _is_retracted(statement, completion):
+                return verdict
+            break
     return _tail_verdict(gold, completion[-_TAIL:])
+
+
+def _is_retracted(statement: _Statement, completion: str) -> bool:
+    """Whether the text after a result says that it is another one."""
+    return bool(_DENIAL.match(completion, statement.end) or _RETRACTION.search(completion, statement.start))
 
 
 def _statements(completion: str) -> Iterator[_Statement]:
@@ -163,7 +183,9 @@ def _join_boxes(boxes: list[_Statement], text: str) -> list[_Statement]:
 
 
 _ANNOUNCEMENT = re.compile(
-    r"(?:\b(?:answer|final result|option|choice)\b[^.\n:=]{0,40}?(?:\bis\b|:|=)|####)[\s:*]*", re.IGNORECASE
+    r"(?:\b(?:answer|final result|option|choice)\b[^.\n:=]{0,40}?(?:\b(?:is|(?:must|should) be)\b|:|=)|####)"
+    r"[\s:*]*",
+    re.IGNORECASE,
 )
 
 
@@ -187,9 +209,12 @@ def _verdict(gold: Gold, statement: _Statement) -> bool | None:
         return _word_verdict(gold, content, final=statement.final)
     for text in [content] if statement.final else _readings(content):
         try:
-            return equal(gold, read(_bare(text)))
+            if equal(gold, read(_bare(text))):
+                return True
         except Unreadable:
             continue
+        if not text.endswith("!"):  # an exclamation rather than a factorial
+            return False
     return False if statement.final else None
 
 
@@ -198,9 +223,16 @@ _FILLER = re.compile(
     r"choice)\b)*",
     re.IGNORECASE,
 )
-_NUMBER = re.compile(
-    r"(?<![\w.^_{\\/-])-?[$€£]?-?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:/\d+)?|\.\d+)(?:\\?%)?"
+_RETRACTION = re.compile(
+    r"\b(?:that|this|it|which)(?:'s| is| was)(?:n't| not)? (?:right|correct|wrong|incorrect|a mistake)\b"
+    r"|\b(?:it|that|this|answer|result|value) should (?:be|have been)\b"
+    r"|[.!?\n]\s{0,3}(?:however|but|actually|wait|no|sorry|correction)\b[,:.!]?\s+"
+    r"(?:it|that|this|the (?:[a-z]+ )?(?:answer|result|value|number))(?:'s| is| was| equals| must)\b",
+    re.IGNORECASE,
 )
+"""A text after a result that says that it is another one."""
+_DENIAL = re.compile(r"[\s$.,*)]{0,5}(?:is|was)(?:n't| not| wrong| incorrect)\b")
+"""The same, directly after a box."""
 
 
 def _letter_verdict(gold: Choices, content: str, *, final: bool) -> bool | None:
@@ -219,31 +251,46 @@ def _word_verdict(gold: Words, content: str, *, final: bool) -> bool | None:
     return words == gold.text if len(words.split()) <= 4 else None
 
 
+_CLAUSE = re.compile(
+    r"\.(?=\s|$)|,?\s(?:because|since|as|for|so|when|where|which|if|but|not|in|at|on|is|—)\s", re.IGNORECASE
+)
+
+
 def _readings(content: str) -> Iterator[str]:
-    """Yield the candidate results in the rest of a line: its first formula, first sentence, first number."""
-    if match := _ENVIRONMENT.match(content):
+    """Yield the candidate results in the rest of a line: its first formulas, first sentence, first value."""
+    if match := ENVIRONMENT.match(content):
         formulas = [match]
-        while following := _ENVIRONMENT.search(content, formulas[-1].end()):
+        while following := ENVIRONMENT.search(content, formulas[-1].end()):
             if not _SEPARATOR.fullmatch(content[formulas[-1].end() : following.start()]):
                 break
             formulas.append(following)
         yield ", ".join(_bare(formula[0]) for formula in formulas)
-    sentence = re.split(r"\.(?=\s|$)", content, maxsplit=1)[0]
-    yield sentence.replace("**", " ")
-    if (match := _NUMBER.match(content)) and not re.match(r"\s*[-+*/^=\\\d]", content[match.end() :]):
-        yield match[0]
+    first = next(results(content[:_TAIL]), None)
+    if first and first.start == 0 and first.whole:
+        yield _CLAUSE.split(content, maxsplit=1)[0].replace("**", " ").rstrip()
+        yield first.text.rstrip("!")
 
 
 _TAIL = 2000
 """Number of characters at the end of a completion that are searched for an unannounced result."""
-_TAIL_LETTER = re.compile(r"\b(?:option|choice)\s+\(?([A-J])\b|(?<!not )\(([A-J])\)|\*\*\(?([A-J])\)?\*\*")
+_TAIL_LETTER = re.compile(
+    r"(?<!not )(?:\b(?i:option|choice)\s+\(?([A-J])\b|\(([A-J])\)|\*\*\(?([A-J])\)?\*\*"
+    r"|\b(?i:it is|it's|choose|pick|select|say|must be|go with|so|therefore|thus|hence),? ([A-J])"
+    r"(?=\W*$|[.,;)]| (?:because|since|as)\b)"
+    r"|\b([A-J])(?= (?:is|must be) (?:the )?(?:correct|right|best|true|answer)\b))"
+    r"(?!\)? (?:fails?|(?:is|was) (?:not|wrong|incorrect|false|too))\b)",
+    re.MULTILINE,
+)
+_NOT_THIS = re.compile(
+    r"(?:\b(?:not|rather than|instead of)|n't)\s*$|(?:\bnot|n't) (?:think|believe|say)\b[^.]*$", re.IGNORECASE
+)
 _YES_OR_NO = re.compile(
     r"(?:^|[.!?:\n]|\b(?:so|thus|hence|therefore),?)\s*\**(yes|no|true|false)\b", re.IGNORECASE
 )
 
 
 def _tail_verdict(gold: Gold, tail: str) -> bool:
-    """Whether the last formula or number is right; for letters and words, whether the last line is."""
+    """Whether the last value between words is right; for letters and words, whether the last line is."""
     last_line = tail.rstrip().rpartition("\n")[2]
     if isinstance(gold, Choices):
         letters = _choices(_plain(last_line))
@@ -251,21 +298,18 @@ def _tail_verdict(gold: Gold, tail: str) -> bool:
             letters = frozenset(group for group in matches[-1].groups() if group)
         return letters == gold.letters
     if isinstance(gold, Words):
-        if _normal(last_line) == gold.text:
+        sentence = re.split(r"[.!?]\s", last_line)[-1]
+        if gold.text in (_normal(last_line), _normal(re.split(r"\b(?:is|are|was|were)\b", sentence)[-1])):
             return True
         words = [match[1].lower() for match in _YES_OR_NO.finditer(tail)]
         return gold.text in ("yes", "no", "true", "false") and words[-1:] == [gold.text]
-    numbers = list(_NUMBER.finditer(tail))
-    number = numbers[-1] if numbers else None
-    formulas = list(_ENVIRONMENT.finditer(tail))
-    if formulas and (number is None or formulas[-1].end() >= number.end()):
+    stated = [result for result in results(tail) if not _NOT_THIS.search(result.before)]
+    if not stated or not stated[-1].whole:
+        return False
+    for text in (stated[-1].text, stated[-1].text.rstrip("!")):
         try:
-            return equal(gold, read(_bare(formulas[-1][0])))
-        except Unreadable:
-            pass  # two dollar signs with words between them
-    for text in (tail, number[0] if number else ""):
-        try:
-            return equal(gold, read(text))
+            if equal(gold, read(_bare(text))):
+                return True
         except Unreadable:
             continue
     return False

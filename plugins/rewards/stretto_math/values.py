@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-__all__ = ["Unreadable", "Value", "equal", "read"]
+__all__ = ["Unreadable", "Value", "equal", "is_unit", "read"]
 
 
 class Unreadable(ValueError):
@@ -37,13 +37,30 @@ class Expression:
 
 
 @dataclass(frozen=True)
+class Unit:
+    """A unit such as km/h, or what was counted."""
+
+    powers: frozenset[tuple[str, int]] = frozenset()
+    """Known units with their powers, without those of power 0."""
+    nouns: frozenset[str] = frozenset()
+    """Other words, such as `apple`."""
+
+    def agrees(self, other: Unit) -> bool:
+        """Whether both are the same, or one is missing."""
+        if Unit() in (self, other):
+            return True
+        return self.powers == other.powers and (
+            not self.nouns or not other.nouns or bool(self.nouns & other.nouns)
+        )
+
+
+@dataclass(frozen=True)
 class Quantity:
     """A number or an expression with its percent sign and unit."""
 
     value: Number | Expression
     percent: bool = False
-    unit: str = ""
-    """The unit in its canonical form; empty if there is none or it is not known."""
+    unit: Unit = Unit()
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,14 @@ class Assignment:
 
     name: str
     value: Value
+
+
+@dataclass(frozen=True)
+class Equation:
+    """An equation that is no assignment."""
+
+    left: Expression
+    right: Expression
 
 
 @dataclass(frozen=True)
@@ -85,7 +110,7 @@ class Matrix:
     rows: tuple[tuple[Value, ...], ...]
 
 
-Value = Quantity | BasedInteger | Assignment | Items | Matrix
+Value = Quantity | BasedInteger | Assignment | Equation | Items | Matrix
 
 # ------------------------------------------------------------------------------------------ reading
 
@@ -94,6 +119,7 @@ _REPLACEMENTS = {
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ",
     "½": r"\frac{1}{2}", "{,}": ",", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%", r"\$": "$", "~": " ",
     r"\quad": " ", r"\degree": r"^\circ ", r"\colon": ":",
+    "∅": r"\{\}", r"\emptyset": r"\{\}", r"\varnothing": r"\{\}", "≈": r"\approx ",
     r"\lor": " or ", r"\vee": " or ", r"\land": " and ",
 }  # fmt: skip
 _FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
@@ -108,6 +134,9 @@ _REWRITES: tuple[tuple[str, str], ...] = (
     (r"\\lt(?![a-zA-Z])", "<"),
     (r"\\gt(?![a-zA-Z])", ">"),
     (_FONT + r"\s*,?\s*(or|and)\s*\}", r" \1 "),
+    (rf"\\frac ?\{{ ?{_FONT}([^{{}}]*)\}} ?\}} ?\{{ ?{_FONT}([^{{}}]*)\}} ?\}}", r"\\text{\1/\2}"),
+    (rf"({_FONT}[^{{}}]*)\}} ?(/) ?{_FONT}", r"\1\2"),
+    (rf"\^ ?\{{? ?\\circ ?\}}? ?(?:{_FONT} ?)?([CF])(?![a-zA-Z])(?: ?\}})?", r"\\text{°\1}"),
     (r"√\s*(\d+)", r"\\sqrt{\1}"),
     (r"√", r"\\sqrt"),
     (r"\*\*", "^"),
@@ -152,7 +181,12 @@ def _clean(text: str) -> str:
 def _read(text: str) -> Value:
     text = text.strip()
     while text.startswith("{") and _matching(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
+        inner = text[1:-1].strip()
+        if _number(inner) is None and len(_split(inner, re.compile(","))) > 1:
+            return _brackets(rf"\{{{inner}\}}")  # a set that was not written in LaTeX
+        text = inner
+    if re.fullmatch(r"\\mathbb ?\{? ?R ?\}?", text):
+        text = r"(-\infty,\infty)"
     if not text:
         raise Unreadable("empty")
     for reader in _READERS:
@@ -170,6 +204,8 @@ def _list(text: str) -> Value | None:
     if len(parts) == 1:
         return _read(parts[0])
     values = [_read(part) for part in parts]
+    if all(equal(values[0], value) for value in values) and not re.search("[,;](?! or )| and ", text):
+        return values[0]  # 5/8 or 62.5%
     union = any(isinstance(value, Items) and (value.name or value.opening == "|") for value in values)
     return _items("|" if union else ",", values, "")
 
@@ -218,18 +254,31 @@ def _matrix(text: str) -> Value | None:
 
 
 def _equation(text: str) -> Value | None:
-    sides = _split(text, re.compile(r"=|\\ne "))
+    sides = _split(text, re.compile(r"="))
     if len(sides) < 2:
         return None
     left, right = sides[0].strip(), sides[-1]
+    if re.fullmatch(rf"\( ?{_NAME} ?(?:, ?{_NAME} ?)+\)", left) and len(sides) == 2:
+        return _read(right)
     if _LEFT_SIDE.match(left):
-        name = re.sub(r"[{} ]", "", left)
-        return Assignment(name + ("≠" if r"\ne " in text else ""), _read(right))
+        return Assignment(re.sub(r"[{} ]", "", left), _read(right))
     if len(sides) == 2 and _VARIABLE.match(right.strip()):
         return Assignment(right.strip(), _read(left))
-    if len(sides) > 2 or not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", left + " " + right):
+    if len(sides) > 2 or not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", f"{left} {_without_unit(right)[0]}"):
         return _read(right)  # a calculation
-    return None
+    return Equation(_expression(left), _expression(right.strip()))
+
+
+def _exclusion(text: str) -> Value | None:
+    """Read `x ≠ 2` as all numbers below and above."""
+    sides = [side.strip() for side in _split(text, re.compile(r"\\ne "))]
+    if len(sides) != 2 or not (name := next(filter(_VARIABLE.match, sides), "")):
+        return None
+    hole = _read(sides[1] if name == sides[0] else sides[0])
+    infinity = Quantity(Expression(r"\infty"))
+    return Items(
+        "|", (Items("(", (_minus_infinity(), hole), ")", name), Items("(", (hole, infinity), ")", name)), ""
+    )
 
 
 def _inequality(text: str) -> Value | None:
@@ -286,15 +335,27 @@ def _based_integer(text: str) -> Value | None:
 _UNITS = {
     name: names.split()[0]
     for names in (
-        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
-        "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram",
-        "lb pound", "oz ounce", "ml mL milliliter millilitre", "l L liter litre", "s sec second",
-        "min minute", "h hr hour", "day", "week", "month", "year yr", "mph", "$ dollar usd USD",
-        "cent ¢", "€ euro EUR", "£ GBP",
+        "mm millimeter millimetre", "cm centimeter centimetre", "dm", "m meter metre",
+        "km kilometer kilometre", "in inch inche", "ft foot feet", "yd yard", "mi mile", "acre",
+        "ha hectare", "mg milligram", "g gram", "kg kilogram", "lb pound", "oz ounce", "ton tonne",
+        "ml mL milliliter millilitre", "cl", "dl", "l L liter litre", "gal gallon", "pt pint", "qt quart",
+        "cup", "ms millisecond", "s sec second", "min minute", "h hr hour", "day", "week", "month",
+        "yr year", "knot", "rpm", "Hz hertz", "kHz", "MHz", "N newton", "kN", "J joule", "kJ",
+        "cal calorie", "kcal", "eV", "W watt", "kW", "MW", "kWh", "Pa pascal", "kPa", "atm", "bar",
+        "V volt", "A amp ampere", "C coulomb", "Ω ohm", "T tesla", "K kelvin", "°C celsius Celsius",
+        "°F fahrenheit Fahrenheit", "mol mole", "rad radian", "bit", "byte", "kB KB", "MB", "GB", "dozen",
+        "$ dollar usd USD", "cent ¢", "€ euro EUR", "£ GBP", "¥ yen", "₹ rupee",
     )
     for name in names.split()
 }  # fmt: skip
 _CURRENCY = "$€£¥¢"
+_FILLERS = {
+    "a", "all", "altogether", "about", "approximately", "at", "away", "degree", "degrees", "during",
+    "each", "every", "exactly", "extra", "for", "from", "if", "in", "is", "left", "long", "more", "of",
+    "old", "on", "only", "per", "remaining", "so", "tall", "than", "that", "the", "there", "total",
+    "to", "unit", "units", "when", "which", "who", "wide",
+}  # fmt: skip
+"""Words that are neither units nor what was counted; what follows them is no unit either."""
 
 
 def _digits_with_unit(text: str) -> Quantity | None:
@@ -305,7 +366,9 @@ def _digits_with_unit(text: str) -> Quantity | None:
 
 
 _UNIT_IN_FONT = re.compile(_FONT + r"([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?$")
-_UNIT_WORD = re.compile(r"(?<=[\d})])( ?)([a-zA-Z]+(?:[ /.-][a-zA-Z]+)*\.?)( ?\^ ?\{?-?\d\}?)?$")
+_UNIT = r"[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?"
+_UNIT_WORD = re.compile(rf"(?<=[\d}})])( ?)({_UNIT}(?:(?: ?/ ?| |-){_UNIT})*)$")
+_PERCENT = re.compile(r" ?(?:percent|pct|percentage)(?: points?)?\b")
 _SYMBOL = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
 
@@ -313,59 +376,100 @@ def _quantity(text: str) -> Quantity:
     """Read a number or expression, after removing unit, percent sign, degrees and currency."""
     text, unit, percent = _without_unit(text)
     if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
-        text = re.sub(r"\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?[CF](?![a-zA-Z]))?", "", text).strip()
+        plain = re.sub(r"\^ ?(?:\\circ|\{ ?\\circ ?\})", "", text).strip()
+        if plain != text and unit == Unit():
+            unit = Unit(frozenset({("°", 1)}))
+        text = plain
     number = _number(text)
     if number is not None:
         return Quantity(number, percent, unit)
+    return Quantity(_expression(text), percent, unit)
+
+
+def _expression(text: str) -> Expression:
     if not re.search(r"[\da-zA-Z]", text) or _UNWANTED_WORD.search(re.sub(_FONT, r"\\text{", text)):
         raise Unreadable(f"not mathematics: {text[:80]!r}")
     expression = Expression(text)
     expression_value(expression)
-    return Quantity(expression, percent, unit)
+    return expression
 
 
-def _without_unit(text: str) -> tuple[str, str, bool]:
+def _without_unit(text: str) -> tuple[str, Unit, bool]:
     """Return the text without its unit, the unit, and whether it was percent."""
-    unit = ""
+    unit = Unit()
     if text.endswith("%"):
-        return text[:-1].strip(), "", True
+        return text[:-1].strip(), Unit(), True
     while len(text) > 1 and text[0] in _CURRENCY:
-        text, unit = text[1:].strip(), _UNITS.get(text[0], "")
+        text, unit = text[1:].strip(), _unit(text[0])
     if len(text) > 2 and text[0] == "-" and text[1] in _CURRENCY:
-        text, unit = "-" + text[2:].strip(), _UNITS.get(text[1], "")
+        text, unit = "-" + text[2:].strip(), _unit(text[1])
     while len(text) > 1 and text[-1] in _CURRENCY:
-        text, unit = text[:-1].strip(), _UNITS.get(text[-1], "")
+        text, unit = text[:-1].strip(), _unit(text[-1])
     while (match := _UNIT_IN_FONT.search(text)) and match.start():
-        power = re.sub(r"[^\d-]", "", match[2] or "")
-        text, unit = text[: match.start()].strip(), _unit(match[1]) + power if _unit(match[1]) else unit
+        if _PERCENT.match(match[1]):
+            return text[: match.start()].strip(), Unit(), True
+        text, unit = text[: match.start()].strip(), _unit(match[1] + (match[2] or ""))
     if (match := _UNIT_WORD.search(text)) and _number(text[: match.start()].strip()) is not None:
-        known = _unit(match[2])
-        if known or (match[1] and all(len(word) > 2 for word in match[2].split()[:1])):
-            power = re.sub(r"[^\d-]", "", match[3] or "")
-            text, unit = text[: match.start()].strip(), known + power if known else unit
-    return (text, "", True) if unit == "%" else (text, unit, False)
+        if _PERCENT.match(match[2]):
+            return text[: match.start()].strip(), Unit(), True
+        found = _unit(match[2])
+        glued = not match[1] and len(match[2]) == 1 and match[2].isupper()  # a variable, as in 3N
+        if (found.powers and not glued) or (match[1] and len(match[2].split()[0]) > 2):
+            text, unit = text[: match.start()].strip(), found
+    return text, unit, False
 
 
-def _unit(name: str) -> str:
+def is_unit(word: str) -> bool:
+    """Whether a word is a unit of more than one letter, or a part of one such as `per`; but not `in`."""
+    if word in ("per", "square", "cubic", "percent", "degrees", "units"):
+        return True
+    names = re.sub(r"\^\{?-?\d\}?", "", word).split("/")
+    return len(word) > 1 and word != "in" and all(map(_unit_name, names))
+
+
+def _unit_name(word: str) -> str:
     """Return a known unit's canonical form, else an empty text."""
-    name = name.strip().rstrip(".")
-    if name.lower() in ("percent", "pct", "percentage"):
-        return "%"
-    for form in (name, name.lower(), name.lower().rstrip("s"), name.rstrip("s")):
-        if form in _UNITS:
-            return _UNITS[form]
-    square = re.match(r"(square|sq\.?|cubic|cu\.?) (\w+)$", name)
-    if square and (known := _unit(square[2])):
-        return known + ("2" if square[1].startswith("sq") else "3")
-    return ""
+    lower = word.lower()
+    return next(
+        (_UNITS[form] for form in (word, lower, lower.rstrip("s"), word.rstrip("s")) if form in _UNITS), ""
+    )
+
+
+_UNIT_PART = re.compile(r"\^? ?\{?(-?\d)\}?|/|°?[^\W\d_]+|[$€£¥¢]")
+
+
+def _unit(text: str) -> Unit:
+    """Read a unit: `km/h`, `square miles per hour`, `m s^{-2}`, `apples left`."""
+    powers, nouns = dict[str, int](), set[str]()
+    sign, power, last = 1, 1, ""
+    text = re.sub(r"\b(?:(mph)|kmh|kph)\b", lambda match: "mi/h" if match[1] else "km/h", text)
+    for part in _UNIT_PART.finditer(text):
+        word = part[0].rstrip(".")
+        if part[1] or word in ("squared", "cubed"):
+            if last:
+                powers[last] += sign * (int(part[1] or {"squared": 2, "cubed": 3}[word]) - 1)
+        elif word in ("/", "per"):
+            sign = -1
+        elif word.lower() in ("square", "sq", "cubic", "cu"):
+            power = 2 if word.lower().startswith("sq") else 3
+        elif known := _unit_name(word):
+            powers[known] = powers.get(known, 0) + sign * power
+            power, last = 1, known
+        elif powers or word.lower() in _FILLERS:
+            if powers or nouns:
+                break
+        else:
+            nouns.add(word.lower().rstrip("s"))
+    return Unit(frozenset((name, power) for name, power in powers.items() if power), frozenset(nouns))
 
 
 _MAX_DIGITS = 4300
 """Python refuses to read longer integers."""
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _DECIMAL = re.compile(rf"([+-]?) ?({_DIGITS}?)(?:\.(\d*))?(?:[eE]([+-]?\d{{1,3}}))?$")
+_SCIENTIFIC = re.compile(r"^([+-]? ?[\d.,]+) ?(?:\\times|\\cdot|x) ?10 ?\^ ?\{? ?([+-]?\d{1,3}) ?\}?$")
 _FRACTION = re.compile(
-    r"([+-]?) ?(?:(\d+) ?(?=\\frac|\d+ ?/|(?<= )\d))?"
+    r"([+-]?) ?(?:(\d+)(?: ?(?=\\frac)| (?=\d)))?"
     r"(?:\\frac ?(?:\{ ?(-?\d+) ?\}|(\d)) ?(?:\{ ?(-?\d+) ?\}|(\d))|(\d+) ?/ ?(\d+))$"
 )
 
@@ -374,6 +478,7 @@ def _number(text: str) -> Number | None:
     """Read a number that is written out: integer, decimal, fraction or mixed fraction."""
     if len(text) > _MAX_DIGITS:
         return None
+    text = _SCIENTIFIC.sub(r"\1e\2", text)
     if match := _DECIMAL.match(text):
         sign, integer_part, places, exponent = match.groups()
         if integer_part or places:
@@ -399,8 +504,8 @@ def _number(text: str) -> Number | None:
 
 # Numbers first, because the thousands separator is a comma.
 _READERS: tuple[Callable[[str], Value | None], ...] = (
-    _digits_with_unit, _matrix, _list, _union, _membership, _brackets, _equation, _inequality, _plus_minus,
-    _ratio, _based_integer,
+    _digits_with_unit, _matrix, _list, _union, _membership, _brackets, _equation, _exclusion, _inequality,
+    _plus_minus, _ratio, _based_integer,
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ equality
@@ -412,13 +517,13 @@ def equal(gold: Value, answer: Value) -> bool:
     `x = 5` equals `5`. A bare list of numbers equals a set of the same numbers in any order, or a tuple in
     the same order. Brackets of intervals must agree, as must names and units that both sides have.
     """
-    if isinstance(gold, Assignment) and isinstance(answer, Assignment):
-        return gold.name == answer.name and equal(gold.value, answer.value)
+    if isinstance(gold, Assignment) and isinstance(answer, Assignment) and gold.name == answer.name:
+        return equal(gold.value, answer.value)
+    if isinstance(gold, Assignment | Equation) and isinstance(answer, Assignment | Equation):
+        return _equal_equations(gold, answer)
     if isinstance(gold, Assignment) or isinstance(answer, Assignment):
         plain, assignment = (answer, gold) if isinstance(gold, Assignment) else (gold, answer)
         assert isinstance(assignment, Assignment)
-        if assignment.name.endswith("≠"):
-            return False
         return equal(assignment.value, plain) if assignment is gold else equal(plain, assignment.value)
     if isinstance(gold, Items) or isinstance(answer, Items):
         return _equal_items(_as_items(gold), _as_items(answer))
@@ -466,6 +571,35 @@ def _equal_items(gold: Items, answer: Items) -> bool:
     return True
 
 
+def _equal_equations(gold: Assignment | Equation, answer: Assignment | Equation) -> bool:
+    """Whether one equation is the other one, rearranged and multiplied by a number other than 0."""
+    first, second = _difference(gold), _difference(answer)
+    if first is None or second is None or first.free_symbols != second.free_symbols:
+        return False
+    if type(gold) is not type(answer) and len(first.free_symbols) < 2:
+        return False  # x = 5 is a solution, 2x = 10 is not
+    first_terms, second_terms = first.as_coefficients_dict(), second.as_coefficients_dict()
+    if first == 0 or first_terms.keys() != second_terms.keys():
+        return False
+    return len({first_terms[term] / second_terms[term] for term in first_terms}) == 1
+
+
+def _difference(equation: Assignment | Equation) -> Any:
+    """Return left side − right side, expanded; None if it is no equation of expressions."""
+    from sympy import Expr, expand, nsimplify
+
+    if isinstance(equation, Equation):
+        sides = equation.left, equation.right
+    elif _VARIABLE.match(equation.name) and isinstance(equation.value, Quantity):
+        sides = Expression(equation.name), equation.value.value
+    else:
+        return None
+    left, right = map(expression_value, sides)
+    if not (isinstance(left, Expr) and isinstance(right, Expr)):
+        return None
+    return expand(nsimplify(left - right, rational=True))
+
+
 def _equal_based_integers(gold: Value, answer: Value) -> bool:
     """Whether the digits agree; one side may omit the base."""
     if isinstance(gold, BasedInteger) and isinstance(answer, BasedInteger):
@@ -477,7 +611,7 @@ def _equal_based_integers(gold: Value, answer: Value) -> bool:
 
 
 def _equal_quantities(gold: Quantity, answer: Quantity) -> bool:
-    if gold.unit and answer.unit and gold.unit != answer.unit:
+    if not gold.unit.agrees(answer.unit):
         return False
     if gold.percent != answer.percent:  # 50% is 0.5, or 50 where the question asks for percent
         percent, plain = (gold.value, answer.value) if gold.percent else (answer.value, gold.value)
