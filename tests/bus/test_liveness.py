@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from bus_testing import server_pid, until, welcome
+from stretto.assembly.plan import Worker
 from stretto.bus import client
 from stretto.bus.client import Bus
 from stretto.bus.joining import write_bootstrap
@@ -37,6 +38,7 @@ from stretto.bus.messages import (
     Subjects,
 )
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run, restart_server
+from stretto.component import Problem
 from stretto.config import BusConfig
 from stretto.engine import Load
 from stretto.errors import NoAnswer
@@ -325,6 +327,67 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         assert "in hang_here" in handle.tail(20)
 
     anyio.run(run)
+
+
+class Endless:
+    """The handle of a process that no signal ends."""
+
+    place = "pid 1"
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+
+    async def wait(self) -> int:
+        await anyio.sleep_forever()
+        return 0
+
+    async def stop(self, grace_s: float) -> None:
+        del grace_s
+        await self.wait()
+
+    async def dump_stacks(self) -> None: ...
+
+    def tail(self, lines: int) -> str:
+        return f"last {lines} lines"
+
+
+class EndlessLauncher:
+    """Starts such processes."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+
+    def check(self, jobs: Sequence[Job]) -> list[Problem]:
+        del jobs
+        return []
+
+    async def launch(self, jobs: Sequence[Job]) -> list[Endless]:
+        self.launched += [job.worker for job in jobs]
+        return [Endless(job.worker) for job in jobs]
+
+
+async def test_a_process_that_does_not_end_after_sigkill_is_replaced_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_SILENT_S", 0.5)
+    monkeypatch.setattr(fleet, "_STACKS_S", 0.0)
+    monkeypatch.setattr(fleet, "_KILLED_S", 3.0)
+    launcher = EndlessLauncher()
+    workers = Fleet(launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=3)
+    lost: list[str] = []
+    workers.on_lost = lambda member, how, final: lost.append(member.worker)
+    _join(workers, tmp_path)
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            await workers.launch([Worker("rollout-0", "rollout", Resources())], tasks)
+            tasks.start_soon(workers.watch)
+            await until(lambda: lost == ["rollout-0"])
+            _join(workers, tmp_path)  # this one falls silent while the former one is waited for
+            await until(lambda: len(lost) == 2)
+            assert launcher.launched == ["rollout-0"]
+            await until(lambda: launcher.launched == ["rollout-0"] * 2)
+            await workers.stop(0)
+            tasks.cancel_scope.cancel()
 
 
 # ---------------------------------------------------------------------- workers and the kernel's lock

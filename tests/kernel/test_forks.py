@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from stretto import Context, LauncherConfig
+from stretto.kernel import forks as forks_module
 from stretto.kernel.forks import ForkServer
 from stretto.launcher import Job, Resources, process_environment
 from stretto_local import LocalLauncher
@@ -86,6 +87,21 @@ async def test_processes_survive_the_server_and_their_end_is_noticed(
     process.terminate()
     with anyio.fail_after(30):
         assert await process.wait() == 255  # only the server knew
+
+
+async def test_a_server_that_hangs_hides_no_end_and_is_used_no_more(
+    forks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks_module, "_STATUS_S", 0.2)
+    processes = [await forks.fork(command("waits"), tmp_path / "w.out", []) for _ in range(2)]
+    os.kill(forks.pid, signal.SIGSTOP)
+    with anyio.fail_after(30):
+        for process in processes:
+            assert process is not None
+            process.kill()
+            assert await process.wait() == 255  # only the server knows
+        assert not forks.can_fork(command("show"), process_environment(Resources(), ()))
+        assert await forks.fork(command("show"), tmp_path / "s.out", []) is None
 
 
 async def test_the_server_refuses_to_fork_once_a_module_has_started_a_thread(

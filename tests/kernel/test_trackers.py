@@ -75,7 +75,7 @@ async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, hurried
     until_reached(tmp_path)
     [child] = [each for each in psutil.Process().children() if "stretto.children.tracker" in each.cmdline()]
     start = time.monotonic()
-    await trackers.finish(hurried=hurried)
+    await trackers.finish(lambda: hurried)
     assert time.monotonic() - start < 10
     child.wait(10)
     assert problems == [
@@ -93,7 +93,7 @@ async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(tmp_p
         assert time.monotonic() < deadline
         time.sleep(0.02)
     (tmp_path / "summary.json").write_text("{}")
-    await trackers.finish(hurried=False)
+    await trackers.finish(lambda: False)
     fault = "tracker 'bad': it ended with status 1: OSError: no network"
     assert problems == [
         f"{fault}; it was started again",

@@ -200,6 +200,25 @@ def test_a_second_interrupt_ends_at_once(start: Start) -> None:
     run.assert_nothing_is_left()
 
 
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed_and_goes_on_when_it_can(
+    start: Start,
+) -> None:
+    run = start("steps=3", "checkpoint.every=0")
+    run.until_step(1)
+    checkpoints = run.folder / "checkpoints"
+    checkpoints.touch()  # no folder can be made there
+    assert run.end() == 1, run.text()
+    summary = run.summary()
+    assert (summary["status"], summary["version"]) == ("failed", 3)
+    assert "the checkpoint of version 3 was not written" in summary["reason"]
+    assert run.text().count("checkpoint failed") > 1
+    run.assert_nothing_is_left()
+    checkpoints.unlink()
+    start(resume=run).assert_completed(3)
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000003"]
+    run.assert_audit_is_clean()
+
+
 def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
     run = start()
     run.until(lambda: (run.folder / "bus" / "kernel.json").exists())

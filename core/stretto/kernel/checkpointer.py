@@ -21,6 +21,9 @@ __all__ = ["Checkpointer"]
 
 log = structlog.get_logger()
 
+_PAUSES_S = (1.0, 2.0, 4.0)
+"""Pauses before each further attempt to write a checkpoint that the run cannot do without."""
+
 
 class Checkpointer:
     """Writes and prunes the checkpoints of one kernel."""
@@ -57,18 +60,28 @@ class Checkpointer:
         """Write a checkpoint of the present version, unless there is one. If this fails, report the problem
         and let the run continue."""
         async with self._writing:
-            version, note = self._setup.scheduler.version, self._engines.note
-            if self._saved == (version, self._journal.incarnation):
+            if (note := self._unsaved()) is None:
                 return
-            assert note is not None
             try:
-                await self._write(self._name(version), self._state(note))
+                await self._write(self._name(note.version), self._state(note))
             except (OSError, BusError) as error:
-                log.error("checkpoint failed", version=version, error=str(error))
-                self._setup.report.problems.append(f"checkpoint of version {version} not written: {error}")
+                log.error("checkpoint failed", version=note.version, error=str(error))
+                problem = f"checkpoint of version {note.version} not written: {error}"
+                self._setup.report.problems.append(problem)
+
+    async def save_last(self) -> None:
+        """Write the checkpoint with which the kernel ends, unless there is one of the present version.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
+        async with self._writing:
+            if (note := self._unsaved()) is not None:
+                await self.save_required(note)
 
     async def save_required(self, note: WeightsNote, name: str | None = None) -> None:
-        """Write a checkpoint at a change of values. Without it the run cannot continue.
+        """Write a checkpoint that the run cannot do without, at a change of values or at the end. If this
+        fails, try again for some seconds.
 
         Args:
             note: note of the present weights.
@@ -77,10 +90,18 @@ class Checkpointer:
         Raises:
             RunError: if it cannot be written.
         """
-        try:
-            await self._write(name or self._name(note.version), self._state(note))
-        except (OSError, BusError) as error:
-            raise RunError(f"the checkpoint at the change of values was not written: {error}") from error
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                await self._write(name or self._name(note.version), self._state(note))
+                return
+            except (OSError, BusError) as error:
+                log.error("checkpoint failed", version=note.version, error=str(error))
+                if pause_s is None:
+                    raise RunError(
+                        f"the checkpoint of version {note.version} was not written: {error}; when it can be "
+                        f"written: stretto resume {self._setup.folder}"
+                    ) from error
+            await anyio.sleep(pause_s)
 
     async def prune(self) -> None:
         """Remove old checkpoints as `checkpoint.keep` says, and the part of the log that only they needed and
@@ -99,6 +120,13 @@ class Checkpointer:
         below = await anyio.to_thread.run_sync(prune, self._root, config.keep, self._newest, spared)
         if below := self._samples.purgeable(below):
             await self._bus.purge(self._setup.names.log_stream, below=below)
+
+    def _unsaved(self) -> WeightsNote | None:
+        """Return the note of the present version; None if it has its checkpoint."""
+        if self._saved == (self._setup.scheduler.version, self._journal.incarnation):
+            return None
+        assert self._engines.note is not None
+        return self._engines.note
 
     async def _write(self, name: str, state: KernelState) -> None:
         async with writing(self._root, name, state, self._store) as draft:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
 
 import anyio
 import structlog
-from anyio.abc import TaskStatus
 
 from stretto.records.status import State
 
-__all__ = ["Ending"]
+__all__ = ["Ending", "Interruptions"]
 
 log = structlog.get_logger()
 
@@ -27,6 +31,8 @@ class Ending:
         self.drain_status: State = "running"
         """Status of the run after the drain. `drain_reason` is the reason of that status."""
         self.drain_reason = ""
+        self._interruptions = 0
+        """Number of signals that have been obeyed."""
         self.hurried = False
         """Whether the kernel stops the workers without giving them time to leave."""
         self.next_values: int | None = None
@@ -43,27 +49,78 @@ class Ending:
         """Ask the kernel to finish the step under way, write a checkpoint, and end the run.
 
         With the status `repeated` another kernel goes on afterwards, unless the run is drained for good
-        meanwhile.
+        meanwhile, or while this kernel dismisses its workers.
         """
-        if not self.drain_requested.is_set() or self.drain_status == "repeated":
+        if self.status == "repeated":
+            self.status, self.reason = status, reason
+        elif not self.drain_requested.is_set() or self.drain_status == "repeated":
             self.drain_status, self.drain_reason = status, reason
             self.drain_requested.set()
 
-    async def obey_signals(self, *, task_status: TaskStatus[None]) -> None:
-        """Drain the run at the first signal, and end it at once at the second."""
-        signals = [signal.SIGINT, signal.SIGTERM]
+    def interrupt(self, signals: Sequence[str]) -> None:
+        """Drain the run at the first of these signals, and end it at once at the second. Those that have been
+        obeyed before do not count again."""
+        for name in signals[self._interruptions :]:
+            self._interruptions += 1
+            if self._interruptions > 1:
+                log.warning("interrupted again: ending at once", signal=name)
+                self.hurried = True
+                self.end("interrupted", f"{name}, twice")
+            else:
+                log.warning("interrupted: ending after the step under way and a checkpoint", signal=name)
+                self.drain("interrupted", name)
+
+
+class Interruptions:
+    """The signals with which a user or a cluster ends a run. They hold for all kernels of the run in this
+    process: the next kernel obeys what comes between two of them.
+
+    As a context manager it is around these kernels, and gives the signals back at the end.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        """The names of the signals so far."""
+        self._former: dict[signal.Signals, Any] = {}
+        """The handlers that the signals had."""
+        self._obey: Callable[[], object] | None = None
+        """Has the present kernel obey."""
+
+    def __enter__(self) -> Interruptions:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former.clear()
+
+    def hold(self) -> None:
+        """Take the signals over, before the first kernel begins. Until then they end the process."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it stays ignored
-            signals.append(signal.SIGHUP)
-        interrupted = False
-        with anyio.open_signal_receiver(*signals) as received:
-            task_status.started()
-            async for number in received:
-                name = signal.Signals(number).name
-                if interrupted:
-                    log.warning("interrupted again: ending at once", signal=name)
-                    self.hurried = True
-                    self.end("interrupted", f"{name}, twice")
-                else:
-                    log.warning("interrupted: ending after the step under way and a checkpoint", signal=name)
-                    interrupted = True
-                    self.drain("interrupted", name)
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            if number not in self._former:
+                self._former[number] = signal.signal(number, self._receive)
+
+    @contextmanager
+    def obeyed_by(self, ending: Ending) -> Generator[None]:
+        """Have a kernel obey, during the block, the signals that come and those that came before it."""
+        loop = asyncio.get_running_loop()
+        self._obey = lambda: loop.call_soon_threadsafe(ending.interrupt, self.received)
+        ending.interrupt(self.received)
+        try:
+            yield
+        finally:
+            self._obey = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.received.append(signal.Signals(number).name)
+        if self._obey is not None:
+            self._obey()
+        elif len(self.received) > 1:  # no kernel is there to end in order
+            self.__exit__(None, None, None)
+            signal.raise_signal(number)

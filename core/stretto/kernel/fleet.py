@@ -38,6 +38,9 @@ _HUNG_S = 600.0
 """The fleet treats a ready worker as lost after its event loop has stood still for this many seconds."""
 _STACKS_S = 1.0
 """A worker that is stopped because it hangs has this many seconds to write the stacks of its threads."""
+_KILLED_S = 30.0
+"""The fleet waits at most this many seconds for the end of a process that the launcher has killed. A process
+that hangs in the system, in a driver or on a network disk, ends at no signal."""
 _LONG_LIFE_S = 600.0
 """If a worker ran longer than this many seconds, the count of its restarts begins again at 1."""
 _TAIL_LINES = 15
@@ -89,6 +92,8 @@ class Fleet:
         self._max_restarts = max_restarts
         self._handles: dict[str, Handle] = {}
         self._jobs: dict[str, Job] = {}
+        self._waits: dict[str, anyio.CancelScope] = {}
+        """Worker -> the wait for the end of its process."""
         self._retired: set[str] = set()
         """Workers that the fleet has started and does not restart, because the run needs fewer."""
         self._ended_busy: dict[Role, float] = {}
@@ -152,7 +157,7 @@ class Fleet:
                 await handle.wait()
                 return
             log.info("stopping worker", worker=handle.worker, place=handle.place)
-            await handle.stop(1.0)
+            await self._kill(handle, 1.0)
 
         async with anyio.create_task_group() as tasks:
             for handle in self._handles.values():
@@ -167,8 +172,11 @@ class Fleet:
         restarts = 0
         while True:
             began = time.monotonic()
-            status = await handle.wait()
-            how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            status = await self._until_end(handle)
+            if status is None:
+                how = f"{handle.place} does not end after SIGKILL"
+            else:
+                how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             member = self.members.get(job.worker)
             if member is not None and member.leaving and status == 0:  # its last message is still on its way
                 self._leave(member, "its work was finished")
@@ -201,6 +209,21 @@ class Fleet:
                 self._handles[job.worker] = handle
             self.starting[job.worker] = "starting again"
             self.restarts += 1
+
+    async def _until_end(self, handle: Handle) -> int | None:
+        """Wait for the end of a process, and return its exit status; None if `_kill` has given it up."""
+        with anyio.CancelScope() as self._waits[handle.worker]:
+            return await handle.wait()
+        return None
+
+    async def _kill(self, handle: Handle, grace_s: float) -> None:
+        """End a worker's process. Give it up if it does not end: with its SIGKILL it does nothing more, so
+        another process can take its place."""
+        with anyio.move_on_after(grace_s + _KILLED_S) as waiting:
+            await handle.stop(grace_s)
+        if waiting.cancelled_caught:
+            log.error("process does not end after SIGKILL", worker=handle.worker, place=handle.place)
+            self._waits[handle.worker].cancel()
 
     def _job(self, worker: Worker) -> Job:
         bootstrap = write_bootstrap(self._bootstraps, worker.id)
@@ -255,7 +278,7 @@ class Fleet:
             await handle.wait()
             return
         log.warning("worker did not leave in time", worker=worker, seconds=limit_s)
-        await handle.stop(1.0)
+        await self._kill(handle, 1.0)
 
     def _forget(self, worker: str) -> None:
         """A retired worker has ended. Its number is free again."""
@@ -328,26 +351,29 @@ class Fleet:
     async def watch(self) -> None:
         """Treat workers without a heartbeat as lost, and stop their processes, so that they are restarted.
         While the bus is out, no worker counts as silent."""
-        while True:
-            late = await sleep_and_measure_delay(1)
-            now, hears = time.monotonic(), self.hears()
-            for member in list(self.members.values()):
-                # The kernel's process was delayed, not the workers.
-                member.heard = member.heard + late if hears else now
-                silent = now - member.heard
-                if silent > _SILENT_S:
-                    await self._end_hanging(member, f"silent for {silent:.0f} s")
-                elif member.ready and member.blocked_s > _HUNG_S:
-                    how = f"its event loop stood still for {member.blocked_s:.0f} s"
-                    await self._end_hanging(member, how)
+        async with anyio.create_task_group() as tasks:
+            while True:
+                late = await sleep_and_measure_delay(1)
+                now, hears = time.monotonic(), self.hears()
+                for member in list(self.members.values()):
+                    # The kernel's process was delayed, not the workers.
+                    member.heard = member.heard + late if hears else now
+                    silent = now - member.heard
+                    if silent > _SILENT_S:
+                        how = f"silent for {silent:.0f} s"
+                    elif member.ready and member.blocked_s > _HUNG_S:
+                        how = f"its event loop stood still for {member.blocked_s:.0f} s"
+                    else:
+                        continue
+                    self._lose(member.worker, how)
+                    if handle := self._handles.get(member.worker):
+                        tasks.start_soon(self._end_hanging, handle)
 
-    async def _end_hanging(self, member: FleetMember, how: str) -> None:
-        """Treat a worker as lost. Stop its process after it has written the stacks of its threads."""
-        self._lose(member.worker, how)
-        if handle := self._handles.get(member.worker):
-            await handle.dump_stacks()
-            await anyio.sleep(_STACKS_S)
-            await handle.stop(0)
+    async def _end_hanging(self, handle: Handle) -> None:
+        """Stop a process after it has written the stacks of its threads."""
+        await handle.dump_stacks()
+        await anyio.sleep(_STACKS_S)
+        await self._kill(handle, 0)
 
     def _lose(self, worker: str, how: str) -> None:
         member = self.members.get(worker)

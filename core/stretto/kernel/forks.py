@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -38,18 +38,29 @@ _MODULES = ("stretto.workers.worker",)
 """Modules that all workers need. The sample writer's are not here: pyarrow starts a thread."""
 _ANSWER_S = 120.0
 """The server answers within this many seconds, imports from a cold disk included; otherwise it hangs."""
+_STATUS_S = 5.0
+"""The server tells the exit status of a process within this many seconds of its end; otherwise it hangs."""
 _UNKNOWN_STATUS = 255
-"""Exit status of a process that ended after the fork server: only the server could ask for it."""
+"""Exit status of a process whose server has ended or hangs: only the server could ask for it."""
+_KILLED_S = 5.0
+"""Wait this many seconds for a killed server to end. It may hang in the system, where no signal ends it."""
 
 
 class ForkedProcess:
-    """A process that the fork server has started. It lives on if the server ends."""
+    """A process that the fork server has started. It lives on if the server ends.
 
-    def __init__(self, pid: int, descriptor: int) -> None:
+    Args:
+        descriptor: the process's pidfd, which tells that it has ended, but not its exit status.
+        on_end: called when it has ended. The callee finds out the status, and calls `end`.
+    """
+
+    def __init__(self, pid: int, descriptor: int, on_end: Callable[[ForkedProcess], object]) -> None:
         self.pid = pid
         self._descriptor = descriptor
         self._status: int | None = None
         self._ended = anyio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(descriptor, self._notice_end, on_end)
 
     async def wait(self) -> int:
         """Wait for the end, and return the exit status, negative for a signal. May be called more than
@@ -77,22 +88,16 @@ class ForkedProcess:
         self.send_signal(Signals.SIGKILL)
 
     def end(self, status: int) -> None:
-        """Note that the process has ended. The fork server's client calls this."""
+        """Note with which status the process has ended. The fork server's client calls this."""
         if self._status is None:
             self._status = status
+            self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._ended.set()
 
-    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Notice the end without the server, which has ended."""
-        descriptor = self._descriptor
-
-        def note() -> None:
-            loop.remove_reader(descriptor)
-            self.end(_UNKNOWN_STATUS)
-
-        if self._status is None:
-            loop.add_reader(descriptor, note)
+    def _notice_end(self, on_end: Callable[[ForkedProcess], object]) -> None:
+        self._loop.remove_reader(self._descriptor)
+        on_end(self)
 
 
 @contextmanager
@@ -137,6 +142,8 @@ class ForkServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_open = True
         """Whether the server can still fork."""
+        self._is_lost = False
+        """Whether the server gives no answers any more."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "stretto.kernel.fork_server", str(folder), str(theirs.fileno())]
         with theirs:
@@ -219,7 +226,10 @@ class ForkServer:
         self._lose_server()
         self._socket.close()
         self._server.kill()
-        self._server.wait()
+        try:
+            self._server.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the fork server does not end after SIGKILL", pid=self.pid)
         self._output.close()
 
     def _read(self) -> None:
@@ -239,23 +249,38 @@ class ForkServer:
         elif "error" in answer:
             waiting.set_exception(ForkRefused(answer["error"]))
         else:
-            process = ForkedProcess(answer["pid"], descriptors[0])
-            self._processes[process.pid] = process
-            waiting.set_result(process)
+            waiting.set_result(self._add(answer["pid"], descriptors[0]))
 
     def _end_late(self, answer: Mapping[str, int], descriptors: list[int]) -> None:
         """Kill a process for which nobody waits any more."""
         if "pid" in answer:
-            process = self._processes[answer["pid"]] = ForkedProcess(answer["pid"], descriptors[0])
-            process.kill()
+            self._add(answer["pid"], descriptors[0]).kill()
+
+    def _add(self, pid: int, descriptor: int) -> ForkedProcess:
+        process = self._processes[pid] = ForkedProcess(pid, descriptor, self._on_end)
+        return process
+
+    def _on_end(self, process: ForkedProcess) -> None:
+        """A process has ended. The server tells the status, unless it has ended or hangs."""
+        if self._is_lost:
+            process.end(_UNKNOWN_STATUS)
+        else:
+            asyncio.get_running_loop().call_later(_STATUS_S, self._miss_status, process)
+
+    def _miss_status(self, process: ForkedProcess) -> None:
+        if process.poll() is not None:
+            return
+        if not self._is_lost:
+            log.warning("the fork server hangs and is killed; no process is forked any more", pid=self.pid)
+            self._server.kill()
+            self._lose_server()
+        process.end(_UNKNOWN_STATUS)
 
     def _lose_server(self) -> None:
-        """The server has ended: watch its processes without it, and start no process any more."""
-        self.is_open = False
+        """The server has ended or hangs: start no process any more, and do not wait for its answers."""
+        self.is_open, self._is_lost = False, True
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
-            for process in self._processes.values():
-                process.watch(self._loop)
         for waiting in self._answers.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionResetError("the fork server has ended"))

@@ -439,7 +439,12 @@ class Kernel:
             while self._scheduler.training:
                 await self._changed.wait()
             await self._published.wait()
-            await self._checkpointer.save()
+            try:
+                await self._checkpointer.save_last()
+            except RunError as error:
+                if ending.drain_status == "repeated":  # the next kernel would go on from an older one
+                    raise
+                self._report.problems.append(str(error))
             self._crew.write_groups()
         ending.end(ending.drain_status, ending.drain_reason)
 
@@ -686,7 +691,7 @@ class Kernel:
             case Finish():
                 await self._published.wait()
                 await self._engines.busy_s()  # updates the engines' figures for the summary
-                await self._checkpointer.save()
+                await self._checkpointer.save_last()
                 self._ending.end("completed", "")
             case Fail(reason):
                 self._ending.drain("failed", reason)

@@ -29,7 +29,7 @@ from stretto.kernel.changes import is_complete, newest_values, values_file, writ
 from stretto.kernel.checkpoint import KernelState, newest_intact
 from stretto.kernel.clean import cleaner_of
 from stretto.kernel.division import division_of
-from stretto.kernel.ending import Ending
+from stretto.kernel.ending import Ending, Interruptions
 from stretto.kernel.forks import ForkServer, fork_server
 from stretto.kernel.kernel import own_run
 from stretto.kernel.setup import RunSetup
@@ -68,7 +68,8 @@ def run(composed: Composed, folder: Path, forks: ForkServer | None) -> dict[str,
             write_values(folder, composed)
         except OSError as error:
             raise ConfigError(f"{composed.place('out')}: cannot write there: {error}", path="out") from error
-        return _live_to_the_end(composed, folder, None, forks)
+        with Interruptions() as interruptions:
+            return _live_to_the_end(composed, folder, None, forks, interruptions)
 
 
 @contextmanager
@@ -115,18 +116,27 @@ def resume_to_end(folder: Path, *, accept_dataset: bool = False) -> int:
         )
     newest, checkpoint = newest_values(folder), _newest_checkpoint(folder)
     number = min(checkpoint[1].values, newest)
-    while number < newest:
-        former = compose(values_file(folder, number))
-        with fork_server(former, folder) as forks:
-            setup = RunSetup(former, folder, resumed=checkpoint, forks=forks, values=number, goes_on=False)
-            summary, next_values = live(setup, accept_dataset)
-        if summary["status"] != "repeated":
-            return _print_end(summary, folder)
-        number, checkpoint = next_values or newest, _newest_checkpoint(folder)
-    with fork_server(composed, folder) as forks:
-        summary = _live_to_the_end(
-            composed, folder, checkpoint, forks, values=newest, accept_dataset=accept_dataset
-        )
+    with Interruptions() as interruptions:
+        while number < newest:
+            former = compose(values_file(folder, number))
+            with fork_server(former, folder) as forks:
+                setup = RunSetup(
+                    former, folder, resumed=checkpoint, forks=forks, values=number, goes_on=False
+                )
+                summary, next_values = live(setup, interruptions, accept_dataset)
+            if summary["status"] != "repeated":
+                return _print_end(summary, folder)
+            number, checkpoint = next_values or newest, _newest_checkpoint(folder)
+        with fork_server(composed, folder) as forks:
+            summary = _live_to_the_end(
+                composed,
+                folder,
+                checkpoint,
+                forks,
+                interruptions,
+                values=newest,
+                accept_dataset=accept_dataset,
+            )
     return _print_end(summary, folder)
 
 
@@ -158,6 +168,7 @@ def _live_to_the_end(
     folder: Path,
     checkpoint: tuple[Path | None, KernelState] | None,
     forks: ForkServer | None,
+    interruptions: Interruptions,
     *,
     values: int = 1,
     accept_dataset: bool = False,
@@ -170,34 +181,62 @@ def _live_to_the_end(
     division = division_of(composed, folder)
     while True:
         setup = RunSetup(composed, folder, resumed=checkpoint, forks=forks, values=values, division=division)
-        summary, _ = live(setup, accept_dataset)
+        summary, _ = live(setup, interruptions, accept_dataset)
         if summary["status"] != "repeated":
             return summary
         checkpoint = _newest_checkpoint(folder)
 
 
-def live(setup: RunSetup, accept_dataset: bool = False) -> tuple[dict[str, Any], int | None]:
+def live(
+    setup: RunSetup, interruptions: Interruptions, accept_dataset: bool = False
+) -> tuple[dict[str, Any], int | None]:
     """Run one kernel, and return its summary and `Ending.next_values`."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     log.info("run", folder=str(setup.folder))
     setup.check_datasets(accept=accept_dataset)
     config = setup.config
+    interruptions.hold()
     with tracing.traced(config.tracing, "kernel", setup.run, config.name, setup.folder):
-        return anyio.run(_live_and_sum_up, setup)
+        return anyio.run(_live_and_sum_up, setup, interruptions)
 
 
-async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]:
+async def _live_and_sum_up(
+    setup: RunSetup, interruptions: Interruptions
+) -> tuple[dict[str, Any], int | None]:
     """Run one kernel with its server, write the summary, and call the plugins' hooks for the end of a run.
 
     Raises:
         StrettoError: if a resumed run failed before the kernel began to change the run's files.
     """
     ending = setup.board.ending = Ending()
+    with interruptions.obeyed_by(ending):  # before the first process starts
+        error = await _live(setup, ending)
+        if error is None and not setup.report.begun:  # there was nothing to repeat
+            return {"status": "repeated"}, ending.next_values
+        status, reason = ending.status, ending.reason
+        if status == "failed":
+            reason += _full_disk(setup.folder, reason)
+        summary = setup.report.finish(status, reason)
+        setup.board.write_end()
+        before = len(interruptions.received)
+        await setup.trackers.finish(lambda: ending.hurried or len(interruptions.received) > before)
+    setup.report.add_late_problems(summary)
+    if status == "failed":
+        setup.notify_plugins("stretto_run_failed", summary=summary, error=error or RunError(ending.reason))
+    elif status != "repeated":
+        setup.notify_plugins("stretto_run_finished", summary=summary)
+    return summary, ending.next_values
+
+
+async def _live(setup: RunSetup, ending: Ending) -> BaseException | None:
+    """Run one kernel with its server. Return the error that ended it, if there was one.
+
+    Raises:
+        StrettoError: if a resumed run failed before the kernel began to change the run's files.
+    """
     view = View(setup.board.status, setup.folder)
-    error: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:
-            await tasks.start(ending.obey_signals)  # before the first process starts
             tasks.start_soon(view.run)
             try:
                 async with served(setup):
@@ -214,20 +253,8 @@ async def _live_and_sum_up(setup: RunSetup) -> tuple[dict[str, Any], int | None]
             raise error from raised
         ending.end("failed", setup.composed.explain(error, setup.logs / "kernel.jsonl"))
         log.error("run failed", exc_info=error)
-    if ending.status == "repeated" and not setup.report.begun:  # there was nothing to repeat
-        return {"status": ending.status}, ending.next_values
-    reason = ending.reason
-    if ending.status == "failed":
-        reason += _full_disk(setup.folder, reason)
-    summary = setup.report.finish(ending.status, reason)
-    setup.board.write_end()
-    await setup.trackers.finish(hurried=ending.hurried)
-    setup.report.add_late_problems(summary)
-    if ending.status == "failed":
-        setup.notify_plugins("stretto_run_failed", summary=summary, error=error or RunError(ending.reason))
-    elif ending.status != "repeated":
-        setup.notify_plugins("stretto_run_finished", summary=summary)
-    return summary, ending.next_values
+        return error
+    return None
 
 
 def _full_disk(folder: Path, reason: str) -> str:

@@ -39,6 +39,7 @@ from stretto.bus.server import Bootstrap, lock_run
 from stretto.errors import leaves
 from stretto.kernel.changes import write_values
 from stretto.kernel.checkpoint import KernelState, checkpoint_name, newest_intact, writing
+from stretto.kernel.ending import Interruptions
 from stretto.kernel.forks import fork_server
 from stretto.kernel.life import live, served
 from stretto.kernel.setup import RunSetup
@@ -138,26 +139,27 @@ def train_again(
             write_private(folder / f"config-{number}.yaml", text.encode())
         write_values(folder, segments[-1].composed)
         summary: dict[str, Any] = {}
-        for number, segment in enumerate(segments, 1):
-            checkpoint: tuple[Path | None, KernelState] = (None, KernelState.initial())
-            if start is not None:
-                checkpoint = anyio.run(_begin_at, *start, folder / "checkpoints", number)
-            with fork_server(segment.composed, folder) as forks:
-                setup = RunSetup(
-                    segment.composed,
-                    folder,
-                    resumed=checkpoint,
-                    forks=forks,
-                    values=number,
-                    goes_on=False,
-                    replays=True,
-                )
-                _fill_store(setup, segment, source)
-                summary, _ = live(setup, accept_dataset=setup.graph.samples)
-            if summary["status"] != "completed":
-                return summary
-            start = newest_intact(folder / "checkpoints")
-            assert start is not None, "a completed kernel has written a checkpoint"
+        with Interruptions() as interruptions:
+            for number, segment in enumerate(segments, 1):
+                checkpoint: tuple[Path | None, KernelState] = (None, KernelState.initial())
+                if start is not None:
+                    checkpoint = anyio.run(_begin_at, *start, folder / "checkpoints", number)
+                with fork_server(segment.composed, folder) as forks:
+                    setup = RunSetup(
+                        segment.composed,
+                        folder,
+                        resumed=checkpoint,
+                        forks=forks,
+                        values=number,
+                        goes_on=False,
+                        replays=True,
+                    )
+                    _fill_store(setup, segment, source)
+                    summary, _ = live(setup, interruptions, accept_dataset=setup.graph.samples)
+                if summary["status"] != "completed":
+                    return summary
+                start = newest_intact(folder / "checkpoints")
+                assert start is not None, "a completed kernel has written a checkpoint"
         return summary
 
 

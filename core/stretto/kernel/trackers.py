@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,30 +52,21 @@ class Trackers:
             log.info("tracker starts", tracker=each.section.folder_name)
             each.thread.start()
 
-    async def finish(self, *, hurried: bool) -> None:
-        """Give the processes time to send what is left, after the summary was written. A signal, or
-        `hurried`, ends that time. No process is left."""
+    async def finish(self, is_hurried: Callable[[], bool]) -> None:
+        """Give the processes time to send what is left, after the summary was written, until the user is in
+        a hurry. No process is left."""
         running = [each for each in self._processes if each.thread.is_alive()]
         try:
             for each in running:
                 each.run_is_over.set()
-            if running and not hurried:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_cancel_at_signal, tasks.cancel_scope)
-                    start = time.monotonic()
-                    for each in running:
-                        while each.thread.is_alive() and time.monotonic() < start + each.section.finish_s:
-                            await anyio.sleep(_POLL_S)
-                    tasks.cancel_scope.cancel()
+            start = time.monotonic()
+            for each in running:
+                end = start + each.section.finish_s
+                while each.thread.is_alive() and time.monotonic() < end and not is_hurried():
+                    await anyio.sleep(_POLL_S)
         finally:
             for each in running:
                 each.kill()
-
-
-async def _cancel_at_signal(scope: anyio.CancelScope) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for _ in signals:
-            scope.cancel()
 
 
 class _TrackerProcess:
