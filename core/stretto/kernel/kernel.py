@@ -193,6 +193,7 @@ class Kernel:
 
     async def run(self) -> None:
         """Own the run until it ends, then dismiss the workers. An error also dismisses them."""
+        await self._tickets.clear()
         await self._serve()
         resumed = self._setup.resumed
         stored = None if resumed is None else await self._recover(resumed)
@@ -334,9 +335,8 @@ class Kernel:
             on_repeated=self._report_step,
         )
         for command in self._scheduler.commands():
-            if isinstance(command, Retire):  # nobody works on the withdrawn attempts any more
+            if isinstance(command, Retire):  # the rest withdraws attempts of a former kernel
                 await self._do(command)
-        await self._tickets.clear()
         self._journal.incarnation = recovered.incarnation
         self._tickets.log_sequence = recovered.log_sequence
         self._engines.remember(recovered.notes)
