@@ -74,7 +74,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_outage_does_not_count_as_the_silence_of_a_process(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:
-    subject = names.worker("inference", "inference-0", "load")
+    subject = names.worker("inference", "inference-0", "n", "load")
     asked = anyio.Event()
 
     async def answer(message: Message) -> LoadReport:
@@ -107,7 +107,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
             await until(lambda: bool(answers) and bool(revisions))
         with pytest.raises(NoAnswer, match="verifier-9"):
             await kernel.request(
-                names.worker("verifier", "verifier-9", "score"),
+                names.worker("verifier", "verifier-9", "n", "score"),
                 AskLoad(),
                 LoadReport,
                 who="verifier-9",

@@ -519,9 +519,8 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
         permissions[role]["publish"].append(f"{names.answers('kernel', role)}.>")
         for verb, askers in WORKER_VERBS[role].items():
             for asker in askers:
-                permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.{verb}")
+                permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.*.{verb}")
                 permissions[role]["publish"].append(f"{names.answers(asker, role)}.>")
-    permissions["inference"]["publish"].append(names.shared_rows)
     permissions["trainer"]["publish"] += [*_read_log(names), *_append(names.trained)]
     finished = (
         *(names.trajectories, names.image("*"), names.groups),

@@ -26,6 +26,7 @@ from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     SERVER,
     Answers,
+    AskRanks,
     Beacon,
     GroupDone,
     Heartbeat,
@@ -37,7 +38,9 @@ from stretto.bus.messages import (
     JournalStep,
     KernelLease,
     Leaving,
+    Process,
     Progress,
+    Ranks,
     RowRef,
     RunScaled,
     RunStopping,
@@ -237,6 +240,7 @@ class Kernel:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
             await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, self._fleet.beat)
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
+        await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._tell_ranks)
         await bus.serve(names.kernel("operator", "scale"), ScaleRun, self._scale)
         await bus.serve(names.kernel("operator", "stop"), StopRun, self._stop)
         await self._samples.serve()
@@ -399,9 +403,24 @@ class Kernel:
         await self._checkpointer.save_required(note, checkpoint_name(note.version, values))
 
     async def _until_trainers_ready(self) -> None:
-        trainers = {worker.id for worker in self._setup.workers if worker.role == "trainer"}
-        while trainers - {member.worker for member in self._fleet.of("trainer")}:
+        nonces = await self._nonces_of_trainers()
+        while nonces.keys() - {member.worker for member in self._fleet.of("trainer")}:
             await self._changed.wait()
+        self._trainers.nonces = nonces
+        first = self._trainers.placement.lead.workers[0]
+        self._engines.trainer = Process(first, nonces[first])
+
+    async def _nonces_of_trainers(self) -> dict[str, str]:
+        """Wait until all trainers have joined, and return the nonces of their processes. If one of them is
+        lost, the run ends, so they stay the same."""
+        trainers = [worker.id for worker in self._setup.workers if worker.role == "trainer"]
+        while not all(worker in self._fleet.members for worker in trainers):
+            await self._changed.wait()
+        return {worker: self._fleet.members[worker].nonce for worker in trainers}
+
+    async def _tell_ranks(self, message: AskRanks) -> Ranks:
+        del message
+        return Ranks(await self._nonces_of_trainers())
 
     async def _until_all_callable(self) -> None:
         while missing := self._missing():
@@ -533,6 +552,7 @@ class Kernel:
                 f"{own_version()}: install stretto {own_version()} where the worker starts"
             )
         self._fleet.join(role, message)
+        self._notify()
         self._timeline.worker(message.worker, "joined")
         log.info("worker joined", worker=message.worker, place=message.place)
         return Welcome(
