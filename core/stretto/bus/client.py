@@ -374,6 +374,7 @@ class Bus:
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
         """Queues of the streams that this process follows. None in a queue means that the client has lost the
         connection and reconnected."""
+        self._serving = True
         self.explain: Callable[[Exception], str] = _error_text
         """Returns the reason in the refusal that is sent when a request's handler raises."""
         self.refused = 0
@@ -530,8 +531,11 @@ class Bus:
             except StrettoError as error:
                 result = Refusal(str(error))
             except Exception as error:
-                log.exception("request failed", subject=subject)
+                if self._serving:
+                    log.exception("request failed", subject=subject)
                 result = Refusal(self.explain(error))
+            if not self._serving:
+                return
             data = _encode(result)
             if forget:
                 del answers[reply]
@@ -542,6 +546,8 @@ class Bus:
             await self._send(reply, data, "")
 
         async def deliver(msg: Msg) -> None:
+            if not self._serving:
+                return
             if not may_reply_to(msg.reply):
                 reason = f"{msg.reply!r} is not an inbox of {' or '.join(askers)}"
                 self._refuse(msg.subject, kind, ValueError(reason))
@@ -565,6 +571,11 @@ class Bus:
 
         await self._nats.subscribe(subject, cb=deliver)
         await self._nats.flush()
+
+    def stop_serving(self) -> None:
+        """Answer no request any more, not even those whose handlers still run. For a process that leaves: the
+        askers turn to another process when they hear that it has left, and would take a refusal for final."""
+        self._serving = False
 
     # ---------------------------------------------------------------------------------- streams
 
