@@ -131,6 +131,10 @@ _PING_S = 1
 """Seconds between two pings of the server."""
 _UNANSWERED_PINGS = 5
 """After more pings than this without an answer, the client gives up the connection and reconnects."""
+_TRY_S = 5
+"""Seconds in which a server must answer a client that connects."""
+_TRY_OF_SEVERAL_S = 2
+"""The same with several servers: one that stands still must not keep a client from the others for long."""
 
 _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus.tls)"
 
@@ -310,7 +314,7 @@ async def _open_client(
                 inbox_prefix=_inbox_of(bootstrap).encode(),
                 allow_reconnect=True,
                 max_reconnect_attempts=-1,
-                connect_timeout=5,
+                connect_timeout=_TRY_S if "," not in bootstrap.url else _TRY_OF_SEVERAL_S,
                 ping_interval=_PING_S,
                 max_outstanding_pings=_UNANSWERED_PINGS,
                 error_cb=on_error,
@@ -400,6 +404,13 @@ class Bus:
     def server(self) -> str:
         """Address of the server that the client is connected to, or was at last."""
         return self._address
+
+    @property
+    def reconnect_s(self) -> float:
+        """Seconds in which a process that has lost its server finds another one of the cluster, even if all
+        others but one stand still; 0 with one server."""
+        servers = len(self._nats.servers)
+        return (_UNANSWERED_PINGS + 1) * _PING_S + servers * _TRY_OF_SEVERAL_S if servers > 1 else 0.0
 
     @property
     def local_address(self) -> str:

@@ -111,6 +111,9 @@ class Fleet:
         """Called with each worker that begins to drain."""
         self.hears: Callable[[], bool] = lambda: True
         """Whether heartbeats can arrive at present: the kernel has a connection to the bus."""
+        self.reconnect_s = 0.0
+        """Seconds in which a worker may look for another server of a cluster. They add to the time after
+        which a silent worker is lost."""
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
@@ -335,7 +338,7 @@ class Fleet:
                 # The kernel's process was delayed, not the workers.
                 member.heard = member.heard + late if hears else now
                 silent = now - member.heard
-                if silent > _SILENT_S:
+                if silent > _SILENT_S + self.reconnect_s:
                     await self._end_hanging(member, f"silent for {silent:.0f} s")
                 elif member.ready and member.blocked_s > _HUNG_S:
                     how = f"its event loop stood still for {member.blocked_s:.0f} s"

@@ -193,6 +193,7 @@ class Kernel:
         self._fleet.on_left = self._on_left
         self._fleet.on_change = self._on_change
         self._fleet.hears = lambda: bus.connected
+        self._fleet.reconnect_s = bus.reconnect_s
 
     async def run(self) -> None:
         """Own the run until it ends, then dismiss the workers. An error also dismisses them."""
