@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from nats.aio.client import Client
 
 from stretto.array import Array
 from stretto.bus import messages
-from stretto.bus.messages import WORKER_VERBS, Message, Subjects
+from stretto.bus.client import connect
+from stretto.bus.messages import WORKER_VERBS, Heartbeat, Message, Subjects
+from stretto.bus.server import Bootstrap
 from stretto.launcher import ROLES, Role
 from whole_runs import arguments_of, mock_run_file
 
@@ -62,12 +64,28 @@ steps: 100000
     )
 
 
-def subjects_of(role: Role, names: Subjects) -> list[str]:
-    """Every subject that the role may publish to, with the ids of the run's workers."""
+async def nonces_of(bootstrap: Bootstrap) -> dict[str, str]:
+    """Nonces of the run's workers, by worker: they are parts of their subjects."""
+    names, nonces = Subjects(bootstrap.run), dict[str, str]()
+
+    def hear(beat: Heartbeat) -> None:
+        nonces[beat.worker] = beat.nonce
+
+    async with connect(bootstrap) as bus:
+        for role in ROLES:
+            await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, hear)
+        with anyio.fail_after(30):
+            while len(nonces) < len(ROLES):
+                await anyio.sleep(0.1)
+    return nonces
+
+
+def subjects_of(role: Role, names: Subjects, nonces: Mapping[str, str]) -> list[str]:
+    """Every subject that the role may publish to, for the run's workers."""
     verbs = ("join", "heartbeat", "leaving", "started", "progress")
     own = [names.kernel(role, verb) for verb in verbs]
     asked = [
-        names.worker(answerer, f"{answerer}-0", verb)
+        names.worker(answerer, f"{answerer}-0", nonces[f"{answerer}-0"], verb)
         for answerer, table in WORKER_VERBS.items()
         for verb, askers in table.items()
         if role in askers
@@ -148,10 +166,10 @@ def hostile(draw: random.Random) -> Iterator[bytes]:
                 yield head + bytes(draw.randrange(2**20))
 
 
-async def attack(login: dict[str, Any], role: Role, count: int, seed: int) -> int:
+async def attack(login: dict[str, Any], role: Role, nonces: Mapping[str, str], count: int, seed: int) -> int:
     """Send the messages with one role's credentials. Returns the bytes sent."""
     draw = random.Random(f"{seed} {role}")
-    subjects = subjects_of(role, Subjects(login["run"]))
+    subjects = subjects_of(role, Subjects(login["run"]), nonces)
     client = Client()
     await client.connect(login["url"], user=login["user"], password=login["password"], error_cb=_ignore)
     sent = 0
@@ -209,9 +227,10 @@ def fuzz(folder: Path, count: int, seed: int) -> dict[str, Any]:
         run = psutil.Process(process.pid)
         before, at = memory(run), steps(out)
         sent = {}
+        nonces = anyio.run(nonces_of, Bootstrap.read(out / "bus" / "kernel.json"))
         for role in ROLES:
             login = json.loads((out / "bus" / f"{role}.json").read_text())
-            sent[role] = anyio.run(attack, login, role, count, seed)
+            sent[role] = anyio.run(attack, login, role, nonces, count, seed)
             wait_for_steps(process, out, steps(out) + _STEPS_AFTER)
         after = memory(run)
         grown = {name: (after[name] - before[name]) / 2**20 for name in before if name in after}

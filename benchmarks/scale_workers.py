@@ -277,8 +277,8 @@ class InferenceWorker(Worker):
 
     def open(self) -> None:
         """Listen for swaps."""
-        self.wire.subscribe(self.names.worker("inference", self.id, "swap"), "swaps", self._swap)
-        self.wire.subscribe(self.names.worker("inference", self.id, "load"), "other", self._load)
+        self.wire.subscribe(self.names.worker("inference", self.id, self.nonce, "swap"), "swaps", self._swap)
+        self.wire.subscribe(self.names.worker("inference", self.id, self.nonce, "load"), "other", self._load)
 
     def load(self) -> Load:
         """Return the figures of a busy engine."""
@@ -312,7 +312,9 @@ class RolloutWorker(Worker):
 
     def open(self) -> None:
         """Listen for routes and tickets."""
-        self.wire.subscribe(self.names.worker("rollout", self.id, "routes"), "routes", self._routes)
+        self.wire.subscribe(
+            self.names.worker("rollout", self.id, self.nonce, "routes"), "routes", self._routes
+        )
         self.wire.subscribe(f"{self.inbox}.pull", "tickets", self._take)
         self.wire.subscribe(f"{self.inbox}.ack.*", "acks", self._stored)
 
@@ -435,13 +437,13 @@ async def train(bootstrap: Bootstrap) -> None:
         subject = names.kernel("trainer", "join")
         join = Join(worker, "trainer", "simulated", nonce, bootstrap.token, own_version())
         await bus.request(subject, join, Welcome, who="kernel", deadline_s=60)
-        own = partial(names.worker, "trainer", worker)
+        own = partial(names.worker, "trainer", worker, nonce)
         await bus.serve(own("load"), LoadCheckpoint, load)
         await bus.serve(own("call"), RunCall, call)
         await bus.serve(own("end"), EndStep, end)
         await bus.serve(own("published"), AskPublished, published)
         await bus.serve(own("save"), Save, save)
-        await bus.subscribe(names.worker("trainer", worker, "prefetch"), Prefetch, lambda message: None)
+        await bus.subscribe(own("prefetch"), Prefetch, lambda message: None)
         counts["ready"] += 1
         while not finish.is_set():
             beat = Heartbeat(worker, nonce, ready=True)

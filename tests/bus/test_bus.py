@@ -418,7 +418,7 @@ async def test_a_viewer_hears_the_status_and_can_do_nothing_else(
         forbidden = (
             *(names.status, names.beacon, names.journal, names.trajectories, names.ticket("train")),
             *(names.kernel(role, "join") for role in ROLES),
-            names.worker("inference", "inference-0", "generate"),
+            names.worker("inference", "inference-0", "n", "generate"),
             f"{names.inbox('kernel')}.from.trainer.x.1",
             f"$JS.API.STREAM.MSG.GET.{names.log_stream}",
             "$JS.API.INFO",
@@ -463,7 +463,7 @@ async def test_each_role_may_do_its_own_work_only(
         raw = await raw_client(tmp_path, "verifier", error_cb=note)
         forbidden = (
             *(names.beacon, names.journal, names.trajectories, names.ticket("train")),
-            names.worker("inference", "inference-0", "generate"),
+            names.worker("inference", "inference-0", "n", "generate"),
             names.kernel("trainer", "join"),  # in another's name
             f"{names.inbox('kernel')}.from.trainer.x.1",
             f"{names.inbox('rollout')}.from.inference.x.1",

@@ -31,6 +31,7 @@ from stretto.bus.messages import (
     KernelLease,
     Leaving,
     Peer,
+    Ranks,
     Routes,
     RunScaled,
     ScaleRun,
@@ -77,9 +78,12 @@ async def ignore(error: Exception) -> None:
     "message",
     [
         Join(INJECTION, "rollout", "p", "n", "t"),
+        Join("rollout-0", "rollout", "p", INJECTION, "t"),
         Heartbeat(INJECTION, "n", True),
         Leaving("inference-0.x", "n", "bye"),
-        Routes(1, (Peer(INJECTION),)),
+        Routes(1, (Peer(INJECTION, "n"),)),
+        Routes(1, (Peer("inference-0", INJECTION),)),
+        Ranks({"trainer-0": INJECTION}),
         ChunkBatch("nobody-0", (), *[Array.of([], "<i4")] * 3),
         Generate(GenerateRequest("q", Array.of([1]), (1,), Sampling(), 0), INJECTION),
         Generate(GenerateRequest("q", Array.of([1]), (1,), Sampling(), 0), "a.b"),
@@ -96,7 +100,13 @@ def test_names_that_are_no_names_are_malformed(message: Any) -> None:
 )
 def test_no_subject_is_made_from_such_a_name(name: str) -> None:
     with pytest.raises(BusError, match="is not the id of a worker"):
-        Subjects("r").worker("rollout", name, "generate")
+        Subjects("r").worker("rollout", name, "n", "generate")
+
+
+@pytest.mark.parametrize("nonce", ["", "*", ">", "a.b", "a b", "n\n"])
+def test_no_subject_is_made_from_such_a_nonce(nonce: str) -> None:
+    with pytest.raises(BusError, match="is not the nonce of a process"):
+        Subjects("r").worker("rollout", "rollout-0", nonce, "image")
 
 
 async def test_the_client_checks_subjects_too(open_bus: OpenBus, names: Subjects) -> None:
@@ -246,7 +256,7 @@ async def test_what_jetstream_answers_reaches_no_stream_and_no_state(
 
 async def test_no_other_role_can_answer_a_request(open_bus: OpenBus, names: Subjects, raw: Any) -> None:
     """An inference worker knows the inbox of a rollout worker; it must not give rewards."""
-    score = names.worker("verifier", "verifier-0", "score")
+    score = names.worker("verifier", "verifier-0", "n", "score")
     async with open_bus("rollout") as rollout:
         forger = await raw("inference")
         forged = msgspec.msgpack.encode(Scored(((1.0, {}),)))
@@ -275,12 +285,12 @@ async def test_a_role_may_ask_only_for_what_the_table_of_verbs_allows(
 
     forbidden = {
         "rollout": [
-            *(names.worker("inference", "inference-0", verb) for verb in ("swap", "load")),
-            names.worker("trainer", "trainer-0", "call"),
+            *(names.worker("inference", "inference-0", "n", verb) for verb in ("swap", "load")),
+            names.worker("trainer", "trainer-0", "n", "call"),
             f"$JS.API.CONSUMER.CREATE.{names.log_stream}",
         ],
-        "inference": [names.worker("trainer", "trainer-0", "column"), names.groups],
-        "trainer": [names.groups, names.worker("inference", "inference-0", "swap")],
+        "inference": [names.worker("trainer", "trainer-0", "n", "column"), names.groups],
+        "trainer": [names.groups, names.worker("inference", "inference-0", "n", "swap")],
         "kernel": ["anything", names.journal, f"$JS.API.STREAM.PURGE.{names.log_stream}"],
     }
     for role, subjects in forbidden.items():

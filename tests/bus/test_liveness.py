@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from stretto.bus.messages import (
     SERVER,
     AskLoad,
     Beacon,
+    EndStep,
     Heartbeat,
     Join,
     KernelLease,
@@ -35,6 +37,7 @@ from stretto.bus.messages import (
     LoadReport,
     Message,
     Refusal,
+    StepEnded,
     Subjects,
 )
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run, restart_server
@@ -76,7 +79,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_outage_does_not_count_as_the_silence_of_a_process(
     open_bus: OpenBus, names: Subjects, tmp_path: Path
 ) -> None:
-    subject = names.worker("inference", "inference-0", "load")
+    subject = names.worker("inference", "inference-0", "n", "load")
     asked = anyio.Event()
 
     async def answer(message: Message) -> LoadReport:
@@ -109,7 +112,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
             await until(lambda: bool(answers) and bool(revisions))
         with pytest.raises(NoAnswer, match="verifier-9"):
             await kernel.request(
-                names.worker("verifier", "verifier-9", "score"),
+                names.worker("verifier", "verifier-9", "n", "score"),
                 AskLoad(),
                 LoadReport,
                 who="verifier-9",
@@ -223,6 +226,40 @@ async def test_a_worker_by_hand_is_lost_without_ending_the_run(
     assert (changes, left, len(lost)) == ([True], ["rollout-0"], 2)
     assert not workers.members
     assert not workers.starting
+
+
+async def test_a_worker_that_looks_for_another_server_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_SILENT_S", 0.1)
+    no_launcher: Any = None
+    workers = Fleet(no_launcher, tmp_path, tmp_path, lambda worker: (), max_restarts=0)
+    workers.reconnect_s = 2.5
+    lost: list[str] = []
+    workers.on_lost = lambda member, how, final: lost.append(how)
+    _join(workers, tmp_path)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(workers.watch)
+        await until(lambda: bool(lost))
+        tasks.cancel_scope.cancel()
+    assert lost in (["silent for 3 s"], ["silent for 4 s"])
+
+
+async def test_servers_that_stand_still_keep_a_client_only_shortly_from_the_others(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sockets that take connections and say nothing, as the system does for a stopped server."""
+    del open_bus
+    monkeypatch.setattr("nats.aio.client.shuffle", lambda servers: None)
+    bootstrap = Bootstrap.read(tmp_path / "bus" / "rollout.json")
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        still = [f"nats://127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
+        url = ",".join((*still, bootstrap.url))
+        began = time.monotonic()
+        async with client.connect(msgspec.structs.replace(bootstrap, url=url)) as bus:
+            assert time.monotonic() - began < 8
+            assert bus.server == bootstrap.url
+            assert bus.reconnect_s == 12
 
 
 async def test_no_worker_counts_as_silent_while_the_bus_is_out(
@@ -484,6 +521,30 @@ async def test_a_worker_that_starts_after_the_kernels_death_does_not_wait_to_joi
         await server.stop()
     assert worker.returncode == 1
     assert "kernel did not answer on 'join'" in output
+
+
+async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
+    open_bus: OpenBus, names: Subjects
+) -> None:
+    """Both are `trainer-0`; the former one stood still, and has not heard yet that its kernel is gone."""
+    heard: list[str] = []
+
+    async with open_bus("kernel") as kernel, open_bus("trainer") as former, open_bus("trainer") as present:
+        for bus, nonce, lease_epoch in ((former, "former", 1), (present, "present", 2)):
+            context = WorkerContext(
+                bus, names, "trainer-0", "trainer", nonce, welcome("test-run", lease_epoch)
+            )
+
+            async def end(message: EndStep, context: WorkerContext = context) -> StepEnded:
+                heard.append(context.nonce)
+                context.check_lease(message.lease_epoch)
+                return StepEnded()
+
+            await bus.serve(context.subject("end"), EndStep, end)
+        subject = names.worker("trainer", "trainer-0", "present", "end")
+        await kernel.request(subject, EndStep(2, 0), StepEnded, who="trainer-0", deadline_s=10)
+        await former.subscribe(names.beacon, Beacon, lambda beacon: None)  # it has read all messages before
+    assert heard == ["present"]
 
 
 def test_a_worker_leaves_when_a_later_kernel_owns_the_run() -> None:

@@ -265,6 +265,17 @@ async def test_a_server_for_other_machines_admits_bootstrap_files_of_its_run_alo
             await server.stop()
 
 
+async def test_a_port_in_use_is_not_taken_for_ones_own(server: NatsServer, tmp_path: Path) -> None:
+    folder, (host, port) = tmp_path / "second" / "bus", server.url.removeprefix("nats://").split(":")
+    with (
+        lock_run(folder),
+        pytest.raises(
+            ConfigError, match=rf"bus.listen: {host}:{port} is in use by another nats-server, test-run"
+        ),
+    ):
+        await NatsServer.start(folder, "second", BusConfig(listen=f"{host}:{port}"), tmp_path)
+
+
 async def test_a_server_listens_without_tls_only_if_told_to(tmp_path: Path) -> None:
     address = outer_address()
     with lock_run(tmp_path / "bus"):

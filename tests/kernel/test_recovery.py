@@ -8,9 +8,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
+from kernel_setup import make_setup
 from stretto.bus.client import Bus
 from stretto.bus.messages import (
     Answers,
@@ -25,6 +27,7 @@ from stretto.bus.messages import (
     RowRef,
     StoredImage,
     Subjects,
+    Ticket,
     TrajectoryBundle,
 )
 from stretto.bus.server import Bootstrap, run_id
@@ -32,6 +35,8 @@ from stretto.dataset import Dataset
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.changes import fingerprint_changes, is_complete
 from stretto.kernel.checkpoint import KernelState, LostData
+from stretto.kernel.ending import Ending
+from stretto.kernel.kernel import own_run
 from stretto.kernel.metrics_file import MetricsFile
 from stretto.kernel.recovery import Recovered, Stored, read_store, repeat_journal
 from stretto.kernel.scheduler import Issue, Scheduler, SchedulerSettings, Snapshot, StartBatch
@@ -185,6 +190,26 @@ async def open_history(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[His
 def issued(scheduler: Scheduler) -> set[int]:
     """Tickets that the scheduler issues."""
     return {command.ticket.id for command in scheduler.commands() if isinstance(command, Issue)}
+
+
+async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them(
+    open_bus: OpenBus, names: Subjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, ending, newest = make_setup(tmp_path, steps=1, samples={"keep": "none"}), Ending(), list[int]()
+    setup.resumed = None, KernelState.initial()
+    async with open_bus("kernel") as bus:
+        subject = names.ticket("eval")
+        await bus.make_queue(names.tickets_stream, [names.ticket("train"), subject], redeliver_s=60)
+        await bus.append(subject, Ticket(0, 1, "eval", 0, min_version=0, samples=1), id="eval-0/1")
+
+        async def launch(workers: object, tasks: object) -> None:
+            newest.append(await bus.last_sequence(names.tickets_stream, subject))
+            ending.end("interrupted", "")
+
+        monkeypatch.setattr(setup.fleet, "launch", launch)
+        with anyio.fail_after(30):
+            await own_run(setup, bus, ending)
+    assert newest == [0]
 
 
 async def test_an_intact_store_loses_nothing(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stretto.algorithm import Group
 from stretto.bus.messages import Evaluation, GroupDone, GroupFailed, Member, Ticket
+from stretto.kernel.checkpoint import KernelState
 from stretto.kernel.gate import DivergenceGate
 from stretto.kernel.scheduler import (
     EvaluationDone,
@@ -754,6 +755,27 @@ def test_evaluations_under_way_and_waiting_outlive_their_kernel() -> None:
     again.start()
     assert evaluation_ticket(list(again.commands())).exact_version == 2
     assert again.needed_versions == (2,)
+
+
+def test_a_run_that_evaluates_no_more_does_not_wait_for_the_evaluations_of_its_former_values() -> None:
+    scheduler, commands = evaluating(steps=9, every=1)
+    step(scheduler, commands)
+    again = Scheduler(replace(scheduler.settings, steps=1, evaluation_rows=0))
+    again.restore(scheduler.snapshot(), attempts_from=1000)
+    again.start()
+    assert isinstance(again.commands()[-1], Finish)
+
+
+def test_the_evaluation_of_the_untrained_model_outlives_a_kernel_without_a_checkpoint() -> None:
+    scheduler, commands = evaluating(steps=9, every=5)
+    ticket = next(each.ticket for each in commands if isinstance(each, Issue))
+    again = Scheduler(scheduler.settings)
+    again.restore(KernelState.initial().snapshot, attempts_from=1000)
+    again.replay([ticket.id], [done(ticket, 0)])  # the journal has the first batch
+    assert again.needed_versions == (0,)  # so the trainers keep its weights
+    again.step_finished()
+    again.start()
+    assert evaluation_ticket(list(again.commands())).exact_version == 0
 
 
 def test_the_best_evaluation_is_the_first_of_the_highest_accuracy() -> None:

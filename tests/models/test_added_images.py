@@ -364,7 +364,7 @@ async def test_a_trainer_makes_the_arrays_of_the_images_that_a_trajectory_names(
         log = Log(TrajectoryBundle(1, 1, 0, wires), {**dict(zip(names, files, strict=True)), **lies})
         context: Any = SimpleNamespace(bus=log, names=Subjects("r"))
         placement: Any = SimpleNamespace(graph=SimpleNamespace(samples=True, source=None, writers={}))
-        store: Any = BatchStore(context, placement)
+        store: Any = BatchStore(context, placement, {})
         store._vision, store._dataset = vision, [row_of("<image>", files[0])]
         return store, log
 

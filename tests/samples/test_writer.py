@@ -197,7 +197,10 @@ async def test_the_writer_may_read_the_log_and_nothing_else(
                 names.beacon,
                 f"$JS.API.STREAM.PURGE.{names.log_stream}",
             ),
-            *(f"$JS.API.CONSUMER.CREATE.{names.log_stream}", names.worker("trainer", "trainer-0", "call")),
+            *(
+                f"$JS.API.CONSUMER.CREATE.{names.log_stream}",
+                names.worker("trainer", "trainer-0", "n", "call"),
+            ),
         ]
         for subject in forbidden:
             await client.publish(subject, b"x")

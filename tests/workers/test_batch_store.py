@@ -34,7 +34,7 @@ def store(log: Log) -> BatchStore:
     graph = SimpleNamespace(samples=True, source=None, writers={})
     context: Any = SimpleNamespace(bus=log, names=SimpleNamespace(log_stream="log"))
     placement: Any = SimpleNamespace(graph=graph)
-    return BatchStore(context, placement)
+    return BatchStore(context, placement, {})
 
 
 def refs(*tickets: int) -> tuple[RowRef, ...]:

@@ -49,7 +49,7 @@ class Engine:
         self._bus, self._names, self._chunks = bus, names, ""
 
     async def open(self) -> None:
-        subject = partial(self._names.worker, "inference", self.worker)
+        subject = partial(self._names.worker, "inference", self.worker, "n")
         await self._bus.subscribe(subject("generate"), Generate, self._generate)
         await self._bus.subscribe(subject("abort"), Abort, self._abort)
         await self._bus.subscribe(subject("confirm"), Confirm, self._confirm)
@@ -110,6 +110,8 @@ class Case:
         context = SimpleNamespace(
             bus=bus,
             names=self.names,
+            worker="rollout-0",
+            nonce="n",
             routes=None,
             on_beacon=self._listeners.append,
             on_routes=self._routes_listeners.append,
@@ -123,7 +125,7 @@ class Case:
         """The kernel names engines, with what they have in hand."""
         self._in_hand = in_hand
         peers = [
-            Peer(f"inference-{worker}", EngineFigures(0, running, 8, 0))
+            Peer(f"inference-{worker}", "n", EngineFigures(0, running, 8, 0))
             for worker, running in in_hand.items()
         ]
         for listener in self._routes_listeners:

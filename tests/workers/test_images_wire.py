@@ -12,11 +12,13 @@ import pytest
 
 from bus_testing import welcome
 from stretto.bus.client import Bus
-from stretto.bus.messages import AskImage, ImagePart, Subjects
+from stretto.bus.messages import AskImage, ImagePart, Process, Subjects
 from stretto.errors import BusError, Refused
 from stretto.models.images import MAX_FILE_BYTES, OpenImage
 from stretto.workers.context import WorkerContext
 from stretto.workers.images import ImageFetcher, ImageShelf
+
+ROLLOUT = Process("rollout-0", "n")
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
@@ -46,9 +48,9 @@ async def test_an_image_comes_whole_and_once(open_bus: OpenBus) -> None:
         with shelf.hold([small, large]):
             async with anyio.create_task_group() as tasks:
                 for _ in range(5):
-                    tasks.start_soon(fetcher.get, "rollout-0", [large.digest, small.digest])
+                    tasks.start_soon(fetcher.get, ROLLOUT, [large.digest, small.digest])
         # The rollout worker has them no longer; the engine's worker has.
-        assert await fetcher.get("rollout-0", [small.digest, large.digest]) == [small.file, large.file]
+        assert await fetcher.get(ROLLOUT, [small.digest, large.digest]) == [small.file, large.file]
         assert fetcher.fetched == {"images": 2, "bytes": 3_001_000}
 
 
@@ -58,9 +60,9 @@ async def test_an_image_is_there_as_long_as_any_ticket_has_it(open_bus: OpenBus)
         with shelf.hold([image, image]):
             with shelf.hold([image, other]):
                 pass
-            assert await fetcher.get("rollout-0", [image.digest]) == [image.file]
+            assert await fetcher.get(ROLLOUT, [image.digest]) == [image.file]
             with pytest.raises(Refused, match="rollout-0 refused: has no ticket with this image in hand"):
-                await fetcher.get("rollout-0", [other.digest])
+                await fetcher.get(ROLLOUT, [other.digest])
 
 
 @pytest.mark.parametrize("lie", ["other bytes", "huge", "nothing"])
@@ -79,7 +81,7 @@ async def test_a_worker_that_sends_something_else_is_not_believed(open_bus: Open
         await rollout.serve(context.subject("image"), AskImage, answer, forget=True)
         fetcher = ImageFetcher(context_of(inference, "inference-0"))
         with pytest.raises(BusError, match="rollout-0 sent another image than it had named"):
-            await fetcher.get("rollout-0", [image.digest])
+            await fetcher.get(ROLLOUT, [image.digest])
         assert asked == 1
 
 
@@ -89,10 +91,10 @@ async def test_old_images_make_room(open_bus: OpenBus, monkeypatch: pytest.Monke
     names = [image.digest for image in images]
     async with ends(open_bus) as (shelf, fetcher):
         with shelf.hold(images):
-            await fetcher.get("rollout-0", names[:2])
-            await fetcher.get("rollout-0", [names[0], names[2], names[0], names[3]])
+            await fetcher.get(ROLLOUT, names[:2])
+            await fetcher.get(ROLLOUT, [names[0], names[2], names[0], names[3]])
             assert fetcher.fetched["images"] == 4
-            await fetcher.get("rollout-0", [names[0], names[3]])
+            await fetcher.get(ROLLOUT, [names[0], names[3]])
             assert fetcher.fetched["images"] == 4
-            await fetcher.get("rollout-0", [names[1]])
+            await fetcher.get(ROLLOUT, [names[1]])
             assert fetcher.fetched["images"] == 5

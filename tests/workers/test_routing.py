@@ -48,7 +48,7 @@ class Kernel:
     def tells(self, lent: dict[str, int] | None = None, /, **loads: EngineFigures | None) -> None:
         exact = lent or {}
         named = {f"inference-{name.removeprefix('inference-')}": load for name, load in loads.items()}
-        self.sends(*(Peer(worker, load, exact.get(worker)) for worker, load in named.items()))
+        self.sends(*(Peer(worker, "n", load, exact.get(worker)) for worker, load in named.items()))
 
     def sends(self, *peers: Peer) -> None:
         for listener in self._listeners:
@@ -75,8 +75,8 @@ async def chosen(pool: Router, times: int = 40, affinity: str = "", **how: Any) 
     """Who gets each of some calls, one after the other."""
     workers: Counter[str] = Counter()
     for _ in range(times):
-        async with pool.member(affinity, **how) as worker:
-            workers[worker] += 1
+        async with pool.member(affinity, **how) as peer:
+            workers[peer.worker] += 1
     return workers
 
 
@@ -112,22 +112,36 @@ async def test_calls_leave_silently_when_their_worker_is_lent_or_taken_back(kern
 
 async def test_a_closed_worker_finishes_its_calls_and_gets_no_new_ones(kernel: Kernel) -> None:
     pool = kernel.pool()
-    kernel.sends(Peer("inference-a"))
+    kernel.sends(Peer("inference-a", "n"))
     with anyio.fail_after(5):
-        async with pool.member(affinity="s") as worker:
-            kernel.sends(Peer("inference-b"), Peer("inference-a", closed=True))
+        async with pool.member(affinity="s") as peer:
+            kernel.sends(Peer("inference-b", "n"), Peer("inference-a", "n", closed=True))
             await anyio.lowlevel.checkpoint()
-            assert worker == "inference-a"
+            assert peer.worker == "inference-a"
             assert await chosen(pool) == {"inference-b": 40}
             assert await chosen(pool, affinity="s") == {"inference-b": 40}
-        kernel.sends(Peer("inference-a", closed=True))
+        kernel.sends(Peer("inference-a", "n", closed=True))
         with anyio.move_on_after(0.05) as waiting:
             await chosen(pool, 1)
         assert waiting.cancelled_caught
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(chosen, pool, 1)
             await anyio.wait_all_tasks_blocked()
-            kernel.sends(Peer("inference-a"))  # it is a candidate again
+            kernel.sends(Peer("inference-a", "n"))  # it is a candidate again
+
+
+async def test_calls_leave_a_process_whose_successor_has_its_id(kernel: Kernel) -> None:
+    pool, nonces = kernel.pool(), list[str]()
+    kernel.sends(Peer("inference-a", "first"))
+    with anyio.fail_after(5):
+        while len(nonces) < 2:
+            async with pool.member() as peer:
+                nonces.append(peer.nonce)
+                kernel.sends(Peer("inference-a", "second"))
+                await anyio.sleep(0)
+                if peer.nonce == "first":
+                    await anyio.sleep_forever()
+    assert nonces == ["first", "second"]
 
 
 async def test_calls_wait_for_a_worker_and_leave_silently_with_it(kernel: Kernel) -> None:
@@ -136,8 +150,8 @@ async def test_calls_wait_for_a_worker_and_leave_silently_with_it(kernel: Kernel
 
     async def call() -> None:
         while True:
-            async with pool.member() as worker:
-                seen.append(worker)
+            async with pool.member() as peer:
+                seen.append(peer.worker)
                 await anyio.sleep_forever()
 
     async with anyio.create_task_group() as tasks:
@@ -286,11 +300,11 @@ async def simulate(replicas: dict[str, Replica], requests: int, seed: int) -> No
             await one([([lengths.lognormvariate(3, 0.6)], anyio.Event()) for _ in range(4)], pool)
 
     async def one(samples: list[tuple[list[float], anyio.Event]], pool: Router) -> None:
-        async with pool.member(samples=lambda: sum(not over.is_set() for _, over in samples)) as worker:
-            replicas[worker].samples.extend(samples)
+        async with pool.member(samples=lambda: sum(not over.is_set() for _, over in samples)) as peer:
+            replicas[peer.worker].samples.extend(samples)
             async with anyio.create_task_group() as waits:
                 for _, over in samples:
-                    waits.start_soon(until_over, pool, worker, over)
+                    waits.start_soon(until_over, pool, peer.worker, over)
 
     async def until_over(pool: Router, worker: str, over: anyio.Event) -> None:
         await over.wait()

@@ -131,6 +131,10 @@ _PING_S = 1
 """Seconds between two pings of the server."""
 _UNANSWERED_PINGS = 5
 """After more pings than this without an answer, the client gives up the connection and reconnects."""
+_TRY_S = 5
+"""Seconds in which a server must answer a client that connects."""
+_TRY_OF_SEVERAL_S = 2
+"""The same with several servers: one that stands still must not keep a client from the others for long."""
 
 _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus.tls)"
 
@@ -310,7 +314,7 @@ async def _open_client(
                 inbox_prefix=_inbox_of(bootstrap).encode(),
                 allow_reconnect=True,
                 max_reconnect_attempts=-1,
-                connect_timeout=5,
+                connect_timeout=_TRY_S if "," not in bootstrap.url else _TRY_OF_SEVERAL_S,
                 ping_interval=_PING_S,
                 max_outstanding_pings=_UNANSWERED_PINGS,
                 error_cb=on_error,
@@ -374,6 +378,7 @@ class Bus:
         self._pulling: set[asyncio.Queue[Msg | None]] = set()
         """Queues of the streams that this process follows. None in a queue means that the client has lost the
         connection and reconnected."""
+        self._serving = True
         self.explain: Callable[[Exception], str] = _error_text
         """Returns the reason in the refusal that is sent when a request's handler raises."""
         self.refused = 0
@@ -399,6 +404,13 @@ class Bus:
     def server(self) -> str:
         """Address of the server that the client is connected to, or was at last."""
         return self._address
+
+    @property
+    def reconnect_s(self) -> float:
+        """Seconds in which a process that has lost its server finds another one of the cluster, even if all
+        others but one stand still; 0 with one server."""
+        servers = len(self._nats.servers)
+        return (_UNANSWERED_PINGS + 1) * _PING_S + servers * _TRY_OF_SEVERAL_S if servers > 1 else 0.0
 
     @property
     def local_address(self) -> str:
@@ -530,8 +542,11 @@ class Bus:
             except StrettoError as error:
                 result = Refusal(str(error))
             except Exception as error:
-                log.exception("request failed", subject=subject)
+                if self._serving:
+                    log.exception("request failed", subject=subject)
                 result = Refusal(self.explain(error))
+            if not self._serving:
+                return
             data = _encode(result)
             if forget:
                 del answers[reply]
@@ -542,6 +557,8 @@ class Bus:
             await self._send(reply, data, "")
 
         async def deliver(msg: Msg) -> None:
+            if not self._serving:
+                return
             if not may_reply_to(msg.reply):
                 reason = f"{msg.reply!r} is not an inbox of {' or '.join(askers)}"
                 self._refuse(msg.subject, kind, ValueError(reason))
@@ -565,6 +582,11 @@ class Bus:
 
         await self._nats.subscribe(subject, cb=deliver)
         await self._nats.flush()
+
+    def stop_serving(self) -> None:
+        """Answer no request any more, not even those whose handlers still run. For a process that leaves: the
+        askers turn to another process when they hear that it has left, and would take a refusal for final."""
+        self._serving = False
 
     # ---------------------------------------------------------------------------------- streams
 

@@ -35,6 +35,7 @@ __all__ = [
     "AskLoad",
     "AskMeetingPlace",
     "AskPublished",
+    "AskRanks",
     "AskSharedRows",
     "AskTools",
     "AskWeights",
@@ -78,9 +79,11 @@ __all__ = [
     "Party",
     "Peer",
     "Prefetch",
+    "Process",
     "Progress",
     "Published",
     "Purpose",
+    "Ranks",
     "Refusal",
     "RetiredTickets",
     "Routes",
@@ -128,6 +131,10 @@ listens, or the operator, who gives commands to a run: its user."""
 _WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
 WorkerId = Annotated[str, msgspec.Meta(pattern=_WORKER_ID)]
 """Id of a worker, such as `rollout-0`. The bus makes subjects from it, so it has no other characters."""
+_NONCE = r"\A[A-Za-z0-9]{1,64}\Z"
+Nonce = Annotated[str, msgspec.Meta(pattern=_NONCE)]
+"""Random text that a worker draws at its start. It distinguishes a restarted worker from the former process,
+and is a part of the subjects of requests to the worker: so only the process that they are for hears them."""
 VariantName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_]{0,32}\Z")]
 """Name of a variant in the run file; empty for the run's own sections."""
 InboxToken = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]
@@ -172,10 +179,16 @@ class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
     generated_tokens: int
 
 
-class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An inference or verifier worker that a rollout worker may call."""
+class Process(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One process of a worker, to send requests to."""
 
     worker: WorkerId
+    nonce: Nonce
+
+
+class Peer(Process, frozen=True):
+    """An inference or verifier worker that a rollout worker may call."""
+
     figures: EngineFigures | None = None
     """None for a verifier, and for an engine before its first figures."""
     exact_version: int | None = None
@@ -191,7 +204,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.worker.partition("-")[0]
 
 
-class Routes(Message, frozen=True):
+class Routes(Message, frozen=True, tag="Routes/2"):
     """Kernel to one rollout worker, every second and at every change of them: the worker may call these
     workers, and no others."""
 
@@ -208,9 +221,7 @@ class Join(Message, frozen=True, tag="Join/2"):
     role: Role
     place: str
     """Where the worker runs, for people."""
-    nonce: str
-    """Random text that the worker draws at its start. It distinguishes a restarted worker from the former
-    process."""
+    nonce: Nonce
     token: str
     """Proof that the process may join under this id (see `stretto.bus.joining`)."""
     stretto: Annotated[str, msgspec.Meta(max_length=100)] = ""
@@ -234,6 +245,16 @@ class Welcome(Message, frozen=True, tag="Welcome/3"):
     lock: KernelLock
     many_machines: bool = False
     """Whether the launcher may start workers on other machines than the kernel's."""
+
+
+class AskRanks(Message, frozen=True):
+    """Trainer to kernel, answered by `Ranks` when all trainers have joined."""
+
+
+class Ranks(Message, frozen=True):
+    """The processes of all trainers of this kernel, which are never replaced while it lives."""
+
+    nonces: dict[WorkerId, Nonce]
 
 
 SERVER = "nats-server"
@@ -649,7 +670,7 @@ class Answers(Message, frozen=True):
 # -------------------------------------------------------------------------------------- inference
 
 
-class Generate(Message, frozen=True, tag="Generate/3"):
+class Generate(Message, frozen=True, tag="Generate/4"):
     """Rollout worker to an inference worker: answer this request, or continue it from `have`."""
 
     request: GenerateRequest
@@ -661,7 +682,7 @@ class Generate(Message, frozen=True, tag="Generate/3"):
     of training."""
     traceparent: Traceparent = ""
     """Context of the request's span."""
-    sender: WorkerId | None = None
+    sender: Process | None = None
     """The rollout worker. Only requests with images name it: it has their files."""
 
 
@@ -727,6 +748,8 @@ class Swap(Message, frozen=True, tag="Swap/2"):
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
     traceparent: Traceparent = ""
     """Context of the kernel's span of the swap."""
+    trainer: Process | None = None
+    """Rank 0 of the lead group, which has the version's `SharedRows`."""
 
 
 class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -800,12 +823,10 @@ class LoadReport(Message, frozen=True):
     load: Load
 
 
-class AskWeights(Message, frozen=True):
+class AskWeights(Message, frozen=True, tag="AskWeights/2"):
     """Inference worker to the trainer that publishes the weights, answered by `WeightsAnswer`: a question in
     the weight transport's own format."""
 
-    nonce: str
-    """Nonce of the process that the question is for."""
     question: bytes
 
 
@@ -1171,7 +1192,6 @@ class Subjects:
         self.ticket_started = self.kernel("rollout", "started")
         self.progress = self.kernel("rollout", "progress")
         self.abort_ticket = f"{self.root}.abort"
-        self.shared_rows = f"{self.root}.worker.trainer.shared_rows"
         self.log = f"{self.root}.log"
         self.trajectories = f"{self.log}.trajectories"
         self.groups = f"{self.log}.groups"
@@ -1212,13 +1232,13 @@ class Subjects:
         """Subject of the messages and requests that a party sends to the kernel."""
         return f"{self.root}.kernel.{party}.{verb}"
 
-    def worker(self, role: Role, worker: str, verb: str) -> str:
-        """Subject of the requests and messages to one worker.
+    def worker(self, role: Role, worker: str, nonce: str, verb: str) -> str:
+        """Subject of the requests and messages to one process of a worker.
 
         Raises:
-            BusError: if `worker` is not a worker's id.
+            BusError: if `worker` is not a worker's id, or `nonce` not the nonce of a process.
         """
-        return f"{self.root}.worker.{role}.{_checked(worker)}.{verb}"
+        return f"{self.root}.worker.{role}.{_checked(worker, nonce)}.{verb}"
 
     def inbox(self, party: Party) -> str:
         """Prefix of the inboxes of a party."""
@@ -1245,7 +1265,9 @@ def is_worker_id(text: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _checked(worker: str) -> str:
+def _checked(worker: str, nonce: str) -> str:
     if not is_worker_id(worker):
         raise BusError(f"{worker!r} is not the id of a worker; expected an id such as 'rollout-0'")
-    return worker
+    if re.search(_NONCE, nonce) is None:
+        raise BusError(f"{nonce!r} is not the nonce of a process of {worker}; expected letters and digits")
+    return f"{worker}.{nonce}"

@@ -26,6 +26,7 @@ from typing import IO, Any
 import anyio
 import msgspec
 import structlog
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from stretto.bus import guard
 from stretto.bus.listening import Listening, listening, url_host
@@ -64,6 +65,9 @@ STORE = "store"
 _Permissions = dict[str, list[str] | dict[str, list[str]]]
 """`publish` and `subscribe` -> subjects, or `deny` with the forbidden subjects."""
 _GUARD_POLL_S = 0.5
+_INFO_S = 2.0
+"""A nats-server sends its name to a new connection within this many seconds."""
+_NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
 _CERTIFICATE_DAYS = 1000
 """A kernel makes new certificates at its start, so this bounds how long one kernel can work."""
 
@@ -290,8 +294,8 @@ class NatsServer:
 
         Raises:
             BusError: if the server does not start. The message has the end of the server's log.
-            ConfigError: if this machine does not have the address of `bus.listen`, or no address is known by
-                which other machines reach it.
+            ConfigError: if this machine does not have the address of `bus.listen`, if its port is in use, or
+                if no address is known by which other machines reach it.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await _end_former(folder / "guard.pid")
@@ -323,7 +327,7 @@ class NatsServer:
         command += [str(folder / "kernel.lock"), str(config.grace_s), *cleaner]
         server = cls(near, folder, command, _start_guard(folder, command))
         try:
-            await server._until_ready(place, folder)
+            await server._until_ready(place, run)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await server.stop()
@@ -349,16 +353,39 @@ class NatsServer:
         if self.process.poll() is None:
             self.process.kill()  # on Linux the server dies with its guard
 
-    async def _until_ready(self, place: Listening, folder: Path) -> None:
-        deadline = anyio.current_time() + 20
+    async def _until_ready(self, place: Listening, run: str) -> None:
+        deadline, found = anyio.current_time() + 20, None
         while anyio.current_time() < deadline and self.process.poll() is None:
-            with suppress(OSError):
-                async with await anyio.connect_tcp(place.near, place.port):
-                    return
+            found = await _server_name(place.near, place.port)
+            if found == run:
+                return
+            if found:
+                break
             await anyio.sleep(0.02)
-        file = folder / "nats.log"
+        if found is not None:
+            raise ConfigError(
+                f"bus.listen: {url_host(place.host)}:{place.port} is in use by "
+                f"{f'another nats-server, {found}' if found else 'another program'}; stop it, or choose "
+                "another port",
+                path="bus.listen",
+            )
+        file = self.folder / "nats.log"
         tail = "\n".join(file.read_text().splitlines()[-5:]) if file.exists() else "it wrote no log"
         raise BusError(f"the bundled nats-server did not come up at {place.host}, port {place.port}: {tail}")
+
+
+async def _server_name(host: str, port: int) -> str | None:
+    """Return the name of the nats-server that listens at an address; empty if something else listens there,
+    or a server that does not say its name yet, and None if nothing does."""
+    try:
+        async with await anyio.connect_tcp(host, port) as stream:
+            with anyio.fail_after(_INFO_S):
+                line = await BufferedByteReceiveStream(stream).receive_until(b"\r\n", 2**16)
+            return str(json.loads(line.removeprefix(b"INFO "))["server_name"])
+    except OSError as error:
+        return "" if isinstance(error, TimeoutError) else None
+    except (*_NO_INFO, ValueError, KeyError, TypeError):
+        return ""
 
 
 def restart_server(folder: Path) -> None:
@@ -519,9 +546,8 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
         permissions[role]["publish"].append(f"{names.answers('kernel', role)}.>")
         for verb, askers in WORKER_VERBS[role].items():
             for asker in askers:
-                permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.{verb}")
+                permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.*.{verb}")
                 permissions[role]["publish"].append(f"{names.answers(asker, role)}.>")
-    permissions["inference"]["publish"].append(names.shared_rows)
     permissions["trainer"]["publish"] += [*_read_log(names), *_append(names.trained)]
     finished = (
         *(names.trajectories, names.image("*"), names.groups),

@@ -154,7 +154,7 @@ class Crew:
         if member is None or not member.ready:
             limit_s = 0.0
         else:
-            subject = self._setup.names.worker(role, worker, "drain")
+            subject = self._setup.names.worker(role, worker, member.nonce, "drain")
             try:
                 await self._bus.request(
                     subject, Drain(self._lease_epoch), Draining, who=worker, deadline_s=_ASK_S

@@ -16,7 +16,7 @@ import structlog
 
 from stretto import tracing
 from stretto.bus.client import Bus
-from stretto.bus.messages import AskLoad, LoadReport, Subjects, Swap, SwapDone
+from stretto.bus.messages import AskLoad, LoadReport, Process, Subjects, Swap, SwapDone
 from stretto.errors import BusError, NoAnswer, RunError
 from stretto.kernel.fleet import Fleet, FleetMember
 from stretto.kernel.lending import Lending, Wish
@@ -76,6 +76,8 @@ class Engines:
         self._busy: dict[str, float] = {}
         """Seconds of work of each engine, by the nonce of its process, at the last call of `busy_s`."""
         self._mean_busy_s = 0.0
+        self.trainer: Process | None = None
+        """Rank 0 of the lead group. The kernel sets it when all trainers are ready."""
         self.note: WeightsNote | None = None
         """The newest weights."""
         self.notes: dict[int, WeightsNote] = {}
@@ -177,7 +179,7 @@ class Engines:
                 await anyio.sleep(0.2 * failures)
                 continue
             if not self._is_present(member):
-                return  # its successor has answered, which has the same id; that one has a task of its own
+                return  # lost before it answered
             if served is None or served[0] != note:
                 self._on_swapped(member.worker, done)
             failures, served = 0, target
@@ -195,7 +197,7 @@ class Engines:
         """
         members = self._fleet.of("inference")
         for member in members if len(members) <= _ASKED else ():
-            subject = self._names.worker("inference", member.worker, "load")
+            subject = self._names.worker("inference", member.worker, member.nonce, "load")
             try:
                 report = await self._bus.request(
                     subject, AskLoad(), LoadReport, who=member.worker, deadline_s=2
@@ -220,8 +222,8 @@ class Engines:
         cause = self._traces.cause_of_swap(note.version, exact=exact)
         with tracing.span("swap", cause, worker=member.worker, version=note.version) as span:
             done = await self._bus.request(
-                self._names.worker("inference", member.worker, "swap"),
-                Swap(self._lease_epoch, next(self._numbers), note, exact, span.traceparent),
+                self._names.worker("inference", member.worker, member.nonce, "swap"),
+                Swap(self._lease_epoch, next(self._numbers), note, exact, span.traceparent, self.trainer),
                 SwapDone,
                 who=member.worker,
                 deadline_s=_SWAP_S,

@@ -116,6 +116,9 @@ class Fleet:
         """Called with each worker that begins to drain."""
         self.hears: Callable[[], bool] = lambda: True
         """Whether heartbeats can arrive at present: the kernel has a connection to the bus."""
+        self.reconnect_s = 0.0
+        """Seconds in which a worker may look for another server of a cluster. They add to the time after
+        which a silent worker is lost."""
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
@@ -359,7 +362,7 @@ class Fleet:
                     # The kernel's process was delayed, not the workers.
                     member.heard = member.heard + late if hears else now
                     silent = now - member.heard
-                    if silent > _SILENT_S:
+                    if silent > _SILENT_S + self.reconnect_s:
                         how = f"silent for {silent:.0f} s"
                     elif member.ready and member.blocked_s > _HUNG_S:
                         how = f"its event loop stood still for {member.blocked_s:.0f} s"

@@ -26,6 +26,7 @@ from stretto.bus.lock import KernelLock
 from stretto.bus.messages import (
     SERVER,
     Answers,
+    AskRanks,
     Beacon,
     GroupDone,
     Heartbeat,
@@ -37,7 +38,9 @@ from stretto.bus.messages import (
     JournalStep,
     KernelLease,
     Leaving,
+    Process,
     Progress,
+    Ranks,
     RowRef,
     RunScaled,
     RunStopping,
@@ -190,9 +193,11 @@ class Kernel:
         self._fleet.on_left = self._on_left
         self._fleet.on_change = self._on_change
         self._fleet.hears = lambda: bus.connected
+        self._fleet.reconnect_s = bus.reconnect_s
 
     async def run(self) -> None:
         """Own the run until it ends, then dismiss the workers. An error also dismisses them."""
+        await self._tickets.clear()
         await self._serve()
         resumed = self._setup.resumed
         stored = None if resumed is None else await self._recover(resumed)
@@ -236,6 +241,7 @@ class Kernel:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
             await bus.subscribe(names.kernel(role, "heartbeat"), Heartbeat, self._fleet.beat)
             await bus.subscribe(names.kernel(role, "leaving"), Leaving, self._fleet.leaving)
+        await bus.serve(names.kernel("trainer", "ranks"), AskRanks, self._tell_ranks)
         await bus.serve(names.kernel("operator", "scale"), ScaleRun, self._scale)
         await bus.serve(names.kernel("operator", "stop"), StopRun, self._stop)
         await self._samples.serve()
@@ -334,9 +340,8 @@ class Kernel:
             on_repeated=self._report_step,
         )
         for command in self._scheduler.commands():
-            if isinstance(command, Retire):  # nobody works on the withdrawn attempts any more
+            if isinstance(command, Retire):  # the rest withdraws attempts of a former kernel
                 await self._do(command)
-        await self._tickets.clear()
         self._journal.incarnation = recovered.incarnation
         self._tickets.log_sequence = recovered.log_sequence
         self._engines.remember(recovered.notes)
@@ -399,9 +404,24 @@ class Kernel:
         await self._checkpointer.save_required(note, checkpoint_name(note.version, values))
 
     async def _until_trainers_ready(self) -> None:
-        trainers = {worker.id for worker in self._setup.workers if worker.role == "trainer"}
-        while trainers - {member.worker for member in self._fleet.of("trainer")}:
+        nonces = await self._nonces_of_trainers()
+        while nonces.keys() - {member.worker for member in self._fleet.of("trainer")}:
             await self._changed.wait()
+        self._trainers.nonces = nonces
+        first = self._trainers.placement.lead.workers[0]
+        self._engines.trainer = Process(first, nonces[first])
+
+    async def _nonces_of_trainers(self) -> dict[str, str]:
+        """Wait until all trainers have joined, and return the nonces of their processes. If one of them is
+        lost, the run ends, so they stay the same."""
+        trainers = [worker.id for worker in self._setup.workers if worker.role == "trainer"]
+        while not all(worker in self._fleet.members for worker in trainers):
+            await self._changed.wait()
+        return {worker: self._fleet.members[worker].nonce for worker in trainers}
+
+    async def _tell_ranks(self, message: AskRanks) -> Ranks:
+        del message
+        return Ranks(await self._nonces_of_trainers())
 
     async def _until_all_callable(self) -> None:
         while missing := self._missing():
@@ -538,6 +558,7 @@ class Kernel:
                 f"{own_version()}: install stretto {own_version()} where the worker starts"
             )
         self._fleet.join(role, message)
+        self._notify()
         self._timeline.worker(message.worker, "joined")
         log.info("worker joined", worker=message.worker, place=message.place)
         return Welcome(

@@ -202,7 +202,8 @@ async def repeat_journal(
 
     The scheduler has restored the stored snapshot. The function reports the groups in the log to it, up to
     the next change of values. Afterwards `scheduler.start()` continues the run. Of the scheduler's commands
-    before that, only the retirements matter: no worker has the attempts that it withdraws.
+    before that, only the retirements matter: the attempts that it withdraws are of a former kernel, whose
+    workers leave.
 
     The trainers publish the versions again that still have to be evaluated. The checkpoint holds the weights
     of versions before it; the repeated steps produce those of later versions.

@@ -58,10 +58,7 @@ class RouteSender:
     def look(self, member: FleetMember) -> None:
         """Take in that a worker can be called now, is lent or taken back, serves another version, drains, has
         left, or is lost. A rollout worker keeps its routes while it drains."""
-        current = self._fleet.members.get(member.worker)
-        if current is not None and current is not member:
-            return  # another process has taken its id and its place
-        is_callable = member.callable and current is member
+        is_callable = member.callable and self._fleet.members.get(member.worker) is member
         is_open = is_callable and not member.leaving
         match member.role:
             case "rollout" if is_callable:
@@ -101,9 +98,10 @@ class RouteSender:
 
     async def _send(self, rollouts: Iterable[str]) -> None:
         for rollout in rollouts:
-            if rollout in self._fleet.members:
+            if member := self._fleet.members.get(rollout):
                 routes = Routes(self._lease_epoch, self._peers_of(rollout))
-                await self._bus.publish(self._names.worker("rollout", rollout, "routes"), routes)
+                subject = self._names.worker("rollout", rollout, member.nonce, "routes")
+                await self._bus.publish(subject, routes)
 
     def _peers_of(self, rollout: str) -> tuple[Peer, ...]:
         members, now = self._fleet.members, time.monotonic()
@@ -131,4 +129,4 @@ def _peer(member: FleetMember, *, closed: bool = False) -> Peer:
     figures = load and EngineFigures(
         load.version, load.running + load.waiting, load.slots, load.generated_tokens
     )
-    return Peer(member.worker, figures, member.exact_version, closed)
+    return Peer(member.worker, member.nonce, figures, member.exact_version, closed)

@@ -348,7 +348,7 @@ class Scheduler:
         self._waited_for = ""
         """What the next batch waits for, as far as the scheduler has looked."""
         self._round: _Round | None = None
-        self._rounds_due: deque[int] = deque()
+        self._rounds_due: deque[int] = deque([0] if settings.evaluation_rows else [])
         """Versions to evaluate after the evaluation under way."""
         self._holding_back = False
         self._eval_ids = 0
@@ -496,8 +496,6 @@ class Scheduler:
         self._closing, self._failures_in_a_row, self._filtered_in_a_row = False, 0, 0
         self._left_out.clear()
         self._left_out_in_a_row = 0
-        if self.version == 0 and self.settings.evaluation_rows and not self.evaluations:
-            self._rounds_due = deque([0])  # a former kernel may have begun it
         self._state = "training"
         self._reissue_all()
         self._proceed()
@@ -535,7 +533,9 @@ class Scheduler:
         if snapshot.gate is not None and self.settings.max_divergence is not None:
             limit = min(snapshot.gate.limit, self.settings.max_staleness)
             self._gate = msgspec.structs.replace(snapshot.gate, limit=limit)
-        self._rounds_due = deque(snapshot.evaluating)
+        due = snapshot.evaluating if snapshot.version else self._rounds_due
+        rows = self.settings.evaluation_rows  # 0 if the values that are in force now evaluate nothing
+        self._rounds_due = deque(each for each in due if rows and not self._is_evaluated(each))
         self.held_back = snapshot.held_back
         self.variants.restore(snapshot.variants)
 

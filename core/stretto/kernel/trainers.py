@@ -92,6 +92,8 @@ class Trainers:
         self._names = names
         self._lease_epoch = lease_epoch
         self.placement = placement
+        self.nonces: Mapping[str, str] = {}
+        """Nonces of the trainers, by worker. The kernel sets them when all trainers have joined."""
         self.timeline = timeline
 
     async def load(
@@ -172,13 +174,16 @@ class Trainers:
         message = Prefetch(rows, complete)
         for group in self.placement.groups.values():
             for worker in group.workers:
-                await self._bus.publish(self._names.worker("trainer", worker, "prefetch"), message)
+                await self._bus.publish(self._subject(worker, "prefetch"), message)
 
     async def ask(self, group: WorkerGroup, verb: str, message: Message, answer: type[A]) -> A:
         """Send a request to rank 0 of one group, and return its answer."""
         worker = group.workers[0]
-        subject = self._names.worker("trainer", worker, verb)
+        subject = self._subject(worker, verb)
         return await self._bus.request(subject, message, answer, who=worker, deadline_s=_DEADLINE_S)
+
+    def _subject(self, worker: str, verb: str) -> str:
+        return self._names.worker("trainer", worker, self.nonces[worker], verb)
 
     async def _ask_all(self, verb: str, message: Message, answer: type[A]) -> list[A]:
         answers: list[A] = []

@@ -93,9 +93,10 @@ class BatchStore:
     rank that computed a call's column holds it; every rank knows this rank from the placement.
     """
 
-    def __init__(self, context: WorkerContext, placement: Placement) -> None:
+    def __init__(self, context: WorkerContext, placement: Placement, nonces: Mapping[str, str]) -> None:
         self._context = context
         self._placement = placement
+        self._nonces = nonces
         self._source: Call = placement.graph.source
         self._bundles: dict[int, _Bundle] = {}
         self._refs: tuple[RowRef, ...] = ()
@@ -250,7 +251,7 @@ class BatchStore:
 
         context = self._context
         column = await context.bus.request(
-            context.names.worker("trainer", owner, "column"),
+            context.names.worker("trainer", owner, self._nonces[owner], "column"),
             AskColumn(self._version, key, tuple(rows)),
             Column,
             who=owner,

@@ -73,8 +73,8 @@ class WorkerContext:
         return self.composed.explain(error, file or f"the output of {self.worker}")
 
     def subject(self, verb: str) -> str:
-        """Return the subject of requests to this worker to do `verb`."""
-        return self.names.worker(self.role, self.worker, verb)
+        """Return the subject of requests to this process to do `verb`."""
+        return self.names.worker(self.role, self.worker, self.nonce, verb)
 
     def on_beacon(self, listener: Callable[[Beacon], None]) -> None:
         """Call `listener` with every beacon."""

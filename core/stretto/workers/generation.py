@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stretto import tracing
 from stretto.array import Array
-from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate
+from stretto.bus.messages import Abort, Beacon, ChunkBatch, ChunkHead, Confirm, Generate, Peer, Process
 from stretto.engine import Finish, GenerateRequest
 from stretto.errors import EngineError
 from stretto.workers.context import WorkerContext
@@ -126,7 +126,7 @@ class _Generation:
         self.unfinished = len(self.samples)
         self.failure: Exception | None = None
         """The error with which the request failed; None while it has not failed."""
-        self.engine = ""
+        self.peer: Peer | None = None
         """The engine that works on it now."""
         self.given_up = False
         """The engine has given it up and will not finish it."""
@@ -145,11 +145,16 @@ class _Generation:
         """Whether nothing more is expected of the engine."""
         return self.given_up or self.failure is not None or not self.unfinished
 
-    def move_to(self, engine: str) -> None:
+    @property
+    def engine(self) -> str:
+        """Id of the engine that works on it now; empty before the first."""
+        return self.peer.worker if self.peer else ""
+
+    def move_to(self, peer: Peer) -> None:
         """Continue on another engine, or start again on the same one."""
-        self.engine, self.given_up, self.wake = engine, False, anyio.Event()
+        self.peer, self.given_up, self.wake = peer, False, anyio.Event()
         self.quiet_since, self.silent_periods = time.monotonic(), 0
-        self.span.event("engine chosen", engine=engine)
+        self.span.event("engine chosen", engine=peer.worker)
 
     def look(self, now: float, silence_s: float) -> None:
         """Wake the waiting task if the engine has sent nothing for `silence_s` seconds."""
@@ -274,8 +279,8 @@ class Generations:
                 exact_version=generation.exact_version,
                 samples=lambda: generation.unfinished,
                 avoid=former_engine,
-            ) as engine:
-                await self._on(engine, generation, attempt)
+            ) as peer:
+                await self._on(peer, generation, attempt)
             if generation.failure is not None:
                 raise generation.failure
             if generation.given_up:
@@ -288,24 +293,25 @@ class Generations:
             attempt, former_engine = attempt + 1, generation.engine
         return generation.samples
 
-    async def _on(self, engine: str, generation: _Generation, attempt: int) -> None:
+    async def _on(self, peer: Peer, generation: _Generation, attempt: int) -> None:
         """Run the unfinished samples on one engine until it finishes them, gives them up or is stuck. This is
         cancelled when the engine is lost."""
-        generation.move_to(engine)
+        generation.move_to(peer)
         if self._deterministic:
             generation.forget_unfinished()
         # Every engine gets another name for the request, so that late chunks of earlier engines are ignored.
         name = f"{generation.request.id}~{attempt}" if attempt else generation.request.id
         self._running[name] = generation
         try:
-            await self._until_over(engine, generation, name)
+            await self._until_over(peer, generation, name)
         finally:
             del self._running[name]
             with anyio.CancelScope(shield=True), anyio.move_on_after(1):
-                await self._release(engine, generation, name)
+                await self._release(peer, generation, name)
 
-    async def _until_over(self, engine: str, generation: _Generation, name: str) -> None:
-        await self._ask(engine, generation, name)
+    async def _until_over(self, peer: Peer, generation: _Generation, name: str) -> None:
+        engine = peer.worker
+        await self._ask(peer, generation, name)
         while True:
             await generation.wake.wait()
             if generation.over:
@@ -314,7 +320,7 @@ class Generations:
                 log.warning("engine is stuck, another goes on", engine=engine, request=name)
                 return
             generation.wake = anyio.Event()
-            await self._ask(engine, generation, name)  # the request or the answer was lost
+            await self._ask(peer, generation, name)  # the request or the answer was lost
 
     def _look(self, beacon: Beacon) -> None:
         """Check all requests for silence. Beacons come every second, and one check of all requests costs less
@@ -324,7 +330,7 @@ class Generations:
         for generation in self._running.values():
             generation.look(now, self._silence_s)
 
-    async def _ask(self, engine: str, generation: _Generation, name: str) -> None:
+    async def _ask(self, peer: Peer, generation: _Generation, name: str) -> None:
         begun: tuple[Array, ...] = ()
         if not self._deterministic and any(sample.records for sample in generation.samples):
             begun = tuple(Array.of(sample.tokens()) for sample in generation.samples)
@@ -335,23 +341,22 @@ class Generations:
             have=tuple(-1 if sample.finish else sample.length for sample in generation.samples),
             min_version=generation.floor.version,
         )
-        subject = self._context.names.worker("inference", engine, "generate")
+        context = self._context
         message = Generate(
             request,
             self._bus.inbox,
             generation.exact_version,
             generation.span.traceparent,
-            self._context.worker if request.images else None,
+            Process(context.worker, context.nonce) if request.images else None,
         )
+        subject = context.names.worker("inference", peer.worker, peer.nonce, "generate")
         await self._bus.publish(subject, message)
 
-    async def _release(self, engine: str, generation: _Generation, name: str) -> None:
+    async def _release(self, peer: Peer, generation: _Generation, name: str) -> None:
         """Tell the engine that it can forget the request."""
-        names = self._context.names
-        if generation.unfinished:
-            await self._bus.publish(names.worker("inference", engine, "abort"), Abort(name))
-        else:
-            await self._bus.publish(names.worker("inference", engine, "confirm"), Confirm((name,)))
+        verb, message = ("abort", Abort(name)) if generation.unfinished else ("confirm", Confirm((name,)))
+        subject = self._context.names.worker("inference", peer.worker, peer.nonce, verb)
+        await self._bus.publish(subject, message)
 
     async def _take(self, batch: ChunkBatch) -> None:
         """Pass the chunks of a message to the requests that they belong to."""
@@ -372,7 +377,9 @@ class Generations:
             if generation.unfinished < unfinished:
                 self._engines.finish_sample(generation.engine)
         for name in behind:
-            await self._ask(batch.worker, self._running[name], name)
+            generation = self._running[name]
+            assert generation.peer is not None
+            await self._ask(generation.peer, generation, name)
 
 
 def _records(batch: ChunkBatch) -> memoryview:

@@ -16,7 +16,7 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.bus.messages import AskImage, ImagePart
+from stretto.bus.messages import AskImage, ImagePart, Process
 from stretto.dataset import Row
 from stretto.errors import BusError, EngineError, Refused, RequestError
 from stretto.models.images import MAX_FILE_BYTES, ImageFile, OpenImage, decode
@@ -213,34 +213,34 @@ class ImageFetcher:
         self._locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         """Of each image that is being fetched, so that two requests for it fetch it once."""
 
-    async def get(self, worker: str, digests: Sequence[str]) -> list[bytes]:
+    async def get(self, sender: Process, digests: Sequence[str]) -> list[bytes]:
         """Return the files with these digests.
 
         Args:
-            worker: the rollout worker that has them.
+            sender: the rollout worker that has them.
 
         Raises:
             BusError: if the rollout worker does not send one of them, or sends something else.
         """
-        return [await self._file(worker, digest) for digest in digests]
+        return [await self._file(sender, digest) for digest in digests]
 
-    async def _file(self, worker: str, digest: str) -> bytes:
+    async def _file(self, sender: Process, digest: str) -> bytes:
         lock = self._locks[digest]
         async with lock:
             file = self._files.get(digest)
             if file is None:
-                file = await self._fetch(worker, digest)
+                file = await self._fetch(sender, digest)
                 self._keep(digest, file)
             self._files.move_to_end(digest)
         if not lock.statistics().tasks_waiting:
             self._locks.pop(digest, None)
         return file
 
-    async def _fetch(self, worker: str, digest: str) -> bytes:
-        file = b""
+    async def _fetch(self, sender: Process, digest: str) -> bytes:
+        file, worker = b"", sender.worker
         while True:
             part = await self._context.bus.request(
-                self._context.names.worker("rollout", worker, "image"),
+                self._context.names.worker("rollout", worker, sender.nonce, "image"),
                 AskImage(digest, len(file)),
                 ImagePart,
                 who=worker,

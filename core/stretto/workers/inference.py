@@ -44,6 +44,7 @@ from stretto.bus.messages import (
     Generate,
     Heartbeat,
     LoadReport,
+    Process,
     SharedRows,
     Swap,
     SwapDone,
@@ -225,11 +226,13 @@ class InferenceWorker:
             missing = [part for chunk in chunks if (part := _from(chunk, have)) is not None]
             self._queue(known.inbox, missing)
 
-    async def _generate_with_images(self, request: GenerateRequest, sender: str | None) -> None:
+    async def _generate_with_images(self, request: GenerateRequest, sender: Process | None) -> None:
         """Pass a request to the engine once its images are here. Give it up if they do not come."""
         engine, known = self._engine, self._requests.get(request.id)
         try:
-            images = await self._images.get(sender or "", request.images)
+            if sender is None:
+                raise BusError("the request does not name the rollout worker that has them")
+            images = await self._images.get(sender, request.images)
         except BusError as error:
             log.warning("images do not come", request=request.id, error=str(error))
             self._emit(final_chunks(request, "abort"))
@@ -348,7 +351,7 @@ class InferenceWorker:
             self._order, self._note, self._audience = order, message.note, audience
             self._trust(message.note.version)
             # The batches that are trained now have nothing to do with the weights of an evaluation.
-            self._served = result if message.exact else await self._measure_engine_error(result)
+            self._served = result if message.exact else await self._measure_engine_error(result, message)
             return self._served
 
     def _drop_other_audiences(self, audience: Audience) -> None:
@@ -433,19 +436,20 @@ class InferenceWorker:
         difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
         return Drift(float(difference.mean()), float(difference.max())), ""
 
-    async def _measure_engine_error(self, result: SwapDone) -> SwapDone:
+    async def _measure_engine_error(self, result: SwapDone, swap: Swap) -> SwapDone:
         """Add the engine's error at the version that it serves now, if the run bounds the divergence.
         Requests do not wait for this."""
-        if self._context.composed.config.queue.max_divergence is None:
+        trainer = swap.trainer
+        if self._context.composed.config.queue.max_divergence is None or trainer is None:
             return result
         assert self._engine is not None
         version = result.report.version
         try:
             answer = await self._bus.request(
-                self._context.names.shared_rows,
+                self._context.names.worker("trainer", trainer.worker, trainer.nonce, "shared_rows"),
                 AskSharedRows(version),
                 SharedRows,
-                who="the trainer",
+                who=trainer.worker,
                 deadline_s=_ROWS_S,
             )
             if not answer.rows:

@@ -34,6 +34,7 @@ class _Replica:
     """One worker: its figures from the kernel, and this process's calls to it."""
 
     def __init__(self, peer: Peer, clock: Callable[[], float]) -> None:
+        self.peer = peer
         self.worker = peer.worker
         self.exact_version = peer.exact_version
         self.closed = peer.closed
@@ -114,7 +115,11 @@ class Router:
         members = {peer.worker: peer for peer in routes.peers if peer.role == self._role}
         for worker, replica in list(self._replicas.items()):
             peer = members.get(worker)
-            if peer is None or peer.exact_version != replica.exact_version:
+            if (
+                peer is None
+                or peer.nonce != replica.peer.nonce
+                or peer.exact_version != replica.exact_version
+            ):
                 del self._replicas[worker]
                 for scope in replica.scopes:
                     scope.cancel()
@@ -142,8 +147,8 @@ class Router:
         exact_version: int | None = None,
         samples: Callable[[], int] = lambda: 1,
         avoid: str = "",
-    ) -> AsyncGenerator[str]:
-        """Choose a worker for one call, and yield its id. Wait if there is none.
+    ) -> AsyncGenerator[Peer]:
+        """Choose a worker for one call, and yield it. Wait if there is none.
 
         If the worker is lost, is lent to an evaluation, or returns from one, the block is cancelled without
         an error: call this in a loop.
@@ -173,7 +178,7 @@ class Router:
             replica.scopes.add(scope)
             replica.begin(samples())
             try:
-                yield replica.worker
+                yield replica.peer
             except NoAnswer:
                 log.warning("no answer", peer=replica.worker)
                 raise

@@ -34,6 +34,7 @@ from stretto.bus.listening import url_host
 from stretto.bus.messages import (
     AskMeetingPlace,
     AskPublished,
+    AskRanks,
     AskSharedRows,
     CallDone,
     EndStep,
@@ -44,6 +45,7 @@ from stretto.bus.messages import (
     Message,
     Prefetch,
     Published,
+    Ranks,
     Save,
     Saved,
     SharedRows,
@@ -80,7 +82,8 @@ _START = "start_logprobs"
 _SHARED_VERSIONS = 8
 """Keep the shared rows of this many newest versions: an engine's swap may take longer than a train step."""
 _MEETING_S = 600.0
-"""Deadline for rank 0 to say where the ranks meet: a cluster may start its process much later."""
+"""Deadline for all ranks to have joined, and for rank 0 to say where they meet: a cluster may start their
+processes much later."""
 _RANK_DEADLINE_S = 24 * 3600.0
 """Deadline of a request to another rank. The kernel notices a rank that dies long before."""
 
@@ -122,7 +125,8 @@ class TrainerWorker:
         self._group = self._placement.groups[name]
         self._part = self._group.part_of(self._rank)
         self._leads = self._group is self._placement.lead
-        self._rows = BatchStore(context, self._placement)
+        self._nonces = await self._ask_ranks()
+        self._rows = BatchStore(context, self._placement, self._nonces)
         self._rendezvous = await self._meeting_place()
         for model in self._group.models:
             self._engines[model] = await self._thread.run(self._make_engine, model)
@@ -142,7 +146,7 @@ class TrainerWorker:
             await context.bus.subscribe(context.subject("prefetch"), Prefetch, self._prefetch)
             if self._leads and self._rank == 0:
                 await context.bus.serve(context.subject("published"), AskPublished, self._tell_note)
-                await context.bus.serve(context.names.shared_rows, AskSharedRows, self._tell_shared_rows)
+                await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._tell_shared_rows)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._recorder.run)
                 ready()
@@ -158,6 +162,13 @@ class TrainerWorker:
 
     async def drain(self) -> None:
         """Return at once: a trainer is not asked to drain, because the run ends without it."""
+
+    async def _ask_ranks(self) -> Mapping[str, str]:
+        """Return the nonces of all trainers, by worker. Wait until all have joined."""
+        context = self._context
+        subject = context.names.kernel("trainer", "ranks")
+        ranks = await context.bus.request(subject, AskRanks(), Ranks, who="kernel", deadline_s=_MEETING_S)
+        return ranks.nonces
 
     async def _meeting_place(self) -> str:
         """Return how the ranks of this worker group find each other (see `Context.rendezvous`)."""
@@ -175,7 +186,7 @@ class TrainerWorker:
             return place.rendezvous
         first = self._group.workers[0]
         answer = await context.bus.request(
-            context.names.worker("trainer", first, "meeting_place"),
+            context.names.worker("trainer", first, self._nonces[first], "meeting_place"),
             AskMeetingPlace(context.lease_epoch),
             MeetingPlace,
             who=first,
@@ -235,7 +246,7 @@ class TrainerWorker:
                 own.append(await handler(message))
 
             async def pass_on(worker: str) -> None:
-                subject = self._context.names.worker("trainer", worker, verb)
+                subject = self._context.names.worker("trainer", worker, self._nonces[worker], verb)
                 others.append(
                     await self._context.bus.request(
                         subject, message, answer, who=worker, deadline_s=_RANK_DEADLINE_S

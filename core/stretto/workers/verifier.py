@@ -42,6 +42,8 @@ log = structlog.get_logger()
 S = TypeVar("S", bound="_Service")
 
 _DRAIN_POLL_S = 0.05
+_ROUTES_S = 2.0
+"""By then every rollout worker has new routes: the kernel sends them at once, and again every second."""
 _MOST_LOGGED = 20
 """Answers over a limit that one verifier worker logs."""
 _END = 200
@@ -74,12 +76,14 @@ class VerifierWorker:
                 ready()
                 await anyio.sleep_forever()
         finally:
+            self._context.bus.stop_serving()  # rollout workers ask another verifier
             for service in self._services:
                 await service.children.close()
 
     async def drain(self) -> None:
-        """Wait until no call is at a child. Rollout workers make no new calls once they know that this worker
-        leaves."""
+        """Wait until rollout workers know that this worker leaves, and make no new calls. Then wait until no
+        call is at a child."""
+        await anyio.sleep(_ROUTES_S)
         while any(service.children.calls for service in self._services):
             await anyio.sleep(_DRAIN_POLL_S)
 

@@ -124,9 +124,9 @@ class VerifierClient:
         while True:
             async with self._router.member() as verifier:
                 return await context.bus.request(
-                    context.names.worker("verifier", verifier, verb),
+                    context.names.worker("verifier", verifier.worker, verifier.nonce, verb),
                     message,
                     kind,
-                    who=verifier,
+                    who=verifier.worker,
                     deadline_s=self._config.workflow.timeout_s,
                 )

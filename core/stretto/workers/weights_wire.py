@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from stretto.bus.messages import AskWeights, WeightsAnswer
-from stretto.errors import Refused
 from stretto.workers.context import WorkerContext
 
 __all__ = ["BusWire"]
@@ -46,8 +45,8 @@ class BusWire:
         """Send a question to a trainer, and return its answer."""
         worker, _, nonce = address.partition("/")
         answer = await self._context.bus.request(
-            self._context.names.worker("trainer", worker, "weights"),
-            AskWeights(nonce, question),
+            self._context.names.worker("trainer", worker, nonce, "weights"),
+            AskWeights(question),
             WeightsAnswer,
             who=worker,
             deadline_s=deadline_s,
@@ -55,7 +54,5 @@ class BusWire:
         return answer.data
 
     async def _answer(self, message: AskWeights) -> WeightsAnswer:
-        if message.nonce != self._context.nonce:
-            raise Refused(self._context.worker, "was restarted after it published the requested weights")
         assert self._handler is not None
         return WeightsAnswer(await self._handler(message.question))

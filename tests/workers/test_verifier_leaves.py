@@ -1,0 +1,105 @@
+"""A verifier worker that leaves: its calls go to another one, and none of them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+from anyio.abc import TaskGroup
+
+from bus_testing import until, welcome
+from stretto.bus.client import Bus
+from stretto.bus.messages import Scored, ScoreSamples, Subjects
+from stretto.errors import NoAnswer
+from stretto.workers import verifier
+from stretto.workers.context import WorkerContext
+from stretto.workers.verifier import VerifierWorker
+
+OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
+
+
+class Children:
+    """Children whose answers come when they are closed, and are errors then."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.busy_s = 0.0
+        self._closed = anyio.Event()
+
+    async def close(self) -> None:
+        self._closed.set()
+
+    async def score(self, message: ScoreSamples) -> Scored:
+        self.calls += 1
+        await self._closed.wait()
+        raise RuntimeError("this task group is not active")
+
+
+class Service(SimpleNamespace):
+    """A reward on such children."""
+
+    async def open(self, tasks: TaskGroup) -> None:
+        del tasks
+
+
+def worker_with(children: Children, bus: Bus) -> VerifierWorker:
+    names = Subjects("test-run")
+    context = WorkerContext(bus, names, "verifier-0", "verifier", "n", welcome("test-run", 0))
+    worker, service = cast("Any", VerifierWorker(context)), Service(children=children, score=children.score)
+    worker._services, worker._rewards = [service], {"": service}
+    return worker
+
+
+async def test_a_verifier_that_leaves_refuses_no_call(open_bus: OpenBus, names: Subjects) -> None:
+    """Its rollout workers ask another one as soon as they hear that it has left. A refusal would fail their
+    tickets."""
+    children, left = Children(), anyio.Event()
+    async with open_bus("verifier") as own, open_bus("rollout") as rollout:
+        worker = worker_with(children, own)
+
+        async def leave() -> None:
+            await until(lambda: children.calls)
+            tasks.cancel_scope.cancel()
+
+        async def work() -> None:
+            nonlocal tasks
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(worker.run, lambda: None)
+                tasks.start_soon(leave)
+            left.set()
+
+        tasks: Any = None
+        async with anyio.create_task_group() as all_tasks:
+            all_tasks.start_soon(work)
+            subject = names.worker("verifier", "verifier-0", "n", "score")
+            for _ in range(2):  # one in hand when it leaves, and one that comes later
+                with pytest.raises(NoAnswer):
+                    await rollout.request(
+                        subject, ScoreSamples(b"", ("x",), b""), Scored, who="verifier-0", deadline_s=0.5
+                    )
+            assert left.is_set()
+
+
+async def test_a_verifier_drains_until_its_rollout_workers_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier, "_ROUTES_S", 0.2)
+    children, drained = Children(), anyio.Event()
+    worker = worker_with(children, cast("Any", None))
+
+    async def drain() -> None:
+        await worker.drain()
+        drained.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(drain)
+        await anyio.wait_all_tasks_blocked()
+        children.calls = 1  # of a rollout worker that does not know it yet
+        with anyio.move_on_after(0.4):
+            await drained.wait()
+        assert not drained.is_set()
+        children.calls = 0
+        with anyio.fail_after(5):
+            await drained.wait()
