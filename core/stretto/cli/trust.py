@@ -43,8 +43,8 @@ def require_own_server(folder: Path, bootstrap: Path) -> None:
     """
     if owners := _strangers(folder, bootstrap):
         raise ConfigError(
-            f"{folder} belongs to {owners}. The store of this run is on the server that {bootstrap} "
-            "names, and stretto would log in there with the credentials that it names. Read it, then copy the "
+            f"{folder} belongs to {owners}. The store of this run is on the server that {bootstrap} names, "
+            "and stretto would log in there with the credentials that it names. Read it, then copy the "
             "folder"
         )
 
