@@ -634,6 +634,16 @@ async def test_one_agent_cannot_take_all_connections(monkeypatch: pytest.MonkeyP
         assert await answers(third)
 
 
+async def test_a_connection_that_sends_no_whole_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.agents.endpoint._IDLE_S", 0.2)
+    async with socket_of_endpoint() as (connect, _):
+        silent, halting = await connect(), await connect()
+        await halting.send(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\n")
+        for client in (silent, halting):
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await client.receive()
+
+
 async def test_the_end_of_a_socket_closes_its_connections() -> None:
     async with socket_of_endpoint() as (connect, serving):
         client = await connect()

@@ -126,6 +126,7 @@ def test_a_worker_joins_only_under_the_id_of_its_token(tmp_path: Path, server: N
     assert not is_token_of(bus, "rollout", "rollout-8", bootstrap.token)
     assert not is_token_of(bus, "trainer", "rollout-7", bootstrap.token)
     assert not is_token_of(bus, "rollout", "rollout-7", "")
+    assert not is_token_of(bus, "rollout", "rollout-7", "é" * 64)
     assert Bootstrap.read(write_bootstrap(bus, "rollout-7")).token == bootstrap.token
     with pytest.raises(ConfigError, match="is not the id of a worker"):
         write_bootstrap(bus, "../rollout-7")

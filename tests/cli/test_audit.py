@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from stretto.bus.messages import (
 from stretto.bus.server import STORE, Bootstrap, NatsServer, lock_run
 from stretto.cli.audit import AuditReport, audit_run
 from stretto.config import BusConfig
-from stretto.errors import BusError, RunError
+from stretto.errors import BusError, ConfigError, RunError
 
 STEPS, BATCH, GROUP, BOUND = 4, 2, 2, 1
 TOKENS = 5
@@ -238,6 +240,35 @@ def test_a_run_that_a_kernel_owns_or_whose_store_is_gone_cannot_be_audited(tmp_p
     shutil.rmtree(streams)
     with pytest.raises(RunError, match="0 journals, expected one"):
         audit_run(folder)
+
+
+def write_sparse(file: Path) -> None:
+    """Write a file that takes no space, until it is copied."""
+    with file.open("wb") as opened:
+        opened.truncate(2**43)
+
+
+@pytest.mark.parametrize("make", [partial(os.symlink, "/etc"), os.mkfifo, write_sparse])
+def test_only_the_files_of_a_store_are_copied(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    stream = tmp_path / "bus" / "store" / "jetstream" / STORE / "streams" / "JOURNAL_x"
+    stream.mkdir(parents=True)
+    make(stream / "msgs")
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(RunError, match=r"not part of a store|set TMPDIR"):
+        audit_run(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_the_audit_does_not_log_in_where_a_strangers_folder_says(tmp_path: Path) -> None:
+    (tmp_path / "bus").mkdir()
+    (tmp_path / "config.yaml").touch()
+    bootstrap = tmp_path / "bus" / "kernel.json"
+    bootstrap.write_text(json.dumps({"url": "nats://127.0.0.1:9", "run": "x", "role": "kernel"}))
+    with pytest.raises(BusError, match="your own; nats-server at"):
+        audit_run(tmp_path)
+    os.chown(bootstrap, 54321, -1)
+    with pytest.raises(ConfigError, match="belongs to the user with id 54321"):
+        audit_run(tmp_path)
 
 
 def test_a_new_incarnation_replaces_the_batches_from_its_first_version_on(tmp_path: Path) -> None:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import made_run
+from stretto.bus.guard import is_locked
 from stretto.bus.server import lock_run
 from stretto.errors import ConfigError
 from stretto.kernel.metrics_file import MetricsFile
+from stretto.records.answers import read_answers
 from stretto.records.run import RunRecord, find_runs
+from stretto.records.samples import SampleStore
+from stretto.records.timeline import read_timeline
 
 
 def make_run(folder: Path, **document: Any) -> Path:
     (folder / "bus").mkdir(parents=True)
     (folder / "config.yaml").write_text(json.dumps({"name": "test", "steps": 8, **document}))
     return folder
+
+
+def _aliases(many: str) -> bytes:
+    """YAML in which each of ten lines repeats the one before it several times."""
+    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {many.format(f'*a{n - 1}')}" for n in range(1, 10))]
+    return "\n".join(lines).encode()
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:
@@ -87,6 +100,68 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         _ = run.document
     with pytest.raises(ConfigError, match="holds no run"):
         RunRecord(tmp_path)
+
+
+def test_no_reader_waits_at_a_pipe(tmp_path: Path) -> None:
+    run = RunRecord(made_run.make_run(tmp_path / "run", steps=2))
+    for name in (
+        "metrics.jsonl",
+        "summary.json",
+        "status.json",
+        "timeline.jsonl",
+        "answers/step-000001.jsonl",
+    ):
+        (run.folder / name).parent.mkdir(exist_ok=True)
+        (run.folder / name).unlink(missing_ok=True)
+        os.mkfifo(run.folder / name)
+    for file in (run.folder / "samples").glob("*.parquet"):
+        file.unlink()
+        os.mkfifo(file)
+    os.mkfifo(run.folder / "bus" / "kernel.lock")
+    readers: list[Callable[[], object]] = [
+        lambda: run.steps,
+        lambda: run.summary,
+        lambda: run.status,
+        lambda: list(read_timeline(run.folder)),
+        lambda: read_answers(run.folder, 1),
+        SampleStore(run.folder).count,
+    ]
+    for read in readers:
+        with pytest.raises(ConfigError, match="not a regular file"):
+            read()
+    assert not is_locked(run.folder / "bus" / "kernel.lock")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("metrics.jsonl", b'{"step": 1, "not_trained": 5}\n', r"metrics.jsonl:1: .*object.*not_trained"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1' + b"0" * 400 + b"}\n",
+            r"metrics.jsonl:1: .* <= 9007199254740992 .*step",
+        ),
+        ("metrics.jsonl", b'{"step": 1, "x": ' + b"[" * 3000 + b"\n", "metrics.jsonl:1: not JSON"),
+        ("summary.json", b'{"staleness": [1]}', r"summary.json is not the summary .*staleness"),
+        ("config.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "nested more than"),
+        ("config.yaml", b"a: &a [*a]", "inside of what it repeats"),
+        ("config.yaml", b"steps: 1" + b"0" * 5000, "config.yaml is not a run file"),
+        ("config.yaml", _aliases("[{0}, {0}, {0}, {0}, {0}, {0}]"), "more than 100000 values"),
+        ("config.yaml", _aliases("{{<<: [{0}, {0}, {0}, {0}, {0}, {0}]}}"), "more than 100000 values"),
+    ],
+)
+def test_a_hostile_file_is_an_error_that_names_it(tmp_path: Path, name: str, text: bytes, fault: str) -> None:
+    run = RunRecord(make_run(tmp_path / "run"))
+    (run.folder / name).write_bytes(text)
+    with pytest.raises(ConfigError, match=fault):
+        _ = run.steps, run.summary, run.document
+
+
+def test_a_number_that_no_float_holds_is_no_figure(tmp_path: Path) -> None:
+    run = RunRecord(make_run(tmp_path / "run"))
+    (run.folder / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2, "reward": 1{"0" * 400}}}\n')
+    assert run.figures() == ["loss"]
+    assert run.series("reward") == []
 
 
 def test_state_follows_the_lock_and_then_the_summary(tmp_path: Path) -> None:

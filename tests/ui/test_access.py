@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -174,6 +176,29 @@ def test_the_command_listens_on_loopback_alone_and_ends_with_an_interrupt(runs: 
 
     assert [each.ip for each in listening] == ["127.0.0.1"]
     assert process.returncode == 0
+
+
+def test_the_server_ends_while_a_reader_waits_for_ever(runs: Path) -> None:
+    program = (
+        "import threading; from stretto.cli.main import app; from stretto.ui.runs import Runs\n"
+        "Runs.get = lambda *_: (print('reading', flush=True), threading.Event().wait())\n"
+        f"app(['ui', {str(runs)!r}])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        address = URL(process.stdout.readline().strip())
+        token = address.query["token"]
+        cookie = f"stretto-{hashlib.sha256(token.encode()).hexdigest()[:8]}={token}"
+        with socket.create_connection((address.host, address.port)) as request:
+            request.sendall(
+                f"GET /api/runs/1 HTTP/1.1\r\nHost: localhost\r\nCookie: {cookie}\r\n\r\n".encode()
+            )
+            assert process.stdout.readline() == "reading\n"
+            process.send_signal(signal.SIGTERM)
+            try:
+                assert process.wait(30) == 0
+            finally:
+                process.kill()
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def ask(folder: Path) -> AsyncIterator[Ask]:
-    """`await ask("one/series", keys="loss")`: an answer about a run, or `await ask("")` for the list."""
+    """`await ask("one/series", keys="loss")`: an answer about a run, or `await ask("")` for the list. A run
+    that is not in the list is named by its id, `/<id>/series`."""
     async for each in _asking(folder):
         yield each
 
@@ -48,7 +50,7 @@ async def _asking(folder: Path) -> AsyncIterator[Ask]:
         await client.get(f"/?token={access.token}")
 
         async def ask(path: str, status: int = 200, **query: Any) -> Any:
-            if path:
+            if path and not path.startswith("/"):
                 name, _, rest = path.partition("/")
                 index = await (await client.get("/api/runs")).json()
                 run_id = next(run["id"] for run in index["runs"] if run["name"] == name)
@@ -260,6 +262,25 @@ async def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
 
         assert [run["name"] for run in index["runs"]] == ["good"]
         assert "metrics.jsonl:1: not JSON" in index["problems"][0]
+
+
+async def test_a_hostile_run_is_a_problem_of_its_own(tmp_path: Path) -> None:
+    bad, _ = (make_run(tmp_path / name, name=name, steps=2) for name in ("bad", "good"))
+    with (bad / "config.yaml").open("a") as file:
+        file.write("begun: 2026-11-23\n")
+    (bad / "metrics.jsonl").write_text(f'{{"step": 3, "loss": 1{"0" * 400}, "reward": 1.0}}\n')
+    async for ask in _asking(tmp_path):
+        runs = (await ask(""))["runs"]
+        assert [(run["name"], run["step"]) for run in runs] == [("bad", 3), ("good", 2)]
+        fault = (await ask("bad/config", status=500))["error"]
+        assert fault.startswith("the files of this run cannot be shown: TypeError")
+        (bad / "metrics.jsonl").unlink()
+        os.mkfifo(bad / "metrics.jsonl")
+        index = await ask("")
+        assert [run["name"] for run in index["runs"]] == ["good"]
+        assert "bad/metrics.jsonl cannot be read" in index["problems"][0]
+        series = await ask(f"/{runs[0]['id']}/series", status=400, keys="loss")
+        assert "not a regular file" in series["error"]
 
 
 async def test_a_status_that_cannot_be_read_does_not_hide_the_run(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ _MAX_BODY_WITH_IMAGES = 64 * 2**20
 """The same for a policy that reads images: a chat comes with all its images again in every request."""
 _MAX_CONNECTIONS = 256
 """Connections that one socket of `Endpoint.serve_socket` may have. Each takes one of this process's files."""
+_IDLE_S = 30.0
+"""Seconds for which a connection may wait for its next request, or for the rest of a head."""
 _FULL_S = 0.05
 """Seconds between two looks at the connections of a socket that has as many as it may have."""
 _News = tuple[int, "str | Reply"]
@@ -155,7 +157,9 @@ class Endpoint:
             app.router.add_post(f"{_MESSAGES}/count_tokens", self._count_tokens)
             app.router.add_routes(self._routes)
             # A call is cancelled with its connection: an agent that is gone leaves no work for the engines.
-            self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            self._runner = web.AppRunner(
+                app, handler_cancellation=True, access_log=None, keepalive_timeout=_IDLE_S
+            )
             await self._runner.setup()
         return self._runner
 

@@ -110,13 +110,18 @@ def check_operator(folder: Path, token: str) -> None:
     Raises:
         ConfigError: if the token is not that of the operator.
     """
-    if not hmac.compare_digest(_token(folder, OPERATOR).encode(), token.encode()):
+    if not _is_token(folder, OPERATOR, token):
         raise ConfigError("this command needs the token of the run's operator")
 
 
 def is_token_of(folder: Path, role: Role, worker: str, token: str) -> bool:
     """Whether a process with this token may join as this worker, and the worker has this role."""
-    return worker.startswith(f"{role}-") and hmac.compare_digest(_token(folder, worker), token)
+    return worker.startswith(f"{role}-") and _is_token(folder, worker, token)
+
+
+def _is_token(folder: Path, worker: str, token: str) -> bool:
+    # As bytes: the comparison of texts raises for one that is not ASCII.
+    return hmac.compare_digest(_token(folder, worker).encode(), token.encode())
 
 
 def _token(folder: Path, worker: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import anyio
 import msgspec
-import yaml
 
 from stretto.bus.messages import Evaluation, GroupDone, JournalBatch, Member, RowRef
 from stretto.cli.audit_records import (
@@ -32,8 +31,9 @@ from stretto.cli.audit_records import (
     read_log,
 )
 from stretto.cli.audit_store import open_store
-from stretto.errors import RunError
+from stretto.errors import ConfigError, RunError
 from stretto.kernel.changes import values_file
+from stretto.records.document import read_document
 from stretto.records.run import RunRecord
 
 __all__ = ["AuditReport", "Check", "audit_run"]
@@ -251,9 +251,9 @@ class _Checker:
         if number not in self._terms:
             file = values_file(self._folder, number)
             try:
-                queue = yaml.safe_load(file.read_text())["queue"]
+                queue = read_document(file)["queue"]
                 self._terms[number] = _Terms(queue["batch_size"], queue["max_staleness"])
-            except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            except (ConfigError, KeyError, TypeError) as error:
                 raise RunError(f"{file}: cannot read `queue` of values {number}: {error}") from error
         return self._terms[number]
 

@@ -28,6 +28,7 @@ from stretto.bus.messages import (
 )
 from stretto.cli.audit_store import StoredMessage, StoredRun
 from stretto.errors import RunError
+from stretto.records.files import read_record
 
 __all__ = [
     "BatchHistory",
@@ -310,11 +311,15 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a file of JSON objects; none if there is no file.
 
     Raises:
-        RunError: if a line is not JSON.
+        RunError: if it cannot be read, or if a line is not JSON.
     """
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = read_record(file).splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
         raise RunError(f"{file}: a line is not JSON: {error}") from error
 
@@ -323,9 +328,13 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file; None if there is no file.
 
     Raises:
-        RunError: if it is not JSON.
+        RunError: if it cannot be read, or is not JSON.
     """
     try:
-        return json.loads(file.read_bytes()) if file.exists() else None
+        return json.loads(read_record(file))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
         raise RunError(f"{file} is not JSON: {error}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+import stat
 import struct
 import subprocess
 import tempfile
@@ -33,7 +34,9 @@ from stretto.bus.guard import is_locked
 from stretto.bus.messages import Message, Subjects
 from stretto.bus.server import STORE, Bootstrap, binary
 from stretto.children.protocol import die_with_parent
+from stretto.cli.trust import require_own_server
 from stretto.errors import BusError, RunError
+from stretto.records.files import open_record, read_record
 
 __all__ = ["StoredMessage", "StoredRun", "open_store"]
 
@@ -63,6 +66,7 @@ async def open_store(folder: Path) -> AsyncGenerator[StoredRun]:
     """Open the journal and the log of the run in `folder` for the duration of the block.
 
     Raises:
+        ConfigError: if another user owns a folder whose store is on a server of the user's own.
         RunError: if a kernel owns the run at the beginning or at the end of the block, or if its store cannot
             be found.
         BusError: if the server of the copy does not start, or if the user's own cannot be reached.
@@ -74,6 +78,7 @@ async def open_store(folder: Path) -> AsyncGenerator[StoredRun]:
         async with _open_copy(folder) as stored:
             yield stored
     else:
+        require_own_server(folder, bootstrap)
         client = await _connect_to_any(foreign)
         try:
             yield StoredRun(client.jetstream(timeout=_START_S), foreign.run)
@@ -201,7 +206,7 @@ def _copy_streams(folder: Path, store: Path) -> str:
     """Copy the streams of the journal and the log, and return the run's id.
 
     Raises:
-        RunError: if the folder has no store with one run's journal.
+        RunError: if the folder has no store with one run's journal, or if it cannot be copied.
     """
     streams = folder / "bus" / "store" / "jetstream" / STORE / "streams"
     journals = sorted(streams.glob("JOURNAL_*"))
@@ -217,13 +222,31 @@ def _copy_streams(folder: Path, store: Path) -> str:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """Copy a stream without its consumers. Leave out files that its server removes in its grace time."""
+    """Copy a stream without its consumers. Leave out files that its server removes in its grace time.
+
+    Raises:
+        RunError: if there is something else than folders and regular files, or too little space for them.
+    """
+    size = 0
+    for path in (source, *source.rglob("*")):
+        with suppress(FileNotFoundError):
+            about = path.lstat()
+            if not stat.S_ISDIR(about.st_mode) and not stat.S_ISREG(about.st_mode):
+                raise RunError(f"{path} is neither a folder nor a regular file, and not part of a store")
+            size += about.st_size
+    target.mkdir(parents=True)
+    if size > (free := shutil.disk_usage(target).free):
+        raise RunError(
+            f"{source} has {size} bytes, and {target} room for {free}; set TMPDIR to another folder"
+        )
 
     def copy(file: str, to: str) -> None:
-        with suppress(FileNotFoundError):
-            shutil.copy(file, to)
+        with suppress(FileNotFoundError), open_record(Path(file), links=False) as opened:
+            with Path(to).open("wb") as copied:
+                shutil.copyfileobj(opened, copied)
 
-    shutil.copytree(source, target, copy_function=copy, ignore=shutil.ignore_patterns("obs"))
+    ignored = shutil.ignore_patterns("obs")
+    shutil.copytree(source, target, copy_function=copy, ignore=ignored, dirs_exist_ok=True)
 
 
 def _last_owner(folder: Path) -> tuple[str, int]:
@@ -235,7 +258,7 @@ def _last_owner(folder: Path) -> tuple[str, int]:
     lock = folder / "bus" / "kernel.lock"
     if not lock.exists():
         return "", 0
-    owner = lock.read_text().strip()
+    owner = read_record(lock).decode().strip()
     if is_locked(lock):
         raise RunError(f"the run in {folder} is owned by {owner}; try again when it has ended")
     return owner, lock.stat().st_mtime_ns

@@ -18,8 +18,10 @@ from rich.table import Table
 
 from stretto.cli.plot import labels_of
 from stretto.cli.tables import add_row, figure_table
+from stretto.errors import ConfigError
 from stretto.records.accuracy import estimate, estimate_difference, estimate_share, row_scores
 from stretto.records.answers import read_answers
+from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
 from stretto.records.metrics import ACCURACY, MAIN_FIGURES
 from stretto.records.run import RunRecord
@@ -230,7 +232,12 @@ def _same_rows(one: RunRecord, other: RunRecord) -> bool:
 
 def _fingerprint(run: RunRecord) -> str | None:
     file = run.folder / "fingerprints.json"
-    return json.loads(file.read_bytes()).get("evaluation.dataset") if file.exists() else None
+    try:
+        return msgspec.json.decode(read_record(file), type=dict[str, str]).get("evaluation.dataset")
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{file} does not hold the fingerprints of datasets: {error}") from error
 
 
 def _groups(runs: Sequence[RunRecord], figures: Sequence[RunFigures]) -> list[SeedGroup]:

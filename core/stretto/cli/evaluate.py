@@ -22,7 +22,6 @@ from statistics import fmean
 from typing import Any, cast
 
 import msgspec
-import yaml
 
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
@@ -30,6 +29,7 @@ from stretto.errors import ConfigError, offer
 from stretto.kernel.checkpoint import checkpoint_name, find_checkpoint
 from stretto.kernel.forks import ForkServer
 from stretto.records.accuracy import estimate
+from stretto.records.document import read_document
 from stretto.records.intervals import Estimate
 from stretto.workers.answers import KeptAnswer
 
@@ -145,7 +145,7 @@ def compose_evaluation(source: str, options: EvaluationOptions, overrides: Seque
 def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
     """Return the document for a run's checkpoint, before the options of the command line."""
     # Keep the references to environment variables: they are resolved when the evaluation is composed.
-    run: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+    run = read_document(folder / "config.yaml")
     evaluation: dict[str, Any] = run.get("evaluation") or {}
     return {
         **{key: value for key, value in run.items() if key not in _EXCLUDED_KEYS and value is not None},

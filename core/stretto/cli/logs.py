@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +14,7 @@ import structlog
 
 from stretto.assembly.logs import printable_fields
 from stretto.errors import ConfigError, offer, printable
+from stretto.records.files import open_record
 from stretto.records.run import RunRecord
 
 __all__ = ["log_lines"]
@@ -36,7 +38,11 @@ def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) ->
     if worker not in logs:
         raise ConfigError(f"{folder} has no log of {worker!r}{offer(worker, logs, 'logs')}")
     text = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, sort_keys=False)
-    with logs[worker].open(encoding="utf-8", errors="replace") as file:
+    try:
+        opened = open_record(logs[worker])
+    except OSError as error:
+        raise ConfigError(f"{logs[worker]} cannot be read: {error}") from error
+    with TextIOWrapper(opened, encoding="utf-8", errors="replace") as file:
         for line in deque(_whole_lines(file), maxlen=newest):
             yield _as_text(text, line)
         while follow:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plan import placement
@@ -27,6 +26,7 @@ from stretto.errors import ConfigError
 from stretto.kernel.changes import document_of, newest_values, values_file
 from stretto.kernel.checkpoint import KernelState, find_checkpoint, state_of
 from stretto.kernel.replay import ReplaySegment, train_again
+from stretto.records.document import read_document
 from stretto.records.run import REPLAY, RunRecord
 
 __all__ = ["ReplayOptions", "replay_run"]
@@ -67,7 +67,7 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     folder = RunRecord(folder).folder
     if (folder / REPLAY).exists():
         raise ConfigError(f"{folder} is a replay itself; replay the run that it came from")
-    if yaml.safe_load(values_file(folder, newest_values(folder)).read_text())["bus"].get("url"):
+    if read_document(values_file(folder, newest_values(folder)))["bus"].get("url"):
         raise ConfigError(
             f"the journal of {folder} is on a server of your own (`bus.url`), not in its folder"
         )
@@ -130,7 +130,7 @@ def _free_folder(run: Path, out: Path | None) -> Path:
 def _kept_too_little(folder: Path, recording: Recording, missing: Sequence[int]) -> ConfigError:
     """Return the error for steps whose trajectories are gone, with the steps that can be replayed."""
     last = len(recording.batches)
-    keep = yaml.safe_load(values_file(folder, newest_values(folder)).read_text())["samples"]["keep"]
+    keep = read_document(values_file(folder, newest_values(folder)))["samples"]["keep"]
     after = max(missing) + 1
     checkpoints = sorted(
         state_of(path).version

@@ -1,4 +1,5 @@
-"""Whether the user trusts a run's folder: to continue a run is to import the code that its config names."""
+"""Whether the user trusts a run's folder: to continue a run is to import the code that its config names, and
+to read its store on a server of the user's own is to log in where the folder says."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any, cast
 from stretto.assembly.run_file import RunFile, read
 from stretto.errors import ConfigError
 
-__all__ = ["require_trust"]
+__all__ = ["require_own_server", "require_trust"]
 
 
 def require_trust(folder: Path, *, trusted: bool) -> None:
@@ -23,15 +24,35 @@ def require_trust(folder: Path, *, trusted: bool) -> None:
             files that would be imported.
     """
     configs = sorted(folder.glob("config*.yaml"))
-    owners = {path.stat().st_uid for path in (folder, *configs) if path.exists()} - {os.geteuid()}
+    owners = _strangers(folder, *configs)
     if trusted or not owners:
         return
     files = sorted({file for config in configs for file in _plugin_files(config)})
     raise ConfigError(
-        f"{folder} belongs to {' and '.join(map(_user, sorted(owners)))}. To continue is to run, with your "
+        f"{folder} belongs to {owners}. To continue is to run, with your "
         "rights, the programs that its config.yaml names, and to import these plugin files: "
         f"{', '.join(files) or 'none'}. Read them first, then add --trust-plugins"
     )
+
+
+def require_own_server(folder: Path, bootstrap: Path) -> None:
+    """Refuse to connect to the server that a file in a run's folder names, if another user owns one of them.
+
+    Raises:
+        ConfigError: if another user owns the folder or the file.
+    """
+    if owners := _strangers(folder, bootstrap):
+        raise ConfigError(
+            f"{folder} belongs to {owners}. The store of this run is on the server that {bootstrap} names, "
+            "and stretto would log in there with the credentials that it names. Read it, then copy the "
+            "folder"
+        )
+
+
+def _strangers(*paths: Path) -> str:
+    """Return which other users own some of the paths; an empty text if none does."""
+    owners = {path.stat().st_uid for path in paths if path.exists()} - {os.geteuid()}
+    return " and ".join(map(_user, sorted(owners)))
 
 
 def _plugin_files(config: Path) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import ConfigError
+from stretto.records.files import read_record
 
 __all__ = ["AnswerLine", "newest_sample", "read_answers"]
 
@@ -43,12 +44,12 @@ def read_answers(folder: Path, version: int) -> list[AnswerLine]:
         ConfigError: if the file is damaged.
     """
     file = folder / "answers" / f"step-{version:06d}.jsonl"
-    if not file.exists():
-        return []
     decode = msgspec.json.Decoder(AnswerLine).decode
     try:
-        answers = [decode(line) for line in file.read_bytes().splitlines()]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        answers = [decode(line) for line in read_record(file).splitlines()]
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} does not hold the answers of an evaluation: {error}") from error
     return list({(answer.row, answer.sample): answer for answer in answers}.values())
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Annotated, Any, TypeGuard, cast
 
 import msgspec
 
 from stretto.errors import ConfigError
+from stretto.records.files import open_record
 
 __all__ = ["ACCURACY", "MAIN_FIGURES", "METRICS", "MetricsReader", "is_evaluation", "is_figure", "parse_line"]
 
@@ -21,6 +22,19 @@ MAIN_FIGURES = ("reward", "loss", "entropy", "grad_norm")
 """Keys of the figures that plots, comparisons and the live view show of every run that has them."""
 
 _decode = msgspec.json.Decoder().decode
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _KnownLine(msgspec.Struct, kw_only=True):
+    """What views use of a line besides its figures. Lines have more."""
+
+    step: _Count
+    time_s: float = 0.0
+    ledger: dict[str, _Count] = {}
+    not_trained: dict[str, _Count] = {}
+
+
+_decode_known = msgspec.json.Decoder(_KnownLine).decode
 _TAIL_BYTES = 256
 """Length of the part before the reader's place that it compares, to notice that the file was cut."""
 
@@ -33,6 +47,10 @@ def parse_line(text: bytes) -> dict[str, Any] | str:
         return f"not JSON ({error})"
     if not isinstance(line, dict) or not isinstance(cast("dict[str, Any]", line).get("step"), int):
         return "not a JSON object with a `step`"
+    try:
+        _decode_known(text)
+    except msgspec.ValidationError as error:
+        return str(error)
     return cast("dict[str, Any]", line) if text.endswith(b"\n") else "not a whole line"
 
 
@@ -43,7 +61,9 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 
 def is_figure(value: Any) -> TypeGuard[float]:
     """Whether a value of a line is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # JSON has integers that no float can hold; `math.isfinite` raises for them.
+    return is_number and abs(value) <= sys.float_info.max
 
 
 class MetricsReader:
@@ -76,7 +96,7 @@ class MetricsReader:
             ConfigError: if a line is not a line of metrics.
         """
         try:
-            with self._file.open("rb") as file:
+            with open_record(self._file) as file:
                 state = os.fstat(file.fileno())
                 file.seek(max(0, self._offset - len(self._tail)))
                 if state.st_ino != self._inode or file.read(len(self._tail)) != self._tail:
@@ -86,6 +106,8 @@ class MetricsReader:
                 self._take_in(file.read())
         except FileNotFoundError:
             self._forget()
+        except OSError as error:
+            raise ConfigError(f"{self._file} cannot be read: {error}") from error
 
     def _take_in(self, text: bytes) -> None:
         whole = text[: text.rfind(b"\n") + 1]

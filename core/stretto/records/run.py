@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
-import yaml
 
 from stretto.bus.guard import is_locked
 from stretto.errors import ConfigError
+from stretto.records.document import read_document
+from stretto.records.files import read_record
 from stretto.records.metrics import METRICS, MetricsReader, is_figure
 from stretto.records.status import STATUS, Status, read_status
 
@@ -27,8 +28,20 @@ MIRROR = "mirror.txt"
 """File in the folder of a copy of a run that is elsewhere: the run's id."""
 _CONFIG = "config.yaml"
 _SUMMARY = "summary.json"
-# PyYAML has the fast loader only if it was built with libyaml.
-_Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _KnownSummary(msgspec.Struct, kw_only=True):
+    """What views use of a summary. Summaries have more."""
+
+    status: str = ""
+    reason: str = ""
+    version: int = 0
+    steps: int = 0
+    wall_s: float = 0.0
+    ledger: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    staleness: dict[int, int] = {}
+    problems: list[str] = []
 
 
 class RunRecord:
@@ -59,14 +72,7 @@ class RunRecord:
     @cached_property
     def document(self) -> dict[str, Any]:
         """The run file as composed. Values that it reads from the environment are references, not values."""
-        file = self.folder / _CONFIG
-        try:
-            document = yaml.load(file.read_bytes(), Loader=_Loader)  # noqa: S506 (a safe loader)
-        except (yaml.YAMLError, OSError, RecursionError) as error:
-            raise ConfigError(f"{file} is not a run file: {error}") from error
-        if not isinstance(document, dict):
-            raise ConfigError(f"{file} is not a run file: it holds no keys")
-        return cast("dict[str, Any]", document)
+        return read_document(self.folder / _CONFIG)
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -84,10 +90,12 @@ class RunRecord:
         """The content of `summary.json`; None before the end of the run."""
         file = self.folder / _SUMMARY
         try:
-            return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+            text = read_record(file)
+            msgspec.json.decode(text, type=_KnownSummary)
+            return msgspec.json.decode(text, type=dict[str, Any])
         except FileNotFoundError:
             return None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{file} is not the summary of a run: {error}") from error
 
     @cached_property

@@ -5,14 +5,13 @@ A file is named after its SHA-256 alone: so each image is kept once, and whoever
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from pathlib import Path
 
 from stretto.errors import ConfigError
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
 from stretto.private_file import write_private
+from stretto.records.files import open_record
 from stretto.records.sample_files import FOLDER
 
 __all__ = ["SampleImages", "is_image_name"]
@@ -48,9 +47,8 @@ class SampleImages:
         """
         path = self._path(name)
         try:
-            with open(path, "rb", opener=_open_safely) as file:
-                is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-                image = ImageFile(file.read(MAX_FILE_BYTES) if is_file else b"")
+            with open_record(path, links=False) as file:  # a link may lead out of the folder
+                image = ImageFile(file.read(MAX_FILE_BYTES))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -80,9 +78,3 @@ class SampleImages:
         if not is_image_name(name):
             raise ConfigError(f"{name[:80]!r} is no image's name; expected 64 hexadecimal digits")
         return self._folder / name
-
-
-def _open_safely(path: str, flags: int) -> int:
-    """Open a file that is no link: it may lead out of the folder. A pipe is opened without a wait for its
-    writer."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

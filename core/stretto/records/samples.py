@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from stretto.errors import ConfigError
+from stretto.records.files import open_record
 from stretto.records.sample_files import (
     FOLDER,
     SegmentKind,
@@ -291,6 +292,9 @@ class _SegmentReader:
         for _ in range(_OPEN_TRIES):
             names = segments_in(self._folder, self._kind)
             try:
+                for name in names:
+                    if name not in self._open:
+                        open_record(self._folder / name.file).close()  # pyarrow would wait at a pipe
                 self._open = {
                     name: self._open.get(name) or pq.ParquetFile(self._folder / name.file, memory_map=True)
                     for name in names

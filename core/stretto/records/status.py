@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from stretto.errors import ConfigError
+from stretto.records.files import read_record
 
 __all__ = [
     "LATE_S",
@@ -171,16 +172,16 @@ def read_status(folder: Path) -> Status | None:
     """
     file = folder / STATUS
     try:
-        return decode_status(file.read_bytes())
+        return decode_status(read_record(file))
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{file} is not the status of a run: {error}") from error
 
 
 def is_of_former_kernel(folder: Path, status: Status) -> bool:
     """Whether the kernel that owns the run in `folder` is another one than wrote this status."""
-    owner = (folder / "bus" / "kernel.lock").read_text()
+    owner = read_record(folder / "bus" / "kernel.lock").decode(errors="replace")
     return bool(owner) and not owner.startswith(f"pid {status.pid},")
 
 

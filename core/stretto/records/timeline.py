@@ -15,6 +15,7 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from stretto.errors import ConfigError
+from stretto.records.files import open_record
 
 __all__ = [
     "FILE",
@@ -207,10 +208,14 @@ def read_timeline(folder: Path, since: float | None = None, until: float | None 
         ConfigError: if a whole line is not an event.
     """
     path = folder / FILE
-    if not path.exists():
+    try:
+        opened = open_record(path)
+    except FileNotFoundError:
         return
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     decoder = msgspec.json.Decoder(Event)
-    with path.open("rb") as file:
+    with opened as file:
         if since is not None:
             file.seek(_bisect(file, since))
         for line in file:

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from stretto.records.files import open_record
 from stretto.records.timeline import (
     FILE,
     CallSpan,
@@ -137,7 +138,7 @@ def _bounds(folder: Path) -> tuple[float, float] | None:
     first = next(read_timeline(folder), None)
     if first is None:
         return None
-    with (folder / FILE).open("rb") as file:
+    with open_record(folder / FILE) as file:
         return first.time, newest_event(file)[0]
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import anyio
-import anyio.to_thread
 import msgspec
 from aiohttp import web
 
@@ -36,6 +37,9 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain",
 }
+_log = logging.getLogger(__name__)
+_SHUTDOWN_S = 2.0
+"""Seconds for which the server's end waits for requests that are not answered yet."""
 _COMPRESSED = 1024
 """Compress answers from this many bytes on."""
 _MOST_POINTS = 4000
@@ -58,8 +62,8 @@ class _Page:
         for run in self._runs.all():
             try:
                 rows.append(run.row())
-            except ConfigError as error:
-                problems.append(str(error))
+            except Exception as error:  # noqa: BLE001 - `_fault` says why
+                problems.append(_fault(error, run.path))
         folder, single = str(self._runs.folder), self._runs.single
         return {"folder": folder, "single": single, "runs": rows, "problems": problems}
 
@@ -94,7 +98,7 @@ class _Page:
         with run.read() as record:
             summary = record.summary
         if summary is not None:
-            counts = [(int(staleness), count) for staleness, count in summary["staleness"].items()]
+            counts = [(int(staleness), count) for staleness, count in summary.get("staleness", {}).items()]
             return {"counts": sorted(counts), "source": ""}
         return {"counts": run.samples.staleness(), "source": "from the kept samples"}
 
@@ -191,7 +195,9 @@ async def serve(
         )
     tls = _server_context(certificate) if certificate is not None else None
     access = Access(host)
-    runner = web.AppRunner(application(folder, access), access_log=None, handle_signals=False)
+    runner = web.AppRunner(
+        application(folder, access), access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_S
+    )
     await runner.setup()
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -226,24 +232,37 @@ async def _errors(
 ) -> web.StreamResponse:
     try:
         response = await handler(request)
-    except ConfigError as error:
-        response = _json({"error": str(error)}, status=400)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # noqa: BLE001
+        status = 400 if isinstance(error, ConfigError) else 500
+        response = _json({"error": _fault(error, "this run")}, status)
     if isinstance(response, web.Response) and (response.content_length or 0) >= _COMPRESSED:
         response.enable_compression()
     return response
+
+
+def _fault(error: Exception, run: str) -> str:
+    """Return why a run cannot be shown. Its files can hold anything, so a view can fail in any way: that
+    is an error of the one run."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    _log.error("cannot show a run", exc_info=error)
+    return f"the files of {run} cannot be shown: {type(error).__name__}: {error}"
 
 
 def _of_run(
     runs: Runs, handler: Callable[[ListedRun, Query], Any]
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     def answer(run_id: str, query: Query) -> Any:
-        return handler(runs.get(run_id), query)
-
-    async def respond(request: web.Request) -> web.Response:
         try:
-            return await _in_thread(partial(answer, request.match_info["run"], request.query))
+            run = runs.get(run_id)
         except KeyError:
             return _json({"error": "there is no such run below this folder, or no longer"}, status=404)
+        return handler(run, query)
+
+    async def respond(request: web.Request) -> web.Response:
+        return await _in_thread(partial(answer, request.match_info["run"], request.query))
 
     return respond
 
@@ -256,15 +275,27 @@ def _answer(handler: Callable[[Query], Any]) -> Callable[[web.Request], Awaitabl
 
 
 async def _in_thread(work: Callable[[], Any]) -> web.Response:
-    """Read files and encode the answer outside the event loop. Bytes are a PNG."""
+    """Read files and encode the answer outside the event loop. Bytes are a PNG. The thread is a daemon: the
+    server's end does not wait for a disk that does not answer."""
+    answered: Future[web.Response] = Future()
+    answered.set_running_or_notify_cancel()
 
     def response() -> web.Response:
         answer = work()
+        if isinstance(answer, web.Response):
+            return answer
         if isinstance(answer, bytes):
             return web.Response(body=answer, content_type="image/png")
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
-    return await anyio.to_thread.run_sync(response)
+    def run() -> None:
+        try:
+            answered.set_result(response())
+        except Exception as error:  # noqa: BLE001 - raised again where the request waits
+            answered.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(answered)
 
 
 def _json(value: Any, status: int) -> web.Response:

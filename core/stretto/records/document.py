@@ -1,0 +1,70 @@
+"""Read the values of a run, `config.yaml` in its folder, which somebody else may have written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from stretto.errors import ConfigError
+from stretto.records.files import read_record
+
+__all__ = ["read_document"]
+
+_MOST_VALUES = 100_000
+_DEEPEST = 100
+"""Kernels write files of some hundred values, nested less than ten deep."""
+# PyYAML has the fast loader only if it was built with libyaml.
+_Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """Return the values in a file of YAML. Values that come from the environment are references.
+
+    Raises:
+        ConfigError: if it cannot be read, or does not hold the values of a run.
+    """
+    try:
+        text = read_record(file)
+        if fault := _fault(yaml.parse(text, Loader=_Loader)):
+            raise ConfigError(f"{file} is not a run file: {fault}")
+        document = yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
+    # The loader raises ValueError for a number with too many digits.
+    except (yaml.YAMLError, OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not a run file: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{file} is not a run file: it holds no keys")
+    return cast("dict[str, Any]", document)
+
+
+def _fault(events: Iterable[yaml.Event]) -> str:
+    """Return why a document is too large to show; an empty text if it is not. An alias counts as what it
+    repeats: ten short lines of aliases can stand for thousands of millions of values."""
+    known: dict[str, tuple[int, int]] = {}
+    """Anchor -> number of its values, and how deep they are nested."""
+    open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]
+    for event in events:
+        match event:
+            case yaml.CollectionStartEvent():
+                open_nodes.append((event.anchor, 1, 1))
+                continue
+            case yaml.CollectionEndEvent():
+                anchor, values, depth = open_nodes.pop()
+            case yaml.ScalarEvent():
+                anchor, values, depth = event.anchor, 1, 0
+            case yaml.AliasEvent():
+                if event.anchor not in known:
+                    return f"*{event.anchor} is inside of what it repeats, or repeats nothing"
+                anchor, (values, depth) = None, known[event.anchor]
+            case _:
+                continue
+        if anchor is not None:
+            known[anchor] = values, depth
+        outer, sum_of_values, deepest = open_nodes.pop()
+        values, depth = sum_of_values + values, max(deepest, depth + 1)
+        if values > _MOST_VALUES or depth > _DEEPEST:
+            return f"more than {_MOST_VALUES} values, or nested more than {_DEEPEST} deep"
+        open_nodes.append((outer, values, depth))
+    return ""

@@ -1,0 +1,40 @@
+"""Open the files of a run's folder, which somebody else may have written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["open_record", "read_record"]
+
+
+def open_record(file: Path, *, links: bool = True) -> BinaryIO:
+    """Open a file to read it.
+
+    Args:
+        links: also open a file to which a link leads.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        OSError: if it cannot be opened, or is not a regular file: a reader of a pipe waits for a writer.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    descriptor = os.open(file, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_record(file: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        OSError: as `open_record`.
+    """
+    with open_record(file) as opened:
+        return opened.read()
