@@ -41,6 +41,7 @@ __all__ = [
     "compose",
     "compose_mapping",
     "find_path",
+    "marks_of",
 ]
 
 _PARTS = "parts"
@@ -572,7 +573,7 @@ class _Composer:
                     for key, item in mapping.items()
                 }
             elif isinstance(value, str):
-                changes[field.name] = self._resolve_path(_marks(field.type), value, key_path)
+                changes[field.name] = self._resolve_path(marks_of(field.type), value, key_path)
             elif isinstance(value, tuple) and (marks := _marks_of_items(field.type)):
                 items = cast("tuple[str, ...]", value)
                 changes[field.name] = tuple(
@@ -667,7 +668,7 @@ def _measurable(
     for field in msgspec.structs.fields(struct):
         key = field.encode_name
         key_path = f"{path}.{key}" if path else key
-        if "measured" in _marks(field.type):
+        if "measured" in marks_of(field.type):
             yield key_path, section, key
         for part, (inner, value) in _structs_in(field.type, section.get(key), key_path):
             yield from _measurable(part, value, inner)
@@ -686,7 +687,7 @@ def _replaced(struct: Any, path: Sequence[str], value: Any) -> Any:
     return msgspec.structs.replace(struct, **{key: new})
 
 
-def _marks(annotation: Any) -> set[str]:
+def marks_of(annotation: Any) -> set[str]:
     """Return the marks of `stretto.component` that a field's type carries, such as `local_path`."""
     info = msgspec.inspect.type_info(annotation)
     return {
